@@ -15,7 +15,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .targets import Target, first_names, matches, text_of
 from .text import called, listed
-from .wrappers import has_own_forward, own_forward_message, quantized
+from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
 _OF_LORA_LAYERS = {
@@ -33,13 +33,10 @@ def check_adaptable(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("in inference mode no update can be trained: call it outside")
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        wrapped = kind in ("DistributedDataParallel", "DataParallel", "OptimizedModule")
-        compiled = vars(module).get("_compiled_call_impl") is not None
-        if wrapped or compiled or kind.startswith(("FSDP", "FullyShardedDataParallel")):
+        if is_distributed_or_compiled(module):
             raise ValueError(
-                f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
-                "before that"
+                f"{name or 'the model'} is wrapped or compiled already "
+                f"({type(module).__name__}): adapt the model before that"
             )
     own = lora_layers(model)
     for name, parameter in model.named_parameters():
