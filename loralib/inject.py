@@ -16,6 +16,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,54 +125,57 @@ def add_lora(
     check_model(model, targets)
     check_not_pefts(model)
     check_bias(bias)
-    untie, freeze_A = as_flag("untie", untie), as_flag("freeze_A", freeze_A)
-    lora_dropout = as_dropout(lora_dropout)
+    common = LayerSettings(
+        r=r,
+        lora_alpha=lora_alpha,
+        lora_dropout=as_dropout(lora_dropout),
+        variant=variant,
+        initialization=initialization,
+        freeze_A=as_flag("freeze_A", freeze_A),
+    )
+    untie = as_flag("untie", untie)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(() if modules_to_train is None else modules_to_train, "modules_to_train")
     targets = as_targets(targets)
     check_has_modules(model)
-    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
-    names = _with_output_projections(model, names, exclude)
-    if exclude:
-        every = find(model, targets, is_linear=is_linear)
-        check_exclusions(model, exclude, _with_output_projections(model, every, ()))
+    names = _adapted_names(model, targets, exclude, layers)
     trained = find(model, to_train) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
-    ranks = by_pattern(names, rank_pattern or {}, r)
-    alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
-    slices = by_pattern(names, _flags_by_pattern(enable_lora), (True,))
-    settings = {
-        name: LayerSettings(
-            r=as_python(ranks[name]),
-            lora_alpha=as_python(alphas[name]),
-            lora_dropout=lora_dropout,
-            variant=variant,
-            initialization=initialization,
-            freeze_A=freeze_A,
-            enable_lora=slices[name],
-        )
-        for name in names
-    }
+    settings = _settings_by_name(names, common, rank_pattern, alpha_pattern, enable_lora)
     is_first = not lora_layers(model)
     adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
     if is_first:
         freeze_base(model)
     train_biases(model, bias)
+    for name in trained:
+        module = model.get_submodule(name).requires_grad_(True)
+        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if without_parameters:
         logger.warning(
             "modules_to_train names %s, in which there are no parameters to train",
             listed(map(called, without_parameters)),
         )
-    for name in trained:
-        module = model.get_submodule(name).requires_grad_(True)
-        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
     if is_first and modules_to_train is None:
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
     return adapted
+
+
+def _adapted_names(
+    model: nn.Module,
+    targets: tuple[Target, ...],
+    exclude: tuple[Target, ...],
+    layers: Iterable[int] | None,
+) -> list[str]:
+    """The names of the modules that are to be adapted, those of attentions' out_proj as well."""
+    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    if exclude:
+        every = find(model, targets, is_linear=is_linear)
+        check_exclusions(model, exclude, _with_output_projections(model, every, ()))
+    return _with_output_projections(model, names, exclude)
 
 
 def _with_output_projections(
@@ -186,6 +190,28 @@ def _with_output_projections(
         if is_attention and not is_any(out_proj, exclude):
             complete[out_proj] = None
     return list(complete)
+
+
+def _settings_by_name(
+    names: Iterable[str],
+    common: LayerSettings,
+    rank_pattern: Mapping[str, int] | None,
+    alpha_pattern: Mapping[str, float] | None,
+    enable_lora: Mapping[str, Sequence[bool]] | None,
+) -> dict[str, LayerSettings]:
+    """The settings of each module: the common ones, but for what its patterns say."""
+    ranks = by_pattern(names, rank_pattern or {}, common.r)
+    alphas = by_pattern(names, alpha_pattern or {}, common.lora_alpha)
+    slices = by_pattern(names, _flags_by_pattern(enable_lora), common.enable_lora)
+    return {
+        name: replace(
+            common,
+            r=as_python(ranks[name]),
+            lora_alpha=as_python(alphas[name]),
+            enable_lora=slices[name],
+        )
+        for name in names
+    }
 
 
 def _flags_by_pattern(
@@ -312,6 +338,15 @@ def adapt(
     had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
+    _turn_all(model, modules, settings)
+    leave_fast_path(model)
+    return tuple(name for name in lora_layers(model) if name not in had_update)
+
+
+def _turn_all(
+    model: nn.Module, modules: Mapping[str, nn.Module], settings: Mapping[str, LayerSettings]
+) -> None:
+    """Makes LoRA layers of modules, and of the attentions around them; all of them, or none."""
     turned: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -334,8 +369,6 @@ def adapt(
         if isinstance(error, torch.linalg.LinAlgError):
             raise ValueError(f"{name}: its weight has no decomposition: {error}") from error
         raise
-    leave_fast_path(model)
-    return tuple(name for name in lora_layers(model) if name not in had_update)
 
 
 def _by_first_name(
