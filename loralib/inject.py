@@ -40,6 +40,7 @@ from .inject_checks import (
     sharing,
 )
 from .lora_layer import LoRALayer, lora_layers
+from .model_checks import check_no_peft_layers, check_whole
 from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
@@ -55,7 +56,7 @@ from .targets import (
 )
 from .text import called, listed
 from .trained import forget_frozen, note_trained
-from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
+from .utils import check_bias, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def add_lora(
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_model(model, targets)
-    check_not_pefts(model)
+    check_no_peft_layers(model)
     check_bias(bias)
     common = LayerSettings(
         r=r,

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
+from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
 from ..text import called
-from ..utils import check_there
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .completeness import check_all_there

@@ -20,10 +20,11 @@ from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
-from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
+from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
@@ -308,7 +309,7 @@ def load_adapter(
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
-    check_not_pefts(model)
+    check_no_peft_layers(model)
     check_whole(model, "an adapter is loaded")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}

@@ -18,11 +18,11 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
 from ..steps import idle_optimizer, trained_along, was_trained_along
 from ..targets import first_names, other_places
 from ..text import called
 from ..trained import is_never_frozen, noted, untied_from
-from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without

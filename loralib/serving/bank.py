@@ -33,9 +33,9 @@ from torch.utils.hooks import RemovableHandle
 from ..adapters.adapter import Adapter
 from ..arguments import as_names, check_model
 from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..text import called, in_short, shown
-from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
 from .base import CheckedBase
 from .prepared import PreparedAdapter, fingerprint_of, prepare

@@ -24,7 +24,7 @@ from ..adapters.fingerprint import (
 )
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
-from ..utils import check_there, tensors_of
+from ..model_checks import check_there, tensors_of
 
 
 class DeviceDelta:
