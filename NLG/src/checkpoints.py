@@ -26,11 +26,10 @@ from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.io.tensors import index_of, read_tensors, write_wrapped_tensors
+from loralib.io.tensors import first_not_finite, index_of, read_tensors, write_wrapped_tensors
 from loralib.lora_layer import lora_layers
 from loralib.targets import pattern_of_words
 from loralib.text import listed
-from loralib.training.resume import first_not_finite
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
 from settings_beside import check_settings_beside
 from weights import canonical_names, load_base, own_tensors

@@ -7,13 +7,12 @@ generators. A training loop decides into which files it goes, each written by `w
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ..errors import CheckpointError
 from ..io.digests import short_digest
@@ -125,14 +124,3 @@ def check_same_run(
             raise CheckpointError(
                 f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
             )
-
-
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds a value that is not finite, if there is one."""
-    names, found = [], []
-    for name, tensor in tensors:
-        names.append(name)
-        found.append(tensor.isfinite().all())
-    # All are read at once: on a GPU each would be waited for.
-    are_finite = torch.stack(found).tolist() if found else []
-    return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)
