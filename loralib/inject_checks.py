@@ -18,7 +18,7 @@ from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
-_OF_LORA_LAYERS = {
+_LORA_ATTRIBUTES = {
     *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
@@ -123,7 +123,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         inner = _layers_within(name, module)
         instead = f"name those within, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
-    own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
+    own = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
     if own and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
             f"{what} has an attribute '{own[0]}', as LoRA's layers have it for theirs: {_LEAVE_OUT}"

@@ -50,8 +50,8 @@ def check_no_peft_layers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         modules = [kind.__module__ for kind in type(module).__mro__]
-        is_pefts = any(each.startswith("peft.tuners.lora.") for each in modules)
-        if is_pefts and hasattr(module, "lora_A"):
+        is_from_peft = any(each.startswith("peft.tuners.lora.") for each in modules)
+        if is_from_peft and hasattr(module, "lora_A"):
             raise ValueError(
                 f"{name or 'the model'} has LoRA of PEFT's: give the plain model, which PEFT's "
                 "unload() and merge_and_unload() return; load_adapter reads PEFT's folders"

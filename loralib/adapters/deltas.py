@@ -31,7 +31,7 @@ from .checks import check_positions
 from .completeness import check_all_there
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
-from .peft import unlike_pefts
+from .peft import peft_difference
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -281,7 +281,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
                 "PEFT has adapted one of them alone: load it with PEFT"
             )
-        reason = unlike_pefts(module) if adapter.format == "peft" else None
+        reason = peft_difference(module) if adapter.format == "peft" else None
         if reason:
             raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)

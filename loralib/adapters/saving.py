@@ -29,7 +29,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import unlike_pefts
+from .peft import peft_difference
 
 logger = logging.getLogger(__name__)
 
@@ -369,4 +369,4 @@ def _not_as_in_peft(model: nn.Module, name: str) -> str | None:
         return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"
-    return unlike_pefts(model.get_submodule(name))
+    return peft_difference(model.get_submodule(name))

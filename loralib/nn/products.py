@@ -442,7 +442,7 @@ def _is_onednn_faster() -> bool:
     one).
     """
     return (
-        not processor.is_intels() and processor.has_avx512() and processor.has_onednn(torch.float32)
+        not processor.is_intel() and processor.has_avx512() and processor.has_onednn(torch.float32)
     )
 
 

@@ -165,7 +165,7 @@ def test_a_product_is_added_in_float32(monkeypatch):
 )
 def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bias, expected):
     monkeypatch.setattr(processor, "_cpuinfo", lambda: {"vendor_id": vendor})
-    monkeypatch.setattr(processor, "is_intels", processor.is_intels.__wrapped__)
+    monkeypatch.setattr(processor, "is_intel", processor.is_intel.__wrapped__)
     for name in ("has_avx512", "has_bfloat16"):
         monkeypatch.setattr(processor, name, lambda: True)
     monkeypatch.setattr(processor, "has_onednn", lambda dtype: True)
