@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from .arguments import as_flag, as_flags
 from .functional import variant_of
 from .lora_layer import LoRALayer, cast
-from .nn.plain import is_watched
+from .nn.fast_paths import needs_public_operations
 from .nn.products import check_dense, linear, product_dtype
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
@@ -409,7 +409,7 @@ class Embedding(LoRALayer, nn.Embedding):
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
         delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
-        if is_watched(out, z, delta.B):
+        if needs_public_operations(out, z, delta.B):
             out = delta.expanded(out, z)
         else:
             delta.expand_into(out, z)

@@ -18,7 +18,7 @@ from .initialization import (
 )
 from .nn.bits import bits_of
 from .nn.dropout import Dropout
-from .nn.plain import has_mode, is_transformed
+from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
 

@@ -235,6 +235,6 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
     )
 
 
-def plain(value: object) -> str:
+def in_words(value: object) -> str:
     """A field's value as messages show it."""
     return ", ".join(value) if isinstance(value, tuple) else str(value)

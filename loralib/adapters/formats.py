@@ -41,7 +41,7 @@ from ..io.tensors import (
 )
 from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
-from .adapter import LORA, Adapter, Foreign, Kind, plain
+from .adapter import LORA, Adapter, Foreign, Kind, in_words
 from .canonical import canonical_names, has_ddp_prefix, without_ddp_prefix
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_of
@@ -378,7 +378,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
             if isinstance(value, Mapping) and value:
                 return f"its metadata has {what}, which this format cannot say"
             if value and value not in _WITHOUT_EFFECT:
-                return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
+                return f"its LoRA is of the {what} {in_words(value)}, which this format cannot say"
         # Of a registered family, the names of what is held say it.
         if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
             return (
@@ -489,7 +489,7 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
         return []
     said = {name: value for name, value in asdict(metadata).items() if value is not None}
     return [
-        " ".join(f"not in this format: {name} {plain(value)}".splitlines())
+        " ".join(f"not in this format: {name} {in_words(value)}".splitlines())
         for name, value in said.items()
         if name not in kept
     ]

@@ -4,7 +4,7 @@ from torch import nn
 
 from ..io.console import share_in_words
 from ..lora_layer import lora_layers
-from .adapter import plain
+from .adapter import in_words
 from .names import lora_targets
 
 
@@ -15,7 +15,7 @@ def lora_in_words(model: nn.Module) -> str | None:
         return None
     ranks = _each("rank", {layer.r for layer in layers.values()})
     alphas = _each("alpha", {layer.lora_alpha for layer in layers.values()})
-    return f"{ranks}, {alphas}, in {len(layers)} modules: {plain(lora_targets(layers))}"
+    return f"{ranks}, {alphas}, in {len(layers)} modules: {in_words(lora_targets(layers))}"
 
 
 def trained_in_words(model: nn.Module) -> str:

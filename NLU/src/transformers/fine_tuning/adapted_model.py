@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, plain
+from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, in_words
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
@@ -122,7 +122,7 @@ def _targets_of(adapter: Adapter) -> list[str]:
         targets = targets_of_modules(adapter.lora.targets)
     except ValueError as error:
         raise ValueError(
-            f"{adapter.source}: adapts {plain(adapter.lora.targets)}, which this script has no "
+            f"{adapter.source}: adapts {in_words(adapter.lora.targets)}, which this script has no "
             "LoRA layers for; utils/convert.py can merge it with its base"
         ) from error
     modules = list(lora_pairs(adapter.tensors, adapter.source))
