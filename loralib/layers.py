@@ -62,8 +62,8 @@ from .nn.products import check_dense, linear, product_dtype
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
 
 
-def _be_called(layer: nn.Module, inputs: tuple) -> None:
-    """Has PyTorch's encoder call a layer, in evaluation mode as well.
+def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
+    """A hook that does nothing: it has PyTorch's encoder call the layer in evaluation mode as well.
 
     An `nn.TransformerEncoderLayer` otherwise computes with the weights of its layers, unless one of
     them has a hook. `add_lora` and `mark_only_lora_as_trainable` tell it so in another way, see
@@ -101,7 +101,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         )
         self._add_slices(enabled)
         if self.r > 0:
-            self.register_forward_pre_hook(_be_called)
+            self.register_forward_pre_hook(_keep_encoder_off_fast_path)
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
         self.fan_in_fan_out = as_flag("fan_in_fan_out", fan_in_fan_out)

@@ -487,10 +487,10 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
     """What a format that keeps no more than these fields loses, a line each."""
     if metadata is None:
         return []
-    said = {name: value for name, value in asdict(metadata).items() if value is not None}
+    known = {name: value for name, value in asdict(metadata).items() if value is not None}
     return [
         " ".join(f"not in this format: {name} {in_words(value)}".splitlines())
-        for name, value in said.items()
+        for name, value in known.items()
         if name not in kept
     ]
 

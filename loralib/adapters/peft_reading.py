@@ -129,8 +129,8 @@ def read(
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
     # Our own folders have a checksum, and PEFT's settings do not say all of what they hold.
-    said = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
-    return Adapter(tensors, metadata, source, format="peft", said=said)
+    written = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
+    return Adapter(tensors, metadata, source, format="peft", peft_config=written)
 
 
 def _may_share(tensors: Collection[str]) -> bool:
@@ -182,10 +182,10 @@ def _check_ranks(
                 f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
                 f"{B.shape[1]}"
             )
-        said = _by_pattern(config, "r", module, pairs)
-        if B.shape[1] != said:
+        rank = _by_pattern(config, "r", module, pairs)
+        if B.shape[1] != rank:
             raise CheckpointError(
-                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {said}"
+                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {rank}"
             )
 
 

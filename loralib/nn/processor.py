@@ -43,8 +43,8 @@ def has_onednn(dtype: torch.dtype) -> bool:
 @functools.cache
 def has_bfloat16() -> bool:
     """Whether it has instructions for bfloat16 that PyTorch uses, as far as is known."""
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    if asked is not None and not asked():
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if is_supported is not None and not is_supported():
         return False
     known = _cpuinfo()
     flags = (known.get("flags") or known.get("Features") or "").split()
