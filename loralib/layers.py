@@ -30,10 +30,10 @@ and added in place to the left-hand one's result. In evaluation mode (`layer.eva
 `layer.merged` tells which mode is in effect. The copy is neither parameter nor buffer, so
 `state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
 that needs it, made again when the tensors it came from have changed, and dropped by `train()`. On a
-CPU, that A or B has changed is seen by their values. Elsewhere that would wait for the device, and
-writes that PyTorch does not count, through `parameter.data` in the middle of evaluation, take
-effect after the next step of any optimizer, or at the next `train()` or `eval()`. So do those to W,
-on a CPU as well; but there, if A, B and W are all frozen, at `train()` or `eval()` alone.
+CPU, changes to A and B are seen at once, because their values are compared. On other devices they
+are seen through PyTorch's version counters: writes through `parameter.data` are missed until the
+next step of any optimizer, `train()` or `eval()`. The same holds for W on every device; on a CPU
+with A, B and W all frozen, only `train()` or `eval()` lets such a write to W take effect.
 
 Some cases take the right-hand branch in evaluation mode as well, with the same result to rounding:
 a forward that autograd records for the sake of A, B or W, because the copy has no gradient; one
