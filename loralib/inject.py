@@ -104,12 +104,12 @@ def add_lora(
         freeze_A: B alone is trained (LoRA-FA).
         enable_lora: by target, which of the equal slices of a linear layer's output are adapted,
             for projections that are several in one.
-        untie: adapts a module whose weight another one has as well, such as a language model's
-            embedding and its head: the update belongs to that module alone. By default that is
-            refused, because merging it unties the two.
+        untie: also adapts a module whose weight is tied to another's (an embedding and its head).
+            The update then applies to that module only, and merging unties the two. By default
+            this is an error.
 
-    Weights that are loaded into the model later need `start_from_weights` after it, where the
-    variant or the initialization is made of weights.
+    If you load weights afterwards and the variant or the initialization depends on them (DoRA;
+    pissa, olora), call `start_from_weights` then.
 
     Returns:
         The names of the adapted modules. A second call adds others, and leaves what is trained.
@@ -119,7 +119,7 @@ def add_lora(
             exclusion leaves out nothing; a setting is of another type than it has to be, or out of
             its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
             rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
-            model is wrapped (DDP, FSDP, compile), has LoRA of PEFT's, or its tensors are inference
+            model is wrapped (DDP, FSDP, compile), has PEFT's LoRA, or its tensors are inference
             tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """

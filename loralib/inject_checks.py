@@ -171,10 +171,7 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
 
 
 def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
-    """Checks that no module that is trained as it is shares a weight with one that is not.
-
-    Nor with one that is adapted.
-    """
+    """Checks that a module in modules_to_train shares no weight with a frozen or adapted one."""
     frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
     whole_parts: set[nn.Module] = set()
     for whole in trained:
@@ -210,7 +207,7 @@ def sharing(
 def check_rank(
     name: str, module: nn.Module, own: LayerSettings, patterns: Iterable[Target] = ()
 ) -> None:
-    """Checks that an update's rank is none that its weight cannot have.
+    """Checks that a rank does not exceed the smaller dimension of its weight.
 
     Args:
         name: of the module.

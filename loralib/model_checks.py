@@ -43,7 +43,7 @@ def check_whole(model: nn.Module, what: str) -> None:
 
 
 def check_no_peft_layers(model: nn.Module) -> None:
-    """Checks that no layer of a model has LoRA of PEFT's.
+    """Checks that no layer of a model has PEFT's LoRA.
 
     Raises:
         ValueError: one has.
@@ -53,8 +53,8 @@ def check_no_peft_layers(model: nn.Module) -> None:
         is_from_peft = any(each.startswith("peft.tuners.lora.") for each in modules)
         if is_from_peft and hasattr(module, "lora_A"):
             raise ValueError(
-                f"{name or 'the model'} has LoRA of PEFT's: give the plain model, which PEFT's "
-                "unload() and merge_and_unload() return; load_adapter reads PEFT's folders"
+                f"{name or 'the model'} already has PEFT's LoRA: give the model that PEFT's "
+                "unload() or merge_and_unload() returns; load_adapter reads PEFT's folders"
             )
 
 

@@ -184,10 +184,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
     if not is_most or not is_never_frozen(model, base):
         return None
     return (
-        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, which mark_only_lora_as_trainable has not frozen: unless this is meant, "
-        "train again from the base, call that before, then requires_grad_(True) on what is to be "
-        "trained"
+        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base, which was "
+        "not frozen: if that is unintended, train again from the base; call "
+        "mark_only_lora_as_trainable first, then requires_grad_(True) on what else is to be trained"
     )
 
 
@@ -207,10 +206,10 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
         )
     else:
         way_out = (
-            "requires_grad_(True) on what is meant, such as a head, and save again; else save the "
-            "whole model too (torch.save), or train again"
+            "requires_grad_(True) on what belongs to it, such as a head, and save again; else save "
+            "the whole model too (torch.save), or train again"
         )
-    return f"{which} trained along with LoRA, but frozen now and not held: {way_out}"
+    return f"{which} trained along with LoRA but frozen now, so not saved: {way_out}"
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
