@@ -8,6 +8,7 @@ from checkpoints import add_lora_params, add_model_params
 from exp_utils import REPORTERS, add_log_level, check_report_to
 from gpu import add_gpu_params
 from loralib.io.command_line import ArgumentParser
+from loralib.training.determinism import LARGEST_SEED
 from loralib.training.estimate import rate_of
 from model import GPT2Config
 from optimizer import add_optimizer_params
@@ -21,7 +22,8 @@ _RANGES = {
     **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
     **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
     **dict.fromkeys(("lr", "weight_decay", "adam_epislon"), (0, 1e30)),
-    **dict.fromkeys(("random_seed", "lora_dim", "warmup_step"), (0, _MANY)),
+    **dict.fromkeys(("lora_dim", "warmup_step"), (0, _MANY)),
+    "random_seed": (0, LARGEST_SEED),
 }
 
 
@@ -51,7 +53,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     for flag, (least, most) in _RANGES.items():
         value = getattr(args, flag)
         if value is not None and not least <= value <= most:
-            bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+            bound = f"at most {most}" if value > most else f"at least {least}"
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
         if flag in ("lora_dropout", "label_smooth") and value == 1:
             raise ValueError(f"--{flag} 1 leaves nothing to learn from: give less")

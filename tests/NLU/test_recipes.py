@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[2]
 NLU = ROOT / "NLU"
@@ -446,6 +446,29 @@ def test_weights_that_a_flag_names_have_to_be_there(run_glue, started, name):
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--lora_path", "none.bin"])
     assert ended.value.code == f"{name}.sh: error: --lora_path none.bin: no such file"
+
+
+def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
+    started, split_lora, tiny_base, monkeypatch
+):
+    monkeypatch.setenv("NPROC", "1")
+    settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16}
+    config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
+    RobertaForSequenceClassification(config).save_pretrained("full")
+    for path, said in (
+        (str(tiny_base), "is a model without LoRA, and the recipe starts from LoRA weights: rob"),
+        ("full/pytorch_model.bin", "full/pytorch_model.bin mnli_lora.bin takes its LoRA weights"),
+    ):
+        monkeypatch.setenv("MNLI_CHECKPOINT", path)
+        with pytest.raises(SystemExit) as ended:
+            recipe.main(["roberta_base_rte"])
+        assert ended.value.code.startswith(f"roberta_base_rte.sh: error: {path}: ")
+        assert said in ended.value.code
+        assert started == []
+    split_lora.main(["full/pytorch_model.bin", "mnli_lora.bin"])
+    monkeypatch.setenv("MNLI_CHECKPOINT", "mnli_lora.bin")
+    recipe.main(["roberta_base_rte"])
+    assert len(started) == 1
 
 
 def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):

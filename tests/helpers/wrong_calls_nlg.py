@@ -52,6 +52,10 @@ CALLS = {
             "--lora_dim has to be at least 0, but is -1",
         ),
         (
+            "--train_data {good}/encoded.jsonl --random_seed 18446744073709551616",
+            "--random_seed has to be at most 4611686018427387904, but is 18446744073709551616",
+        ),
+        (
             "--train_data {good}/encoded.jsonl --seq_len 0",
             "--seq_len has to be at least 1, but is 0",
         ),

@@ -12,7 +12,7 @@ state of its random generators.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -514,6 +514,26 @@ def _damage_named(path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------
 
 
+def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
+    """Refuses a metric that no evaluation gives; for a task's script before it trains.
+
+    Args:
+        args: say what is compared, if anything.
+        metrics: the names of those that an evaluation gives.
+
+    Raises:
+        TrainingError: it is none of them.
+    """
+    if args.metric_for_best_model is None:
+        return
+    known = [name.removeprefix("eval_") for name in metrics]
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if name not in known:
+        raise TrainingError(
+            f"--metric_for_best_model: no evaluation gives eval_{name}; known: {', '.join(known)}"
+        )
+
+
 def note_best(
     state: TrainerState, args: TrainingArguments, metrics: dict[str, float], folder: Path
 ) -> None:
@@ -524,10 +544,8 @@ def note_best(
     """
     if args.metric_for_best_model is None:
         return
+    check_best_metric(args, metrics)
     name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    if name not in metrics:
-        known = ", ".join(key.removeprefix("eval_") for key in metrics)
-        raise TrainingError(f"--metric_for_best_model: no evaluation gives {name}; known: {known}")
     value, best = metrics[name], state.best_metric
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)
