@@ -376,13 +376,13 @@ def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
     """The settings by the first names of the modules, which may have several."""
-    first, own = first_names(model), dict[str, LayerSettings]()
+    first, by_first = first_names(model), dict[str, LayerSettings]()
     for name, of_module in settings.items():
-        if own.setdefault(first.get(name, name), of_module) != of_module:
+        if by_first.setdefault(first.get(name, name), of_module) != of_module:
             raise ValueError(
                 f"{name} is one module with {first[name]}, which is to be adapted in another way"
             )
-    return own
+    return by_first
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:

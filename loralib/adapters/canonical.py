@@ -53,10 +53,10 @@ def _renamed(
 ) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = rename(name)
-        if own in renamed:
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        renamed[own] = tensor
+        new = rename(name)
+        if new in renamed:
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        renamed[new] = tensor
     return renamed
 
 

@@ -335,17 +335,17 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     modules = adapted_modules(model, adapter)
     check_all_there(model, adapter, modules)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    own = _named_tensors(model)
+    base = _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
-        if name not in own:
+        if name not in base:
             raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
-        if id(own[name]) in adapted_weights:
+        if id(base[name]) in adapted_weights:
             raise CheckpointError(f"{adapter.source}: has both {name} and a delta of it")
-        if tensor.shape != own[name].shape:
+        if tensor.shape != base[name].shape:
             raise CheckpointError(
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
-                f"{tuple(own[name].shape)}"
+                f"{tuple(base[name].shape)}"
             )
     if adapter.lora.positions is False:
         unshare_positions(model, modules)
@@ -353,8 +353,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         _replace(adapted.module, adapted.name, adapted.merged())
     apart = untied_by(model, adapter)
     for name, tensor in others.items():
-        new = _like(own[name], tensor.to(own[name].dtype))
-        for place in (other for other in own if own[other] is own[name]):
+        new = _like(base[name], tensor.to(base[name].dtype))
+        for place in (other for other in base if base[other] is base[name]):
             if place not in apart.get(name, ()):
                 owner, _, last = place.rpartition(".")
                 setattr(model.get_submodule(owner), last, new)
@@ -370,15 +370,15 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     Returns:
         By the names of such weights, the names that the others have; they keep what they have.
     """
-    own, first, untied = _named_tensors(model), first_names(model), {}
+    base, first, untied = _named_tensors(model), first_names(model), {}
     family = family_of(adapter.tensors)
     of_their_own = family.untied_in(adapter.tensors) if family else set()
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     for name, tensor in besides.items():
-        if name not in own:
+        if name not in base:
             continue
         # By the first name of each module: one that is used twice shares nothing with itself.
-        sharing = {_in_module(other, first): other for other in own if own[other] is own[name]}
+        sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
         others = [
             other
             for module, other in sharing.items()

@@ -137,27 +137,27 @@ def load_into(
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     state = model.state_dict()
-    own = adapter_tensors(state, starts, adapter.kind)
+    expected = adapter_tensors(state, starts, adapter.kind)
     if adapter.kind is LORA:
         # Biases that were trained with it take the place of the base's.
-        own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
+        expected |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         if not lora_layers(model):
             raise MissingLayersError(adapter.source, LORA.name, LORA.switch)
         settings = lora_settings(model)
     _check_metadata(adapter, settings or {}, base_fingerprint)
     brought = {top_module(name) for name in adapter.tensors}
-    own = {
+    expected = {
         name: tensor
-        for name, tensor in own.items()
+        for name, tensor in expected.items()
         if adapter.kind.holds(name, starts) or name not in known or top_module(name) in brought
     }
-    _check_names(adapter, own, starts)
-    skipped = _check_shapes(adapter, own, starts, new_head)
+    _check_names(adapter, expected, starts)
+    skipped = _check_shapes(adapter, expected, starts, new_head)
     check_finite(adapter)
     with torch.no_grad():
         for name, tensor in adapter.tensors.items():
             if name not in skipped:
-                own[name].copy_(tensor)
+                expected[name].copy_(tensor)
     return skipped
 
 
@@ -215,10 +215,10 @@ def _start_of(metadata: LoraMetadata) -> str | None:
     return metadata.initialization if metadata.has_start else None
 
 
-def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
+def _check_names(adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
     kind = adapter.kind
     theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
-    ours = {name for name in own if kind.holds(name, starts)}
+    ours = {name for name in expected if kind.holds(name, starts)}
     if not ours:
         raise MissingLayersError(adapter.source, kind.name, kind.switch)
     if not theirs & ours:
@@ -229,27 +229,28 @@ def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str,
     mismatch = kind.mismatch(theirs, ours)
     if mismatch:
         raise CheckpointError(f"{adapter.source}: {mismatch}")
-    lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
+    lacking = expected.keys() - adapter.tensors.keys()
+    unknown = adapter.tensors.keys() - expected.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed(some)}")
 
 
 def _check_shapes(
-    adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
+    adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
 ) -> list[str]:
     skipped = []
     for name, tensor in adapter.tensors.items():
-        if tensor.shape == own[name].shape:
+        if tensor.shape == expected[name].shape:
             continue
         if new_head and not adapter.kind.holds(name, starts):
             skipped.append(name)
             continue
-        shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
+        shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
         hint, (ending, size) = "", adapter.kind.sized_by
         if ending and name.endswith(ending):
-            hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
-            if tensor.shape[1:] != own[name].shape[1:]:
+            hint = f": {size} {tensor.shape[0]}, not {expected[name].shape[0]}"
+            if tensor.shape[1:] != expected[name].shape[1:]:
                 hint = ": a base of another size"
         raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")
     return skipped

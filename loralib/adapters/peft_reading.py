@@ -161,10 +161,10 @@ def _as_ours(
     """The tensors as this project calls and shapes them; the names of adapted embeddings."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
-        if own in ours:
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        ours[own] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
+        new = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
+        if new in ours:
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        ours[new] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
     embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
     return ours, tuple(sorted(embeddings))
 
@@ -398,13 +398,13 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
         if name.endswith(_BASE_WEIGHT):
             logger.warning("%s: %s is left out: it is the base's own weight", source, name)
             continue
-        own = name.removeprefix(PREFIX)
-        own = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", own)
-        own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
-        own = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", own)
-        if own in named and not same_tensor(named[own], tensor):
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        named[own] = tensor
+        new = name.removeprefix(PREFIX)
+        new = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", new)
+        new = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", new)
+        new = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", new)
+        if new in named and not same_tensor(named[new], tensor):
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        named[new] = tensor
     return named
 
 
