@@ -400,13 +400,18 @@ def chosen(args: argparse.Namespace) -> Recipe:
     return small(recipe, *args.small) if args.small else recipe
 
 
+def given_processes() -> str:
+    """NPROC; an empty one is none, as in a shell's ``${NPROC:-8}`` and in GPT-2's recipes."""
+    return os.environ.get("NPROC", "")
+
+
 def processes(recipe: Recipe) -> int:
     """On how many processes to run it: a number, or a word of PyTorch's launcher for one.
 
     Raises:
         ValueError: NPROC is neither, or there are no such devices.
     """
-    nproc = os.environ.get("NPROC", str(recipe.nproc))
+    nproc = given_processes() or str(recipe.nproc)
     if nproc in ("auto", "cpu", "gpu", "xpu"):
         from torch.distributed.run import determine_local_world_size  # takes seconds
 
@@ -436,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_run:
             check_start(recipe, extra)
         nproc = processes(recipe)
-        if is_run and "NPROC" not in os.environ:
+        if is_run and not given_processes():
             check_gpus(recipe, extra)
     except (OSError, ValueError) as error:
         sys.exit(f"{args.recipe}.sh: error: {error}")

@@ -117,7 +117,11 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
         "to learning_curves.png there at the end of the run; default: all that are installed "
         "(plot needs matplotlib)",
     )
-    add("--resume", action="store_true", help="resume the run in --work_dir that was killed")
+    add(
+        "--resume",
+        action="store_true",
+        help="resume the run in --work_dir that was killed; it may get another length",
+    )
 
 
 def _add_estimate_params(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import quick_python
 
 from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification
 
@@ -168,7 +169,7 @@ def parsed(run_glue, arguments: list[str]) -> dict:
 
 
 def run_script(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
-    python = str(Path(sys.executable).parent)
+    python = str(quick_python().parent)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -261,10 +262,10 @@ def test_an_estimate_is_one_process_s_for_the_recipe_s_devices(run_glue, started
 # ---- processes ----
 
 
-@pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, None), (2, "2"), (0, "1"), (0, "3")])
+@pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, ""), (2, "2"), (0, "1"), (0, "3")])
 def test_processes(started, monkeypatch, gpus, nproc):
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
-    if nproc:
+    if nproc is not None:
         monkeypatch.setenv("NPROC", nproc)
     recipe.main(["roberta_base_mnli"])
     assert f"--nproc_per_node={nproc or 8}" in started[0][0]
@@ -288,6 +289,7 @@ def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
     """The advice, once followed, makes batches of the recipe's size."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
+    monkeypatch.setenv("NPROC", "")  # which says no more than none at all
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--seed", "1"])
     message = f"here are {gpus}; with the same batches: "
@@ -321,7 +323,7 @@ def test_gpus_where_there_are_none(started, monkeypatch):
     assert started == []
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
 def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
     monkeypatch.setenv("NPROC", nproc)
     with pytest.raises(SystemExit) as ended:

@@ -105,10 +105,8 @@ _SAME_OF_A_BASE = (
     *("share_att_key", "norm_rel_ebd"),
 )
 
-_NEW_RUN = (
-    "give the same setting to resume it, or begin a new run with another --output_dir or "
-    "--overwrite_output_dir"
-)
+NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
+_SAME_SETTING = f"give the same setting to resume it, or {NEW_RUN}"
 
 # What a process's progress counts of batches with targets.
 _COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
@@ -374,7 +372,7 @@ class Checkpoints:
         if isinstance(model, PreTrainedModel):
             of_model = _model_settings(model, path)
             settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
-        check_same_run(path, *settings, _NEW_RUN)
+        check_same_run(path, *settings, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
         """Puts this process's place in the data, gradients and generators where they were.
@@ -389,11 +387,10 @@ class Checkpoints:
         if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
             raise CheckpointError(
                 f"{path}: is of a run on as many examples of other data: give the same data, and "
-                "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
-                "--overwrite_output_dir"
+                f"--max_seq_length, to resume it, or {NEW_RUN}"
             )
         collator = own["collator"]
-        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _NEW_RUN)
+        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
         differ = [name for name in now if before[name] != now[name]]
         # With as many examples a step, an epoch has the same steps in any number of processes.
         others = [name for name in differ if name != "processes"]
