@@ -22,7 +22,7 @@ import gpt2_step
 import roberta_step
 import steps
 
-from loralib.nn.plain import is_plain
+from loralib.nn.fast_paths import are_fast_paths_off
 
 MODULES = (roberta_step, deberta_step, gpt2_step)
 STEPS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
@@ -121,7 +121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     if (args.data_dir is None) != (args.vocab is None):
         parser.error("--data_dir and --vocab go together")
-    if is_plain():
+    if are_fast_paths_off():
         parser.error("LORALIB_PLAIN is set: it turns off the operations that are looked for here")
     return args
 

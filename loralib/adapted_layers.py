@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .functional import Delta
 from .lora_layer import LoRALayer, cast
-from .nn.plain import is_watched
+from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
 
 
@@ -242,6 +242,6 @@ def _effective(layer: Any) -> Tensor:
         return merged
     weight = layer.frozen_weight
     delta = layer._delta(weight.dtype)
-    if is_watched(weight, delta.A, delta.B):
+    if needs_public_operations(weight, delta.A, delta.B):
         return delta.merged(weight)
     return delta.merge_(weight.clone())

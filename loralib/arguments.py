@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError
+from .text import shown
 
 
 class Range(NamedTuple):

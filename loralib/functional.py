@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .nn import products
-from .nn.plain import is_watched
+from .nn.fast_paths import needs_public_operations
 
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
@@ -118,7 +118,8 @@ class Delta:
         """
         given = (x, dropped, weight, bias, self.A, self.B)
         tensors = [tensor for tensor in given if tensor is not None]
-        if torch.jit.is_tracing() or is_watched(*tensors):  # a traced function cannot be saved
+        # A traced autograd function cannot be saved.
+        if torch.jit.is_tracing() or needs_public_operations(*tensors):
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(

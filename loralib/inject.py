@@ -16,6 +16,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch import nn
 from .adaptation import LayerSettings, builder_of, is_linear, turn_with
 from .adapted_layers import MultiheadAttention
 from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
-from .errors import called, listed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
@@ -39,7 +39,8 @@ from .inject_checks import (
     check_trained,
     sharing,
 )
-from .lora_layer import LoRALayer, names_of_updates
+from .lora_layer import LoRALayer, lora_layers
+from .model_checks import check_no_peft_layers, check_whole
 from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
@@ -53,8 +54,9 @@ from .targets import (
     is_any,
     matches,
 )
+from .text import called, listed
 from .trained import forget_frozen, note_trained
-from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
+from .utils import check_bias, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +104,12 @@ def add_lora(
         freeze_A: B alone is trained (LoRA-FA).
         enable_lora: by target, which of the equal slices of a linear layer's output are adapted,
             for projections that are several in one.
-        untie: adapts a module whose weight another one has as well, such as a language model's
-            embedding and its head: the update belongs to that module alone. By default that is
-            refused, because merging it unties the two.
+        untie: also adapts a module whose weight is tied to another's (an embedding and its head).
+            The update then applies to that module only, and merging unties the two. By default
+            this is an error.
 
-    Weights that are loaded into the model later need `start_from_weights` after it, where the
-    variant or the initialization is made of weights.
+    If you load weights afterwards and the variant or the initialization depends on them (DoRA;
+    pissa, olora), call `start_from_weights` then.
 
     Returns:
         The names of the adapted modules. A second call adds others, and leaves what is trained.
@@ -117,61 +119,64 @@ def add_lora(
             exclusion leaves out nothing; a setting is of another type than it has to be, or out of
             its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
             rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
-            model is wrapped (DDP, FSDP, compile), has LoRA of PEFT's, or its tensors are inference
+            model is wrapped (DDP, FSDP, compile), has PEFT's LoRA, or its tensors are inference
             tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_model(model, targets)
-    check_not_pefts(model)
+    check_no_peft_layers(model)
     check_bias(bias)
-    untie, freeze_A = as_flag("untie", untie), as_flag("freeze_A", freeze_A)
-    lora_dropout = as_dropout(lora_dropout)
+    common = LayerSettings(
+        r=r,
+        lora_alpha=lora_alpha,
+        lora_dropout=as_dropout(lora_dropout),
+        variant=variant,
+        initialization=initialization,
+        freeze_A=as_flag("freeze_A", freeze_A),
+    )
+    untie = as_flag("untie", untie)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(() if modules_to_train is None else modules_to_train, "modules_to_train")
     targets = as_targets(targets)
     check_has_modules(model)
-    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
-    names = _with_output_projections(model, names, exclude)
-    if exclude:
-        every = find(model, targets, is_linear=is_linear)
-        check_exclusions(model, exclude, _with_output_projections(model, every, ()))
+    names = _adapted_names(model, targets, exclude, layers)
     trained = find(model, to_train) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
-    check_trained(model, trained, [*names, *names_of_updates(model)])
-    ranks = by_pattern(names, rank_pattern or {}, r)
-    alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
-    slices = by_pattern(names, _flags_by_pattern(enable_lora), (True,))
-    settings = {
-        name: LayerSettings(
-            r=as_python(ranks[name]),
-            lora_alpha=as_python(alphas[name]),
-            lora_dropout=lora_dropout,
-            variant=variant,
-            initialization=initialization,
-            freeze_A=freeze_A,
-            enable_lora=slices[name],
-        )
-        for name in names
-    }
-    is_first = not names_of_updates(model)
+    check_trained(model, trained, [*names, *lora_layers(model)])
+    settings = _settings_by_name(names, common, rank_pattern, alpha_pattern, enable_lora)
+    is_first = not lora_layers(model)
     adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
     if is_first:
         freeze_base(model)
     train_biases(model, bias)
+    for name in trained:
+        module = model.get_submodule(name).requires_grad_(True)
+        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if without_parameters:
         logger.warning(
             "modules_to_train names %s, in which there are no parameters to train",
             listed(map(called, without_parameters)),
         )
-    for name in trained:
-        module = model.get_submodule(name).requires_grad_(True)
-        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
     if is_first and modules_to_train is None:
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
     return adapted
+
+
+def _adapted_names(
+    model: nn.Module,
+    targets: tuple[Target, ...],
+    exclude: tuple[Target, ...],
+    layers: Iterable[int] | None,
+) -> list[str]:
+    """The names of the modules that are to be adapted, those of attentions' out_proj as well."""
+    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    if exclude:
+        every = find(model, targets, is_linear=is_linear)
+        check_exclusions(model, exclude, _with_output_projections(model, every, ()))
+    return _with_output_projections(model, names, exclude)
 
 
 def _with_output_projections(
@@ -186,6 +191,28 @@ def _with_output_projections(
         if is_attention and not is_any(out_proj, exclude):
             complete[out_proj] = None
     return list(complete)
+
+
+def _settings_by_name(
+    names: Iterable[str],
+    common: LayerSettings,
+    rank_pattern: Mapping[str, int] | None,
+    alpha_pattern: Mapping[str, float] | None,
+    enable_lora: Mapping[str, Sequence[bool]] | None,
+) -> dict[str, LayerSettings]:
+    """The settings of each module: the common ones, but for what its patterns say."""
+    ranks = by_pattern(names, rank_pattern or {}, common.r)
+    alphas = by_pattern(names, alpha_pattern or {}, common.lora_alpha)
+    slices = by_pattern(names, _flags_by_pattern(enable_lora), common.enable_lora)
+    return {
+        name: replace(
+            common,
+            r=as_python(ranks[name]),
+            lora_alpha=as_python(alphas[name]),
+            enable_lora=slices[name],
+        )
+        for name in names
+    }
 
 
 def _flags_by_pattern(
@@ -204,7 +231,7 @@ def _flags_by_pattern(
 def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
     head = guessed_head(model, is_linear)
-    if head is None or is_any(head, exclude) or head in names_of_updates(model):
+    if head is None or is_any(head, exclude) or head in lora_layers(model):
         return
     module = model.get_submodule(head)
     weights = set(module.parameters())
@@ -228,7 +255,7 @@ def _warn_of_task_head(model: nn.Module) -> None:
     base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
     if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
         return
-    adapted, tops = names_of_updates(model), [name for name in model._modules if name != base]
+    adapted, tops = lora_layers(model), [name for name in model._modules if name != base]
     head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
     if head:
         logger.warning(
@@ -309,9 +336,18 @@ def adapt(
             check_rows(name, module, settings[name])
     if not untie:
         check_tied(model, modules)
-    had_update = set(names_of_updates(model))
+    had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
+    _turn_all(model, modules, settings)
+    leave_fast_path(model)
+    return tuple(name for name in lora_layers(model) if name not in had_update)
+
+
+def _turn_all(
+    model: nn.Module, modules: Mapping[str, nn.Module], settings: Mapping[str, LayerSettings]
+) -> None:
+    """Makes LoRA layers of modules, and of the attentions around them; all of them, or none."""
     turned: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -334,21 +370,19 @@ def adapt(
         if isinstance(error, torch.linalg.LinAlgError):
             raise ValueError(f"{name}: its weight has no decomposition: {error}") from error
         raise
-    leave_fast_path(model)
-    return tuple(name for name in names_of_updates(model) if name not in had_update)
 
 
 def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
     """The settings by the first names of the modules, which may have several."""
-    first, own = first_names(model), dict[str, LayerSettings]()
+    first, by_first = first_names(model), dict[str, LayerSettings]()
     for name, of_module in settings.items():
-        if own.setdefault(first.get(name, name), of_module) != of_module:
+        if by_first.setdefault(first.get(name, name), of_module) != of_module:
             raise ValueError(
                 f"{name} is one module with {first[name]}, which is to be adapted in another way"
             )
-    return own
+    return by_first
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
@@ -384,7 +418,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
                 f"{called(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
                 "it plain, with its update in its weight; or build the model without LoRA"
             )
-    adapted = names_of_updates(model)
+    adapted = tuple(lora_layers(model))
     turn_all_back(model)
     forget_frozen(model)
     forget_steps(model)

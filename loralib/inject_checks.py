@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .errors import UnsupportedLayerError, called, listed
+from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .layers import Embedding
-from .lora_layer import LoRALayer, names_of_updates
+from .lora_layer import LoRALayer, lora_layers
 from .targets import Target, first_names, matches, text_of
-from .wrappers import has_own_forward, own_forward_message, quantized
+from .text import called, listed
+from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
-_OF_LORA_LAYERS = {
+_LORA_ATTRIBUTES = {
     *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
@@ -32,19 +33,16 @@ def check_adaptable(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("in inference mode no update can be trained: call it outside")
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        wrapped = kind in ("DistributedDataParallel", "DataParallel", "OptimizedModule")
-        compiled = vars(module).get("_compiled_call_impl") is not None
-        if wrapped or compiled or kind.startswith(("FSDP", "FullyShardedDataParallel")):
+        if is_distributed_or_compiled(module):
             raise ValueError(
-                f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
-                "before that"
+                f"{name or 'the model'} is wrapped or compiled already "
+                f"({type(module).__name__}): adapt the model before that"
             )
-    own = names_of_updates(model)
+    layers = lora_layers(model)
     for name, parameter in model.named_parameters():
         owner = name.partition(".parametrizations.")[0]
         owner = owner if owner != name else name.rpartition(".")[0]
-        if "lora_" in name and owner not in own:
+        if "lora_" in name and owner not in layers:
             raise ValueError(
                 f"{name} has 'lora_' in its name, by which LoRA's own parameters are known: rename "
                 "that module first"
@@ -125,10 +123,11 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         inner = _layers_within(name, module)
         instead = f"name those within, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
-    own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
-    if own and not isinstance(module, LoRALayer):
+    taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
+    if taken and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
-            f"{what} has an attribute '{own[0]}', as LoRA's layers have it for theirs: {_LEAVE_OUT}"
+            f"{what} has an attribute '{taken[0]}', as LoRA's layers have it for theirs: "
+            f"{_LEAVE_OUT}"
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
@@ -173,10 +172,7 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
 
 
 def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
-    """Checks that no module that is trained as it is shares a weight with one that is not.
-
-    Nor with one that is adapted.
-    """
+    """Checks that a module in modules_to_train shares no weight with a frozen or adapted one."""
     frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
     whole_parts: set[nn.Module] = set()
     for whole in trained:
@@ -210,35 +206,35 @@ def sharing(
 
 
 def check_rank(
-    name: str, module: nn.Module, own: LayerSettings, patterns: Iterable[Target] = ()
+    name: str, module: nn.Module, settings: LayerSettings, patterns: Iterable[Target] = ()
 ) -> None:
-    """Checks that an update's rank is none that its weight cannot have.
+    """Checks that a rank does not exceed the smaller dimension of its weight.
 
     Args:
         name: of the module.
         module: it.
-        own: its settings.
+        settings: its settings.
         patterns: the targets by which some modules were given another rank than the rest.
     """
     for part in _weight_names(module):
         weight = module._parameters.get(part)
         if weight is not None:
             out, inner = _out_in(module, weight)
-            smallest = min(out // len(own.enable_lora), inner)
-            if own.r > smallest:
+            smallest = min(out // len(settings.enable_lora), inner)
+            if settings.r > smallest:
                 pattern = next((each for each in patterns if matches(name, each)), None)
                 way_out = f"lower it, or there alone: rank_pattern={{'{name}': {smallest}}}"
                 if pattern is not None:
                     way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
                 raise ValueError(
-                    f"r = {own.r} is larger than a dimension of {called(name)}: {smallest}; "
+                    f"r = {settings.r} is larger than a dimension of {called(name)}: {smallest}; "
                     f"{way_out}"
                 )
 
 
-def check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
+def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """Checks that the weight's rows have a direction, if DoRA is to adapt it."""
-    if not variant_of(own.variant).has_magnitude:
+    if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
     for part in _weight_names(module):
@@ -249,33 +245,33 @@ def check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
         if not rows.any(dim=1).all():
             raise ValueError(
                 f"{called(name)} has rows of zeros in its {part}, which have no direction for "
-                f"{own.variant}: {_LEAVE_OUT}, or choose another variant"
+                f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"
             )
 
 
-def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:
+def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:
     out, _ = _out_in(module, weight)
-    slices = len(own.enable_lora)
+    slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f"{called(name)} is not a linear layer, whose slices enable_lora could mean: leave it "
             "out of enable_lora"
         )
-    if not any(own.enable_lora) or out % slices:
+    if not any(settings.enable_lora) or out % slices:
         raise ValueError(
-            f"enable_lora {list(own.enable_lora)} does not fit {called(name)}: it has to "
+            f"enable_lora {list(settings.enable_lora)} does not fit {called(name)}: it has to "
             f"enable some of the equal slices of {out} outputs"
         )
-    if not isinstance(own.r, int) or own.r < 1:
+    if not isinstance(settings.r, int) or settings.r < 1:
         raise ValueError(
-            f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({called(name)})"
+            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} ({called(name)})"
         )
-    as_number(f"{called(name)}: lora_alpha", own.lora_alpha, *ABOVE_0)
-    if own.lora_dropout == 1:
+    as_number(f"{called(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
+    if settings.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
-        Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
-    LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
+        Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
+    LoRALayer(**{**settings.of_layer(), "merge_weights": False})  # its own checks of the settings
 
 
 def check_owner(model: nn.Module, name: str) -> None:
@@ -295,11 +291,11 @@ def check_owner(model: nn.Module, name: str) -> None:
         )
 
 
-def check_dropout(model: nn.Module, name: str, own: LayerSettings) -> None:
+def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
     """Checks that the projections of an attention, which takes their weights, have no dropout."""
     owner = model.get_submodule(name.rpartition(".")[0])
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
-        if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
+        if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
             raise ValueError(
                 f"{called(name)} {what} an nn.MultiheadAttention, whose update takes no dropout: "
                 f"set lora_dropout to 0, or {_LEAVE_OUT}"

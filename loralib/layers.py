@@ -30,10 +30,10 @@ and added in place to the left-hand one's result. In evaluation mode (`layer.eva
 `layer.merged` tells which mode is in effect. The copy is neither parameter nor buffer, so
 `state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
 that needs it, made again when the tensors it came from have changed, and dropped by `train()`. On a
-CPU, that A or B has changed is seen by their values. Elsewhere that would wait for the device, and
-writes that PyTorch does not count, through `parameter.data` in the middle of evaluation, take
-effect after the next step of any optimizer, or at the next `train()` or `eval()`. So do those to W,
-on a CPU as well; but there, if A, B and W are all frozen, at `train()` or `eval()` alone.
+CPU, changes to A and B are seen at once, because their values are compared. On other devices they
+are seen through PyTorch's version counters: writes through `parameter.data` are missed until the
+next step of any optimizer, `train()` or `eval()`. The same holds for W on every device; on a CPU
+with A, B and W all frozen, only `train()` or `eval()` lets such a write to W take effect.
 
 Some cases take the right-hand branch in evaluation mode as well, with the same result to rounding:
 a forward that autograd records for the sake of A, B or W, because the copy has no gradient; one
@@ -56,14 +56,14 @@ from torch import Tensor, nn
 from .arguments import as_flag, as_flags
 from .functional import variant_of
 from .lora_layer import LoRALayer, cast
-from .nn.plain import is_watched
+from .nn.fast_paths import needs_public_operations
 from .nn.products import check_dense, linear, product_dtype
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
 
 
-def _be_called(layer: nn.Module, inputs: tuple) -> None:
-    """Has PyTorch's encoder call a layer, in evaluation mode as well.
+def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
+    """A hook that does nothing: it has PyTorch's encoder call the layer in evaluation mode as well.
 
     An `nn.TransformerEncoderLayer` otherwise computes with the weights of its layers, unless one of
     them has a hook. `add_lora` and `mark_only_lora_as_trainable` tell it so in another way, see
@@ -101,7 +101,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         )
         self._add_slices(enabled)
         if self.r > 0:
-            self.register_forward_pre_hook(_be_called)
+            self.register_forward_pre_hook(_keep_encoder_off_fast_path)
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
         self.fan_in_fan_out = as_flag("fan_in_fan_out", fan_in_fan_out)
@@ -409,7 +409,7 @@ class Embedding(LoRALayer, nn.Embedding):
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
         delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
-        if is_watched(out, z, delta.B):
+        if needs_public_operations(out, z, delta.B):
             out = delta.expanded(out, z)
         else:
             delta.expand_into(out, z)

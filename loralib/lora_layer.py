@@ -18,7 +18,7 @@ from .initialization import (
 )
 from .nn.bits import bits_of
 from .nn.dropout import Dropout
-from .nn.plain import has_mode, is_transformed
+from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
 
@@ -409,7 +409,7 @@ def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def names_of_updates(model: nn.Module) -> tuple[str, ...]:
-    """The names of a model's LoRA layers that have an update, in the model's order."""
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
+    """The LoRA layers of a model that have an update (r > 0), by name, in the model's order."""
     modules = model.named_modules()
-    return tuple(name for name, layer in modules if isinstance(layer, LoRALayer) and layer.r > 0)
+    return {name: m for name, m in modules if isinstance(m, LoRALayer) and m.r > 0}

@@ -1,7 +1,8 @@
-"""What optimizers' steps do in models with LoRA, as the parameters remember it.
+"""Records which parameters optimizers change along with LoRA, as attributes of those parameters.
 
-A step knows no modules, so that it is known by attributes of the parameters whether they are LoRA's
-own, or a weight beneath it. A copy of a model begins without what was done to the first.
+Saving reads it to tell whether a base was trained along with LoRA. A step knows no modules, so that
+parameters are marked as LoRA's own, or as a weight beneath it. A copy of a model begins without
+this record.
 """
 
 import logging

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import called, listed, shown
+from .text import called, listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -279,8 +279,8 @@ def _left_out(
         numbers = {number for name in names if (number := layer_of(name)) is not None}
         for layer in layers:
             if layer not in numbers:
-                shown = f"0 to {max(numbers)}" if numbers else "none"
-                raise ValueError(f"the model has no layer {layer}; its numbers are {shown}")
+                others = f"0 to {max(numbers)}" if numbers else "none"
+                raise ValueError(f"the model has no layer {layer}; its numbers are {others}")
         left_out |= {name for name in names if layer_of(name) not in layers}
     return left_out
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
-from .lora_layer import LoRALayer
+from .lora_layer import LoRALayer, lora_layers
+from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_managed, is_sharded, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ def freeze_base(model: nn.Module) -> None:
     Gradients that they have are dropped: an optimizer that holds them would still follow those.
     """
     frozen = [parameter for name, parameter in model.named_parameters() if "lora_" not in name]
-    for layer in model.modules():
-        if isinstance(layer, LoRALayer) and layer.r > 0 and layer.freeze_A:
-            frozen.append(layer.lora_A)
+    frozen += [layer.lora_A for layer in lora_layers(model).values() if layer.freeze_A]
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
@@ -82,8 +80,7 @@ def train_biases(model: nn.Module, bias: str) -> None:
     check_bias(bias)
     meant: set[Any] = set()
     if bias == "lora_only":
-        layers = [each for each in model.modules() if isinstance(each, LoRALayer) and each.r > 0]
-        meant = {layer.base_bias for layer in layers if layer.base_bias is not None}
+        meant = {layer.base_bias for layer in lora_layers(model).values()} - {None}
     for name, parameter in model.named_parameters():
         in_name = bias == "all" and "bias" in name and "lora_" not in name
         if in_name or parameter in meant:
@@ -160,11 +157,8 @@ def with_lora_plus(
     Returns:
         The groups without B, in their order, and those of B after them.
     """
-    faster = {
-        id(layer.lora_B)
-        for layer in model.modules()
-        if isinstance(layer, LoRALayer) and layer.r > 0 and not isinstance(layer, Embedding)
-    }
+    layers = lora_layers(model).values()
+    faster = {id(layer.lora_B) for layer in layers if not isinstance(layer, Embedding)}
     if lora_plus_ratio == 1:
         faster = set()
     divided = []
@@ -230,7 +224,7 @@ def merge(module: nn.Module) -> nn.Module:
     check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
-    sound = [name for name, layer in _layers_with_updates(module) if _is_finite(layer)]
+    sound = [name for name, layer in lora_layers(module).items() if _is_finite(layer)]
     earlier = list(module.parameters())
     merge_in_place(module)
     forget_trained(module)
@@ -251,7 +245,7 @@ def merge(module: nn.Module) -> nn.Module:
 
 def _is_finite(layer: LoRALayer) -> bool:
     """Whether a layer's frozen weight is in float16 and finite."""
-    weight = _frozen_weight(layer)
+    weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
 
 
@@ -272,85 +266,3 @@ def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collecti
                 "bfloat16 before it is merged",
                 name,
             )
-
-
-def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoRALayer) and layer.r > 0:
-            yield name, layer
-
-
-def _frozen_weight(layer: LoRALayer) -> Tensor | None:
-    return getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
-
-
-def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The frozen weights of a model's LoRA layers, and what errors call them."""
-    for name, layer in _layers_with_updates(model):
-        weight = _frozen_weight(layer)
-        if weight is not None:
-            yield f"the weight of {name or 'the layer'}", weight
-
-
-def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """A model's LoRA, and those of its other parameters that have these names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if "lora_" in name or name in names:
-            yield name, parameter
-
-
-def check_whole(model: nn.Module, what: str) -> None:
-    """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
-
-    Args:
-        what: for which they have to be whole, such as "LoRA is merged".
-
-    Raises:
-        ValueError: one is.
-    """
-    managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    sharded = (name for name, tensor in tensors if is_sharded(tensor))
-    for name in (*managed, *sharded):
-        raise ValueError(
-            f"{name} is sharded over several processes: gather the model before {what}, into a "
-            "plain one (get_model_state_dict with full_state_dict=True)"
-        )
-
-
-def check_not_pefts(model: nn.Module) -> None:
-    """Checks that no layer of a model has LoRA of PEFT's.
-
-    Raises:
-        ValueError: one has.
-    """
-    for name, module in model.named_modules():
-        modules = [kind.__module__ for kind in type(module).__mro__]
-        is_pefts = any(each.startswith("peft.tuners.lora.") for each in modules)
-        if is_pefts and hasattr(module, "lora_A"):
-            raise ValueError(
-                f"{name or 'the model'} has LoRA of PEFT's: give the plain model, which PEFT's "
-                "unload() and merge_and_unload() return; load_adapter reads PEFT's folders"
-            )
-
-
-def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Checks that tensors have values, and are plain ones, which quantized weights are not.
-
-    Args:
-        tensors: with their names.
-        what: for which they have to be there, such as "LoRA is merged".
-
-    Raises:
-        ValueError: one has not, or is not.
-    """
-    for name, tensor in tensors:
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
-            raise ValueError(f"{name} has no shape yet: call the model once before {what}")
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: load the model's weights first, or take out the "
-                f"hooks that offload them, before {what}"
-            )
-        if tensor.is_floating_point() and (reason := quantized(tensor)):
-            raise ValueError(f"{name} is {reason}: load plain weights before {what}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import called
+from .text import called
 
 # The classes of PyTorch's wrappers, and what they call the module within.
 _WRAPPERS = {
@@ -16,6 +16,8 @@ _WRAPPERS = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
+# Those that note the parameters, or the computation, when they wrap; the others look at each call.
+_NOTING = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -41,6 +43,12 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for owner, name, module in wrapped:
             owner._modules[name] = module
+
+
+def is_distributed_or_compiled(module: nn.Module) -> bool:
+    """Whether a module is in such a wrapper, or compiled: layers that it gets now come too late."""
+    is_compiled = vars(module).get("_compiled_call_impl") is not None
+    return is_compiled or type(module).__name__ in _NOTING or is_managed(module)
 
 
 def is_managed(module: object) -> bool:

@@ -16,8 +16,9 @@ from torch.func import functional_call
 import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.loading import load_into
 from loralib.errors import CheckpointError
+from loralib.lora_layer import lora_layers
 from loralib.training.precision import hold_frozen_in
 
 # The release's DeBERTa had LoRA that relative positions do not reach.

@@ -126,11 +126,11 @@ def test_what_is_launched(gpu, x, case):
 
 
 def test_a_wait_names_its_line(gpu, x):
-    from loralib.training.resume import first_not_finite
+    from loralib.io.tensors import first_not_finite
 
     first_not_finite([("x", x)])
     assert len(gpu.waits) == 1
-    assert "loralib/training/resume.py:" in gpu.waits[0].replace("\\", "/")
+    assert "loralib/io/tensors.py:" in gpu.waits[0].replace("\\", "/")
 
 
 def test_both_devices_at_once_are_an_error(gpu, x):

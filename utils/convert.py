@@ -40,7 +40,7 @@ from conversion.description import describe
 from conversion.dtypes import DTYPES
 from conversion.gpt2_folder import is_whole_gpt2
 from conversion.merged import merge, write_whole
-from loralib.adapters.adapter import LORA, Adapter, plain
+from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
@@ -163,7 +163,7 @@ def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
         raise AlphaError(adapter.source)
     if metadata and metadata.trained_with:
         raise CheckpointError(
-            f"{adapter.source}: was trained with {plain(metadata.trained_with)} as well, whose "
+            f"{adapter.source}: was trained with {in_words(metadata.trained_with)} as well, whose "
             "weights are in another file: without them it is not what was trained"
         )
     if format == "merged" and base is None:
@@ -280,7 +280,9 @@ def _unsaid(adapter: Adapter, args: argparse.Namespace) -> list[str]:
     if adapter.metadata is not None:
         return []
     named = {"task": args.task, "labels": tuple(args.labels or ())}
-    return [f"not in this format: {name} {plain(value)}" for name, value in named.items() if value]
+    return [
+        f"not in this format: {name} {in_words(value)}" for name, value in named.items() if value
+    ]
 
 
 def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> None:

@@ -27,7 +27,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from loralib.io.archives import DAMAGED
+from loralib.io.archives import ZIP_ERRORS
 from loralib.io.atomic import sync_file
 from loralib.io.command_line import ArgumentParser
 from loralib.training.process import error_in_words, run
@@ -265,7 +265,7 @@ def unpack(archive: Path, folder: str, target: Path) -> None:
             if damaged is not None:
                 raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
             file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
-    except DAMAGED as error:
+    except ZIP_ERRORS as error:
         raise ValueError(f"{archive.name} is damaged: {error}") from error
 
 

@@ -20,15 +20,16 @@ from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
 from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
-from loralib.adapters.loading import load_into, lora_layers, lora_settings
+from loralib.adapters.loading import load_into, lora_settings
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import within_layer
-from loralib.errors import AlphaError, CheckpointError, listed
+from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.io.tensors import index_of, read_tensors, write_wrapped_tensors
+from loralib.io.tensors import first_not_finite, index_of, read_tensors, write_wrapped_tensors
+from loralib.lora_layer import lora_layers
 from loralib.targets import pattern_of_words
-from loralib.training.resume import first_not_finite
+from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
 from settings_beside import check_settings_beside
 from weights import canonical_names, load_base, own_tensors

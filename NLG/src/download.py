@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
-from loralib.io.archives import DAMAGED
+from loralib.io.archives import ZIP_ERRORS
 from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors, write_tensors
@@ -191,7 +191,7 @@ def _unpack_e2e(
         try:
             with zipfile.ZipFile(archive) as file:
                 content = file.read(f"e2e-dataset/{name}")
-        except (KeyError, ValueError, *DAMAGED) as error:
+        except (KeyError, ValueError, *ZIP_ERRORS) as error:
             reason = str(error) or "its end is missing"
             raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
         except OSError as error:

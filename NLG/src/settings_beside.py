@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from loralib.errors import CheckpointError, first_line
+from loralib.errors import CheckpointError
+from loralib.text import first_line
 from model import GPT2Config, config_of
 from weights import card_of, shape_of
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from family import GPT2
-from loralib.adapters.loading import lora_layers
-from loralib.errors import CheckpointError, listed
+from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
+from loralib.lora_layer import lora_layers
+from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}

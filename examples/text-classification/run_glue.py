@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from loralib.adapters.adapter import Adapter
-from loralib.errors import in_short
 from loralib.io.atomic import atomic_write
+from loralib.text import in_short
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,

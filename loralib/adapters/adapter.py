@@ -115,7 +115,7 @@ class Adapter:
         format: the format that it had on disk, see `loralib.adapters.formats`.
         base_weights: what its file also holds of the base, by the base's names: not the adapter's,
             but what it was trained with.
-        said: of another library's folder, the settings that say what of a model it holds.
+        peft_config: of a folder that PEFT wrote, the settings that say what of a model it holds.
     """
 
     tensors: dict[str, Tensor]
@@ -124,7 +124,7 @@ class Adapter:
     kind: Kind = LORA
     format: str | None = None
     base_weights: Mapping[str, Tensor] = field(default_factory=dict)
-    said: Mapping[str, Any] = field(default_factory=dict)
+    peft_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lora(self) -> LoraMetadata:
@@ -235,6 +235,6 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
     )
 
 
-def plain(value: object) -> str:
+def in_words(value: object) -> str:
     """A field's value as messages show it."""
     return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 from ..io.tensors import same_tensor
 from .families import Family, family_of, in_known_backbone, registered
 
-_DDPS = "module."
+_DDP_PREFIX = "module."
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     return _without_tied(_renamed(tensors, rename, source), source)
 
 
-def without_ddps_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The tensors of a file that may have been written of a DDP wrapper, without its ``module.``.
 
     A model may have a module of that name itself. So it is the wrapper's where all names begin so,
@@ -36,14 +36,14 @@ def without_ddps_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, 
     Raises:
         CheckpointError: two tensors have one name.
     """
-    if not is_taken_for_ddps(tensors):
+    if not has_ddp_prefix(tensors):
         return dict(tensors)
-    return _renamed(tensors, lambda name: name.removeprefix(_DDPS), source)
+    return _renamed(tensors, lambda name: name.removeprefix(_DDP_PREFIX), source)
 
 
-def is_taken_for_ddps(names: Collection[str]) -> bool:
+def has_ddp_prefix(names: Collection[str]) -> bool:
     """Whether the names that begin with ``module.`` would be a DDP wrapper's, by that rule."""
-    wrapped = [name.removeprefix(_DDPS) for name in names if name.startswith(_DDPS)]
+    wrapped = [name.removeprefix(_DDP_PREFIX) for name in names if name.startswith(_DDP_PREFIX)]
     is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
     return is_known or len(wrapped) == len(names) > 0
 
@@ -53,10 +53,10 @@ def _renamed(
 ) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = rename(name)
-        if own in renamed:
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        renamed[own] = tensor
+        new = rename(name)
+        if new in renamed:
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        renamed[new] = tensor
     return renamed
 
 

@@ -22,7 +22,7 @@ def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]
     Raises:
         CheckpointError: it does.
     """
-    if not adapter.said:
+    if not adapter.peft_config:
         return
     held, first = adapter.tensors.keys() | adapter.base_weights.keys(), first_names(model)
     for name, module in model.named_modules():
@@ -40,7 +40,7 @@ def _trained_of(
     name: str, module: nn.Module, adapter: Adapter, adapted: Collection[str]
 ) -> set[str]:
     """The names of a module's parameters that the settings say are saved beside LoRA."""
-    bias, saved = adapter.said.get("bias"), adapter.said.get("modules_to_save") or ()
+    bias, saved = adapter.peft_config.get("bias"), adapter.peft_config.get("modules_to_save") or ()
     names = {n for n, _ in module.named_parameters(name)} if name.endswith(tuple(saved)) else set()
     has_bias = module._parameters.get("bias") is not None
     if has_bias and (bias == "all" or (bias == "lora_only" and name in adapted)):
@@ -53,6 +53,6 @@ def _is_meant(name: str, adapter: Adapter) -> bool:
 
     They differ in which of several numbers in a name is the layer's.
     """
-    by_layer = adapter.said.get("layers_to_transform") not in (None, [])
+    by_layer = adapter.peft_config.get("layers_to_transform") not in (None, [])
     is_ambiguous = by_layer and len(re.findall(r"(?:^|\.)\d+(?=\.)", name)) > 1
-    return not is_ambiguous and is_targeted(adapter.said, name)
+    return not is_ambiguous and is_targeted(adapter.peft_config, name)

@@ -19,18 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, called
+from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
+from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
-from ..utils import check_there
+from ..text import called
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .completeness import check_all_there
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
-from .peft import unlike_pefts
+from .peft import peft_difference
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -280,7 +281,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
                 "PEFT has adapted one of them alone: load it with PEFT"
             )
-        reason = unlike_pefts(module) if adapter.format == "peft" else None
+        reason = peft_difference(module) if adapter.format == "peft" else None
         if reason:
             raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)
@@ -334,17 +335,17 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     modules = adapted_modules(model, adapter)
     check_all_there(model, adapter, modules)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    own = _named_tensors(model)
+    base = _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
-        if name not in own:
+        if name not in base:
             raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
-        if id(own[name]) in adapted_weights:
+        if id(base[name]) in adapted_weights:
             raise CheckpointError(f"{adapter.source}: has both {name} and a delta of it")
-        if tensor.shape != own[name].shape:
+        if tensor.shape != base[name].shape:
             raise CheckpointError(
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
-                f"{tuple(own[name].shape)}"
+                f"{tuple(base[name].shape)}"
             )
     if adapter.lora.positions is False:
         unshare_positions(model, modules)
@@ -352,8 +353,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         _replace(adapted.module, adapted.name, adapted.merged())
     apart = untied_by(model, adapter)
     for name, tensor in others.items():
-        new = _like(own[name], tensor.to(own[name].dtype))
-        for place in (other for other in own if own[other] is own[name]):
+        new = _like(base[name], tensor.to(base[name].dtype))
+        for place in (other for other in base if base[other] is base[name]):
             if place not in apart.get(name, ()):
                 owner, _, last = place.rpartition(".")
                 setattr(model.get_submodule(owner), last, new)
@@ -369,15 +370,15 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     Returns:
         By the names of such weights, the names that the others have; they keep what they have.
     """
-    own, first, untied = _named_tensors(model), first_names(model), {}
+    base, first, untied = _named_tensors(model), first_names(model), {}
     family = family_of(adapter.tensors)
     of_their_own = family.untied_in(adapter.tensors) if family else set()
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     for name, tensor in besides.items():
-        if name not in own:
+        if name not in base:
             continue
         # By the first name of each module: one that is used twice shares nothing with itself.
-        sharing = {_in_module(other, first): other for other in own if own[other] is own[name]}
+        sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
         others = [
             other
             for module, other in sharing.items()

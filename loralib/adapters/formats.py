@@ -29,14 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..arguments import as_path
-from ..errors import (
-    AlphaError,
-    CheckpointError,
-    ModelAsAdapterError,
-    NeedsMergingError,
-    listed,
-    shown,
-)
+from ..errors import AlphaError, CheckpointError, ModelAsAdapterError, NeedsMergingError
 from ..io.hub import is_a_path, resolve_file
 from ..io.tensors import (
     check_is_whole,
@@ -46,9 +39,10 @@ from ..io.tensors import (
     write_tensors,
     write_wrapped_tensors,
 )
+from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
-from .adapter import LORA, Adapter, Foreign, Kind, plain
-from .canonical import canonical_names, is_taken_for_ddps, without_ddps_names
+from .adapter import LORA, Adapter, Foreign, Kind, in_words
+from .canonical import canonical_names, has_ddp_prefix, without_ddp_prefix
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_of
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
@@ -74,7 +68,7 @@ _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 # Names of a model's files of settings and of weights, in the folders of Transformers.
 _CONFIG = "config.json"
-_OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
+_MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 # What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
 _FILE_SUFFIXES = (
     *SUFFIXES,
@@ -186,7 +180,7 @@ def _is_model_without_lora(folder: str) -> bool:
     """Whether a folder is a model's, all of whose weights can be read and have other names."""
     if not os.path.isfile(os.path.join(folder, _CONFIG)):
         return False
-    paths = [Path(folder, name) for name in os.listdir(folder) if _OF_A_MODEL.fullmatch(name)]
+    paths = [Path(folder, name) for name in os.listdir(folder) if _MODEL_FILE.fullmatch(name)]
     try:
         names = {name for path in paths for name in _names_in(path)}
     except CheckpointError:
@@ -247,11 +241,11 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
         path, tensors, kind
     )
     if metadata is None or path.suffix != ".safetensors":  # which has the model's own names
-        tensors = without_ddps_names(tensors, str(path))
+        tensors = without_ddp_prefix(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
-        is_model_s = _OF_A_MODEL.fullmatch(path.name) and path.with_name(_CONFIG).is_file()
-        if kind is LORA and is_model_s:
+        is_model_file = _MODEL_FILE.fullmatch(path.name) and path.with_name(_CONFIG).is_file()
+        if kind is LORA and is_model_file:
             raise ModelAsAdapterError(str(path))
         raise CheckpointError(
             f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "
@@ -376,7 +370,7 @@ def format_of_path(path: Path) -> str:
 def what_forbids(adapter: Adapter, format: str) -> str | None:
     """Why an adapter would compute something else in a format; None where it computes the same."""
     reached = getattr(adapter.metadata, "positions", None)
-    if format == "release" and is_taken_for_ddps(adapter.tensors):
+    if format == "release" and has_ddp_prefix(adapter.tensors):
         return "its names begin with 'module.', which readers of this format take for DDP's"
     if format == "release" and adapter.metadata is not None:
         for what in _NOT_IN_RELEASE:
@@ -384,7 +378,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
             if isinstance(value, Mapping) and value:
                 return f"its metadata has {what}, which this format cannot say"
             if value and value not in _WITHOUT_EFFECT:
-                return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
+                return f"its LoRA is of the {what} {in_words(value)}, which this format cannot say"
         # Of a registered family, the names of what is held say it.
         if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
             return (
@@ -493,10 +487,10 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
     """What a format that keeps no more than these fields loses, a line each."""
     if metadata is None:
         return []
-    said = {name: value for name, value in asdict(metadata).items() if value is not None}
+    known = {name: value for name, value in asdict(metadata).items() if value is not None}
     return [
-        " ".join(f"not in this format: {name} {plain(value)}".splitlines())
-        for name, value in said.items()
+        " ".join(f"not in this format: {name} {in_words(value)}".splitlines())
+        for name, value in known.items()
         if name not in kept
     ]
 

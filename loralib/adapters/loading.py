@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
-from ..errors import CheckpointError, MissingLayersError, SettingsError, listed, trained_with
+from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..text import listed
 from ..trained import note_trained, note_untied, noted
-from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
+from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
@@ -43,15 +45,6 @@ from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
 
 logger = logging.getLogger(__name__)
-
-
-def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
-    """The layers of `model` that have a low-rank update, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LoRALayer) and module.r > 0
-    }
 
 
 def lora_settings(model: nn.Module) -> dict[str, Any]:
@@ -144,27 +137,27 @@ def load_into(
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     state = model.state_dict()
-    own = adapter_tensors(state, starts, adapter.kind)
+    expected = adapter_tensors(state, starts, adapter.kind)
     if adapter.kind is LORA:
         # Biases that were trained with it take the place of the base's.
-        own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
+        expected |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         if not lora_layers(model):
             raise MissingLayersError(adapter.source, LORA.name, LORA.switch)
         settings = lora_settings(model)
     _check_metadata(adapter, settings or {}, base_fingerprint)
     brought = {top_module(name) for name in adapter.tensors}
-    own = {
+    expected = {
         name: tensor
-        for name, tensor in own.items()
+        for name, tensor in expected.items()
         if adapter.kind.holds(name, starts) or name not in known or top_module(name) in brought
     }
-    _check_names(adapter, own, starts)
-    skipped = _check_shapes(adapter, own, starts, new_head)
+    _check_names(adapter, expected, starts)
+    skipped = _check_shapes(adapter, expected, starts, new_head)
     check_finite(adapter)
     with torch.no_grad():
         for name, tensor in adapter.tensors.items():
             if name not in skipped:
-                own[name].copy_(tensor)
+                expected[name].copy_(tensor)
     return skipped
 
 
@@ -222,10 +215,10 @@ def _start_of(metadata: LoraMetadata) -> str | None:
     return metadata.initialization if metadata.has_start else None
 
 
-def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
+def _check_names(adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
     kind = adapter.kind
     theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
-    ours = {name for name in own if kind.holds(name, starts)}
+    ours = {name for name in expected if kind.holds(name, starts)}
     if not ours:
         raise MissingLayersError(adapter.source, kind.name, kind.switch)
     if not theirs & ours:
@@ -236,27 +229,28 @@ def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str,
     mismatch = kind.mismatch(theirs, ours)
     if mismatch:
         raise CheckpointError(f"{adapter.source}: {mismatch}")
-    lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
+    lacking = expected.keys() - adapter.tensors.keys()
+    unknown = adapter.tensors.keys() - expected.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed(some)}")
 
 
 def _check_shapes(
-    adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
+    adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
 ) -> list[str]:
     skipped = []
     for name, tensor in adapter.tensors.items():
-        if tensor.shape == own[name].shape:
+        if tensor.shape == expected[name].shape:
             continue
         if new_head and not adapter.kind.holds(name, starts):
             skipped.append(name)
             continue
-        shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
+        shapes = f"{tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the model"
         hint, (ending, size) = "", adapter.kind.sized_by
         if ending and name.endswith(ending):
-            hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
-            if tensor.shape[1:] != own[name].shape[1:]:
+            hint = f": {size} {tensor.shape[0]}, not {expected[name].shape[0]}"
+            if tensor.shape[1:] != expected[name].shape[1:]:
                 hint = ": a base of another size"
         raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")
     return skipped
@@ -316,7 +310,7 @@ def load_adapter(
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
-    check_not_pefts(model)
+    check_no_peft_layers(model)
     check_whole(model, "an adapter is loaded")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}

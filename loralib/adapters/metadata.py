@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
 from ..functional import VARIANTS, Delta
 from ..initialization import INITIALIZATIONS, starts_from_weight
+from ..text import first_line
 
 _Own = TypeVar("_Own", bound="AdapterMetadata")
 _Value = TypeVar("_Value")

@@ -116,7 +116,7 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
     return owner if owner != module and owner in modules else None
 
 
-def unlike_pefts(module: nn.Module) -> str | None:
+def peft_difference(module: nn.Module) -> str | None:
     """Why PEFT's update of a convolution computes something else than ours; None if it does not.
 
     PEFT makes its lora_A with the stride and padding of the convolution, and nothing else of it.

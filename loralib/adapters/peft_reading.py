@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line, shown
+from ..errors import CheckpointError
 from ..functional import variant_of
 from ..io.tensors import same_tensor
+from ..text import first_line, shown
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
@@ -128,8 +129,8 @@ def read(
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
     # Our own folders have a checksum, and PEFT's settings do not say all of what they hold.
-    said = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
-    return Adapter(tensors, metadata, source, format="peft", said=said)
+    written = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
+    return Adapter(tensors, metadata, source, format="peft", peft_config=written)
 
 
 def _may_share(tensors: Collection[str]) -> bool:
@@ -160,10 +161,10 @@ def _as_ours(
     """The tensors as this project calls and shapes them; the names of adapted embeddings."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
-        if own in ours:
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        ours[own] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
+        new = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
+        if new in ours:
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        ours[new] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
     embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
     return ours, tuple(sorted(embeddings))
 
@@ -181,10 +182,10 @@ def _check_ranks(
                 f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
                 f"{B.shape[1]}"
             )
-        said = _by_pattern(config, "r", module, pairs)
-        if B.shape[1] != said:
+        rank = _by_pattern(config, "r", module, pairs)
+        if B.shape[1] != rank:
             raise CheckpointError(
-                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {said}"
+                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {rank}"
             )
 
 
@@ -397,13 +398,13 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
         if name.endswith(_BASE_WEIGHT):
             logger.warning("%s: %s is left out: it is the base's own weight", source, name)
             continue
-        own = name.removeprefix(PREFIX)
-        own = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", own)
-        own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
-        own = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", own)
-        if own in named and not same_tensor(named[own], tensor):
-            raise CheckpointError(f"{source}: holds {own} under two names")
-        named[own] = tensor
+        new = name.removeprefix(PREFIX)
+        new = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", new)
+        new = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", new)
+        new = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", new)
+        if new in named and not same_tensor(named[new], tensor):
+            raise CheckpointError(f"{source}: holds {new} under two names")
+        named[new] = tensor
     return named
 
 

@@ -13,22 +13,23 @@ import torch
 from torch import nn
 
 from ..arguments import as_names, as_path, as_text, check_model
-from ..errors import CheckpointError, NeedsMergingError, called
+from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
 from ..steps import idle_optimizer, trained_along, was_trained_along
-from ..targets import other_places
+from ..targets import first_names, other_places
+from ..text import called
 from ..trained import is_never_frozen, noted, untied_from
-from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
-from .loading import lora_layers, lora_settings, takes_dropout
+from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import unlike_pefts
+from .peft import peft_difference
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +184,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
     if not is_most or not is_never_frozen(model, base):
         return None
     return (
-        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, which mark_only_lora_as_trainable has not frozen: unless this is meant, "
-        "train again from the base, call that before, then requires_grad_(True) on what is to be "
-        "trained"
+        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base, which was "
+        "not frozen: if that is unintended, train again from the base; call "
+        "mark_only_lora_as_trainable first, then requires_grad_(True) on what else is to be trained"
     )
 
 
@@ -206,10 +206,10 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
         )
     else:
         way_out = (
-            "requires_grad_(True) on what is meant, such as a head, and save again; else save the "
-            "whole model too (torch.save), or train again"
+            "requires_grad_(True) on what belongs to it, such as a head, and save again; else save "
+            "the whole model too (torch.save), or train again"
         )
-    return f"{which} trained along with LoRA, but frozen now and not held: {way_out}"
+    return f"{which} trained along with LoRA but frozen now, so not saved: {way_out}"
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
@@ -325,8 +325,7 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
 
 def _second_names(model: nn.Module) -> set[str]:
     """The names of modules that have another one, which comes first in the model."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    return names - {name for name, _ in model.named_modules()}
+    return {name for name, first in first_names(model).items() if name != first}
 
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
@@ -369,4 +368,4 @@ def _not_as_in_peft(model: nn.Module, name: str) -> str | None:
         return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"
-    return unlike_pefts(model.get_submodule(name))
+    return peft_difference(model.get_submodule(name))

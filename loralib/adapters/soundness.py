@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import ABOVE_0, as_number
 from ..errors import AlphaError, CheckpointError, FullModelError
-from .adapter import LORA, Adapter, base_biases, lora_metadata, plain
+from .adapter import LORA, Adapter, base_biases, in_words, lora_metadata
 from .checks import check_finite, warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
@@ -150,7 +150,7 @@ def _check_said(
         said, found = getattr(metadata, what), getattr(seen, what)
         is_so = are_targets(said, ranks) if what == "targets" else said == found
         if not is_so:
-            raise _contradiction(source, f"{what} {plain(said)}", plain(found))
+            raise _contradiction(source, f"{what} {in_words(said)}", in_words(found))
     for module, found in ranks.items():
         if metadata.rank_of(module) != found:
             where = f" in {module}" if others or metadata.rank_pattern else ""

@@ -3,20 +3,19 @@
 from torch import nn
 
 from ..io.console import share_in_words
-from ..lora_layer import names_of_updates
-from .adapter import plain
+from ..lora_layer import lora_layers
+from .adapter import in_words
 from .names import lora_targets
 
 
 def lora_in_words(model: nn.Module) -> str | None:
     """Such as "rank 8, alpha 16, in 24 modules: query, value"; None for a model without LoRA."""
-    names = names_of_updates(model)
-    if not names:
+    layers = lora_layers(model)
+    if not layers:
         return None
-    layers = [model.get_submodule(name) for name in names]
-    ranks, alphas = ({getattr(layer, key) for layer in layers} for key in ("r", "lora_alpha"))
-    where = f"in {len(names)} modules: {plain(lora_targets(names))}"
-    return f"{_each('rank', ranks)}, {_each('alpha', alphas)}, {where}"
+    ranks = _each("rank", {layer.r for layer in layers.values()})
+    alphas = _each("alpha", {layer.lora_alpha for layer in layers.values()})
+    return f"{ranks}, {alphas}, in {len(layers)} modules: {in_words(lora_targets(layers))}"
 
 
 def trained_in_words(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""What zip files that are damaged are known by."""
+"""The errors by which Python says that a zip file is damaged."""
 
 import zipfile
 import zlib
@@ -16,6 +16,6 @@ def _errors_of_methods() -> list[type[Exception]]:
     return found
 
 
-DAMAGED = (zipfile.BadZipFile, *_errors_of_methods(), EOFError, RuntimeError)
-"""What `zipfile` raises for them: by which part is wrong; a method that it does not know, or a
-password, is a RuntimeError."""
+ZIP_ERRORS = (zipfile.BadZipFile, *_errors_of_methods(), EOFError, RuntimeError)
+"""What `zipfile` raises, by the part that is wrong: RuntimeError for an unknown method of
+compression, or for a password."""

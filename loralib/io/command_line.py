@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .launcher import tell_launcher
+from .elastic_error import tell_launcher
 
 _SIMILAR = 0.75  # of two names' letters, by difflib
 # A number below zero as `float` reads it, be it in scientific notation.

@@ -56,7 +56,7 @@ def lines_digest(path: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
-def shown(value: Any) -> Any:
+def short_digest(value: Any) -> Any:
     """A value for a message: of a digest, as many digits as people compare."""
     is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
     return f"{value[:16]}…" if is_digest else value

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
-from ..errors import first_line
+from ..text import first_line
 
 logger = logging.getLogger(__name__)
 

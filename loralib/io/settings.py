@@ -10,7 +10,6 @@ content. What can be annotated: bool, int, float, str, lists as ``Iterable`` or 
 
 import functools
 import inspect
-import json
 import math
 import types
 import typing
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any
+
+from ..text import as_json
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ _ITEMS = {
     str | int: "strings or integers",
     list[int]: "lists of integers",
 }
-_LONGEST_QUOTE = 60
 
 
 def checked(function: Callable) -> Callable:
@@ -93,7 +93,7 @@ def check_settings(
     for name, hint in _hints(inspect.unwrap(function)).items():
         if name in values and not _fits(values[name], hint):
             where = "" if source is None else f"{source}: "
-            found = _quoted(values[name])
+            found = as_json(values[name])
             raise ValueError(f"{where}{name} must {_rule(hint)}, not {found}")
 
 
@@ -159,9 +159,3 @@ def _rule(hint: Any) -> str:
     if origin in (Iterable, list):
         return f"be a list of {_ITEMS[arguments[0]]}"
     return _RULES[hint]
-
-
-def _quoted(value: Any) -> str:
-    """A value as a JSON file has it, cut to a length that fits a line."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
+from ..text import first_line
 from .atomic import DISK_FULL, NoSpaceError, atomic_write
 
 
@@ -259,6 +260,17 @@ def _is_held(tensor: Tensor) -> bool:
 def same_tensor(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are of one dtype and shape, and equal."""
     return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor that holds a value that is not finite, if there is one."""
+    names, found = [], []
+    for name, tensor in tensors:
+        names.append(name)
+        found.append(tensor.isfinite().all())
+    # All are read at once: on a GPU each would be waited for.
+    are_finite = torch.stack(found).tolist() if found else []
+    return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)
 
 
 def is_safetensors(path: Path) -> bool:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .bits import bits_of, integer_of
-from .plain import is_plain, is_transformed
+from .fast_paths import are_fast_paths_off, is_transformed
 
 _VALUES = 2**16  # that p is a share of
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -126,7 +126,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     fast = x.device.type == "cpu" and x.dtype in _DTYPES and p < 1
-    if not fast or is_plain() or torch.compiler.is_compiling() or is_transformed(x):
+    if not fast or are_fast_paths_off() or torch.compiler.is_compiling() or is_transformed(x):
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)
 

@@ -18,8 +18,8 @@ They change no other row's result, and have no gradient.
 import torch
 from torch import Tensor
 
+from .fast_paths import are_fast_paths_off
 from .packing import PackedRows
-from .plain import is_plain
 from .products import product_dtype
 from .routing import in_effect
 
@@ -74,7 +74,7 @@ def fill(x: Tensor, count: int) -> Tensor:
 
 def _largest_step(x: Tensor) -> int:
     """What numbers become multiples of at most, for x's products; 0 where none are filled up."""
-    is_eager = not (is_plain() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+    is_eager = not (are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing())
     if x.device.type != "cpu" or not is_eager:
         return 0
     return _LARGEST_STEP.get(product_dtype(x), 0)

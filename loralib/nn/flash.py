@@ -10,7 +10,7 @@ Source: FlashAttention-2, arXiv 2307.08691.
 import torch
 from torch import Tensor
 
-from .plain import is_plain, is_transformed
+from .fast_paths import are_fast_paths_off, is_transformed
 
 # In one head; the kernel takes multiples of eight. Of its 256, not every GPU has the shared memory
 # that training takes above these.
@@ -28,7 +28,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
         and width % 8 == 0
         and width <= _WIDEST
         and _is_there(query.device)
-        and not (is_plain() or is_transformed(query, key, value))
+        and not (are_fast_paths_off() or is_transformed(query, key, value))
     )
 
 

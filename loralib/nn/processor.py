@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Instructions that multiply in bfloat16, or convert it, by Linux's names: x86's, and ARM's.
-_OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 # Instructions that oneDNN's kernels differ by, and PyTorch's name of the processor's kind does not.
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
@@ -24,8 +24,8 @@ def name() -> str:
 
 
 @functools.cache
-def is_intels() -> bool:
-    """Whether it is known to be of Intel, whose library MKL is."""
+def is_intel() -> bool:
+    """Whether it is known to be Intel's, as is MKL."""
     return "Intel" in (_cpuinfo().get("vendor_id") or platform.processor())
 
 
@@ -43,12 +43,12 @@ def has_onednn(dtype: torch.dtype) -> bool:
 @functools.cache
 def has_bfloat16() -> bool:
     """Whether it has instructions for bfloat16 that PyTorch uses, as far as is known."""
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    if asked is not None and not asked():
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if is_supported is not None and not is_supported():
         return False
     known = _cpuinfo()
     flags = (known.get("flags") or known.get("Features") or "").split()
-    return not flags or not _OF_BFLOAT16.isdisjoint(flags)
+    return not flags or not _BFLOAT16_FLAGS.isdisjoint(flags)
 
 
 def is_emulated(x: Tensor) -> bool:

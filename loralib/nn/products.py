@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import processor
-from .plain import is_plain, is_transformed
+from .fast_paths import are_fast_paths_off, is_transformed
 from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 # ---- products that autograd records ----
@@ -212,7 +212,7 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
     """Whether fast ways are on, and know these tensors: no subclasses, no tracing."""
     return (
         {type(x), type(weight)} <= {Tensor, nn.Parameter}
-        and not is_plain()
+        and not are_fast_paths_off()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not is_transformed(x, weight)
@@ -285,7 +285,7 @@ def batched_product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None
 
 
 def _way_of_batches(dtype: torch.dtype) -> str:
-    if dtype is not torch.bfloat16 or is_plain():
+    if dtype is not torch.bfloat16 or are_fast_paths_off():
         return "plain"
     return _chosen.get(_BATCHES) or ("plain" if processor.has_bfloat16() else "float32")
 
@@ -442,7 +442,7 @@ def _is_onednn_faster() -> bool:
     one).
     """
     return (
-        not processor.is_intels() and processor.has_avx512() and processor.has_onednn(torch.float32)
+        not processor.is_intel() and processor.has_avx512() and processor.has_onednn(torch.float32)
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
-from .plain import is_plain, is_transformed
+from .fast_paths import are_fast_paths_off, is_transformed
 from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
@@ -41,7 +41,7 @@ def suits_cpu(
         distances: the terms of distances that there are.
         dropout_p: dropout on the attention probabilities.
     """
-    if is_plain() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     terms = [x for x in distances if x is not None]
     given = [query, key, value, *terms]

@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
-from ..adapters.loading import lora_layers
 from ..arguments import as_names, check_model
-from ..errors import called, in_short, shown
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
+from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
-from ..utils import check_whole
+from ..text import called, in_short, shown
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 

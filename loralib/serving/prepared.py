@@ -27,7 +27,7 @@ from ..adapters.fingerprint import (
 from ..adapters.loading import same_when_rounded
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
-from ..utils import check_there, tensors_of
+from ..model_checks import check_there, tensors_of
 
 
 class _Seen(NamedTuple):

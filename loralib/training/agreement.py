@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import TrainingError
-from ..io.digests import shown
+from ..io.digests import short_digest
 from ..nn.bits import bits_of
 from .distributed import gather_objects, gather_on_first
 
@@ -55,8 +55,8 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
             # Not a number is no other than itself here.
             if ours != theirs and not (ours != ours and theirs != theirs):
                 raise TrainingError(
-                    f"process {number} on {host} has {name} {shown(theirs)}, process 0 on "
-                    f"{first_host} has {shown(ours)}: give all processes of a run the same"
+                    f"process {number} on {host} has {name} {short_digest(theirs)}, process 0 on "
+                    f"{first_host} has {short_digest(ours)}: give all processes of a run the same"
                 )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import TrainingError, first_line
+from ..errors import TrainingError
+from ..text import first_line
 
 _BACKEND = "inductor"
 # Graphs that a layer may have, beyond which PyTorch gives up: one each for training and evaluation,

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ..errors import TrainingError, first_line
+from ..errors import TrainingError
+from ..text import first_line
 from .process import launched_address, launched_place, warnings_so_far
 from .watch import start_watching
 

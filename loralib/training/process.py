@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 from ..io.console import ConsoleHandler, say
-from ..io.launcher import tell_launcher
+from ..io.elastic_error import tell_launcher
 
 
 def started(pid: int) -> str:

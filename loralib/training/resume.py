@@ -8,18 +8,18 @@ generators. A training loop decides into which files it goes, each written by `w
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from ..errors import CheckpointError, first_line
-from ..io.digests import shown
+from ..errors import CheckpointError
+from ..io.digests import short_digest
 from ..io.likeness import check_like
 from ..io.tensors import verify_archive
+from ..text import first_line
 from .determinism import rng_state
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def check_same_run(
     """
     for name, value in now.items():
         if before.get(name) != value:
-            was, becomes = shown(before.get(name)), shown(value)
+            was, becomes = short_digest(before.get(name)), short_digest(value)
             raise CheckpointError(
                 f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
             )
@@ -162,14 +162,3 @@ def warn_of_length(where: str | os.PathLike, before: int, now: int) -> None:
             "the new length so that, unless it is constant, the result is that of neither",
             *(where, before, now),
         )
-
-
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds a value that is not finite, if there is one."""
-    names, found = [], []
-    for name, tensor in tensors:
-        names.append(name)
-        found.append(tensor.isfinite().all())
-    # All are read at once: on a GPU each would be waited for.
-    are_finite = torch.stack(found).tolist() if found else []
-    return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store
 
-from ..errors import first_line
+from ..text import first_line
 from .process import end_at_once
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import loralib as lora
 import model as model_module
 from loralib.nn import filling, packing, processor, products
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows
-from loralib.nn.plain import plain
 from loralib.nn.ways import WAYS
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import frozen_weights
@@ -457,14 +457,14 @@ def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeyp
     multiplied, multiply = [], WAYS[way]
     monkeypatch.setitem(WAYS, way, lambda *a: multiplied.append(a) or multiply(*a))
     monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
-    for is_plain in (True, False):
+    for is_off in (True, False):
         model = train_only(build(**LORA), what)
-        with plain(is_plain):
+        with fast_paths_off(is_off):
             loss = model(*draw_batch("clm"), 0.1)
             loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         steps.append({"loss": loss, **grads})
-        assert bool(attended) == bool(multiplied) == (not is_plain)
+        assert bool(attended) == bool(multiplied) == (not is_off)
     theirs, ours = steps
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import checkpoints
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
+from loralib.lora_layer import lora_layers
 from model import GPT2Config
 from weights import canonical_names, load_base
 

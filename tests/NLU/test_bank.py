@@ -19,8 +19,8 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.fingerprint import fingerprint
 from loralib.errors import CheckpointError
 from loralib.nn import packing
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows
-from loralib.nn.plain import plain
 from loralib.nn.routing import Routing
 from transformers.configuration_utils import LORA_TARGETS
 
@@ -246,8 +246,8 @@ def test_gradients_of_a_mixed_batch_are_the_plain_paths(make_classifier, variant
     task = Task(make_classifier, "deberta", **variant)
     bank, batch, found = task.bank(), make_batch(5), []
     embeddings = task.base.base_model.embeddings.word_embeddings.weight
-    for is_plain in (True, False):
-        with plain(is_plain), bank.use(list("bacbd")):
+    for is_off in (True, False):
+        with fast_paths_off(is_off), bank.use(list("bacbd")):
             states = task.base.base_model(**batch).last_hidden_state
         (grad,) = torch.autograd.grad(states.square().sum(), embeddings)
         found.append((states, grad))

@@ -13,7 +13,7 @@ from encoder_options import ENCODER_TERMS
 from trainer_runs import make_data, trained
 
 from loralib.errors import CheckpointError
-from loralib.nn.plain import plain
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.training import compiled
 from loralib.training.precision import hold_frozen_in
 from transformers import TrainerCallback
@@ -104,7 +104,7 @@ def test_in_half_precision_as_well(model_of, family):
         assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
     graphs = compile_layers(model.base_model.encoder.layer)
     for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
-        with half, plain():
+        with half, fast_paths_off():
             theirs = eager(**batch_of(lengths)).loss
         with half:
             ours = model(**batch_of(lengths)).loss

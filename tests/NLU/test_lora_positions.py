@@ -19,9 +19,9 @@ import loralib as lora
 from loralib.adapters.adapter import lora_metadata
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
+from loralib.lora_layer import lora_layers
 from loralib.nn.positions import lora_reaches_positions, shared_projections, unshare_positions
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,11 @@ from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import lora_targets
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
+from loralib.lora_layer import lora_layers
 from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS, in_order, targets_of_modules
 

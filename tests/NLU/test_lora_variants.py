@@ -11,8 +11,8 @@ from lora_variants import FAMILIES, LORA, VARIANTS, build, logits_of, settings_o
 import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.lora_layer import lora_layers
 from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,

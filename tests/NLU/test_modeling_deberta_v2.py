@@ -25,8 +25,8 @@ from encoder_options import ENCODER_TERMS
 from safetensors.torch import load_file
 
 import loralib as lora
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows
-from loralib.nn.plain import plain
 from loralib.training.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
@@ -162,8 +162,8 @@ ADAPTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", LITERAL)
-@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "fast"])
-def test_losses_and_gradients_of_the_literal_formulas(is_plain, variant, adapted, path):
+@pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
+def test_losses_and_gradients_of_the_literal_formulas(is_off, variant, adapted, path):
     settings = {**adapted, **NO_DROPOUT, **LITERAL[variant]}
     model = build("classifier", variant, **settings).double()
     reference = copy.deepcopy(model)
@@ -171,7 +171,7 @@ def test_losses_and_gradients_of_the_literal_formulas(is_plain, variant, adapted
         each.train_only(("lora",) if adapted else ("",))
         each.train()
     case = {**CASES["holes" if path == "padded" else "padded"], "token_type_ids": INPUTS["types"]}
-    with plain(is_plain):
+    with fast_paths_off(is_off):
         loss = model(**case, labels=INPUTS["classes"]).loss
     # The model takes its loss in float32, so gradients are exact to that.
     expected = F.cross_entropy(literal_logits(reference, case).float(), INPUTS["classes"])
@@ -198,17 +198,17 @@ def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant,
         ATTENTION, "attend_rows", lambda *a, **b: calls.append(a) or attend(*a, **b)
     )
     found = []
-    for is_plain in (True, False):
+    for is_off in (True, False):
         model = build("classifier", variant, **adapted, **NO_DROPOUT).train()
         model.train_only(("lora",) if adapted else ("",))
         in_half = dtype == torch.bfloat16
         model.to(torch.float32 if in_half else dtype)
-        with plain(is_plain), torch.autocast("cpu", dtype, enabled=in_half):
+        with fast_paths_off(is_off), torch.autocast("cpu", dtype, enabled=in_half):
             logits = model(**CASES["padded"]).logits
         F.cross_entropy(logits, INPUTS["classes"]).backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"logits": logits, **grads})
-        assert len(calls) == (0 if is_plain else model.config.num_hidden_layers)
+        assert len(calls) == (0 if is_off else model.config.num_hidden_layers)
     theirs, ours = found
     assert ours.keys() == theirs.keys()
     # Forward and backward; what small gradients are summed from is as large as the large ones.

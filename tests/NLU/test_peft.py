@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
+from loralib.lora_layer import lora_layers
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import targets_of_modules
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from loralib.nn.plain import plain
+from loralib.nn.fast_paths import fast_paths_off
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNELS = {
@@ -146,7 +146,7 @@ def test_a_worker_that_fails_is_a_line(script, monkeypatch, fails):
 
 
 def test_the_plain_path_has_other_parts(script, capsys):
-    with plain(), pytest.raises(SystemExit):
+    with fast_paths_off(), pytest.raises(SystemExit):
         script.parse(["gpt2_step"])
     assert "LORALIB_PLAIN is set" in capsys.readouterr().err
 

@@ -427,7 +427,8 @@ def test_a_kernel_in_channels_last_starts_from_its_weight():
 @pytest.mark.parametrize("exclude", [[], ["out_proj"]])
 def test_functional_calls_and_several_adapters_of_an_attention(sizes, exclude):
     model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, batch_first=True, **sizes)})
-    model = drawn(model, ["a"], exclude=exclude)["a"]
+    # An update of moderate size: softmax multiplies the rounding of large scores.
+    model = drawn(model, ["a"], exclude=exclude, lora_alpha=2)["a"]
     query = torch.randn(2, 3, 8)
     key, value = (torch.randn(2, 3, sizes.get(n, 8)) for n in ("kdim", "vdim"))
     call = (query, key, value)

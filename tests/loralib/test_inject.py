@@ -502,7 +502,7 @@ WRONG = {
     "PEFT's": (
         with_pefts_lora,
         {},
-        r"layers\.1\.q_proj has LoRA of PEFT's: give the plain model, which PEFT's unload\(\) and",
+        r"layers\.1\.q_proj already has PEFT's LoRA: give the model that PEFT's unload\(\) or",
     ),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
     "inference": (inference, {}, "is an inference tensor"),

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import loralib as lora
-from loralib.nn.plain import is_transformed
+from loralib.nn.fast_paths import is_transformed
 from loralib.nn.products import Linear
 
 # The terms of the sums that follow one another in a layer, and in a gradient over all outputs.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from conversion.dtypes import check_range, dtypes_of
-from loralib.adapters.adapter import Adapter, lora_metadata, plain
+from loralib.adapters.adapter import Adapter, in_words, lora_metadata
 from loralib.adapters.deltas import rank_of
 from loralib.adapters.families import family_of
 from loralib.errors import CheckpointError
@@ -42,7 +42,8 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
         known = getattr(adapter.metadata, what, None)
         if value and known and known != value:
             raise CheckpointError(
-                f"{adapter.source}: says {what} {plain(known)}, but --{what} is {plain(value)}"
+                f"{adapter.source}: says {what} {in_words(known)}, but --{what} is "
+                f"{in_words(value)}"
             )
     outputs = adapter.outputs
     if labels and outputs != len(labels):

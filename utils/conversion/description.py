@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from conversion.adapters import with_metadata
 from conversion.dtypes import dtypes_of
-from loralib.adapters.adapter import LORA, Adapter, plain
+from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.names import within_layer
 
@@ -32,7 +32,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "variant": metadata.variant or (adapter.metadata and "lora"),
         "initialization": metadata.initialization,
         "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
-        "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
+        "targets": f"{in_words(metadata.targets)}, in {len(pairs)} modules",
         "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,
         "biases": metadata.bias,
@@ -46,9 +46,9 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "fingerprint": metadata.base_fingerprint,
         "task": metadata.task,
         "head": adapter.head,
-        "labels": plain(metadata.labels) if metadata.labels else None,
-        "texts": plain(metadata.text_columns) if metadata.text_columns else None,
-        "with": plain(metadata.trained_with) if metadata.trained_with else None,
+        "labels": in_words(metadata.labels) if metadata.labels else None,
+        "texts": in_words(metadata.text_columns) if metadata.text_columns else None,
+        "with": in_words(metadata.trained_with) if metadata.trained_with else None,
     }
     return {name: str(value) for name, value in said.items() if value is not None}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from loralib.adapters.adapter import LORA, Kind, plain
+from loralib.adapters.adapter import LORA, Kind, in_words
 from loralib.adapters.families import in_backbone
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.adapters.names import within_layer
@@ -63,8 +63,8 @@ class _Bottlenecks(Kind):
         if trained == built:
             return None
         return (
-            f"has adapters after {plain(trained)} of a layer, the model after {plain(built)}: "
-            "another --adapter_type"
+            f"has adapters after {in_words(trained)} of a layer, the model after "
+            f"{in_words(built)}: another --adapter_type"
         )
 
     def _places(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def fitting_flag(error: SettingsError) -> str:
         if error.is_resumed:
             return f"{flags} as the run began; or another --output_dir"
         return f"leave {flags} out: the file says them"
-    words = " ".join(value) if isinstance(value, tuple) else plain(value)
+    words = " ".join(value) if isinstance(value, tuple) else in_words(value)
     is_long = len(words) > 120
     if error.is_resumed:
         given = f"leave --{flag} out," if value is None else f"--{flag} {words},"

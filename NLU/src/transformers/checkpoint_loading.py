@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import LORA, Kind
 from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
-from loralib.errors import CheckpointError, listed
+from loralib.errors import CheckpointError
 from loralib.initialization import deferring_start
+from loralib.text import listed
 from loralib.utils import start_from_weights
 
 from .adapter_kinds import BOTTLENECK

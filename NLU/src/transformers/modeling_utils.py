@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.families import in_backbone
-from loralib.adapters.loading import load_into, lora_layers, lora_settings
+from loralib.adapters.loading import load_into, lora_settings
 from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write
 from loralib.io.tensors import write_tensors
-from loralib.lora_layer import LoRALayer
+from loralib.lora_layer import LoRALayer, lora_layers
 from loralib.utils import start_from_weights
 
 from .adapter_kinds import BITFIT, BOTTLENECK

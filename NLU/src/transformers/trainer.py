@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from loralib.errors import CheckpointError, TrainingError
+from loralib.io.tensors import first_not_finite
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
@@ -30,7 +31,7 @@ from loralib.training.determinism import set_dropout_seed, set_seed, set_up_devi
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
-from loralib.training.resume import check_not_beyond, first_not_finite, warn_of_length
+from loralib.training.resume import check_not_beyond, warn_of_length
 from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator

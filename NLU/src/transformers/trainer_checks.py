@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from loralib.adapters.loading import lora_layers
+from loralib.lora_layer import lora_layers
 
 from . import consistency
 from .modeling_utils import PreTrainedModel

@@ -15,8 +15,8 @@ from checkpoints import open_model, save_model
 from family import TARGETS, enabled_slices
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import lora_layers
 from loralib.errors import NeedsMergingError
+from loralib.lora_layer import lora_layers
 from model import GPT2LMModel
 from weights import own_tensors
 

@@ -10,8 +10,8 @@ from encoder_options import ENCODER_TERMS
 from half_products import assert_as_exact_as_plain
 from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
 
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import _attend_one_by_one, _attend_padded
-from loralib.nn.plain import plain
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,
@@ -217,21 +217,21 @@ def test_training_computes_what_the_plain_path_does(drawn_masks, monkeypatch, bu
     monkeypatch.setattr(packing, "attend_rows", lambda *a: calls.append(a) or attend_rows(*a))
     given = arguments("padded")
     given["labels"] = torch.arange(len(given["input_ids"])) % 3
-    for is_plain in (True, False):
+    for is_off in (True, False):
         model = build("classifier", **LORA, **NO_DROPOUT).train()
         model.train_only(["lora"])
-        with plain(is_plain):
+        with fast_paths_off(is_off):
             loss = model(**given).loss
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss, **grads})
-        assert bool(calls) == (not is_plain)
+        assert bool(calls) == (not is_off)
     theirs, ours = found
     assert ours.keys() == theirs.keys()
     largest = max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name], tensor, 2 * ENCODER_TERMS, torch.float32, largest)
-    with plain():
+    with fast_paths_off():
         build("classifier", **LORA).train()(**given)
     assert drawn_masks == []
 

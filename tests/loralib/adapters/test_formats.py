@@ -27,7 +27,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.canonical import without_ddps_names
+from loralib.adapters.canonical import without_ddp_prefix
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -189,7 +189,7 @@ def test_parameters_are_as_good_as_tensors(tmp_path, format):
 def test_two_tensors_of_one_name(tmp_path):
     name = f"{MODULES['roberta'][0]}.lora_A"
     tensors = {**tensors_of("roberta"), f"module.{name}": drawn(2, 6)}
-    refused(lambda: without_ddps_names(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
+    refused(lambda: without_ddp_prefix(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
     refused_file(tmp_path, tensors, f"holds {name} under two names")
 
 

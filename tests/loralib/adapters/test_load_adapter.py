@@ -262,7 +262,7 @@ class PeftsLinear(nn.Module):
 def test_a_model_that_has_lora_of_pefts(saved):
     model = WORDS.build()
     model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
-    refused(model, saved(), "layers.1.out has LoRA of PEFT's", "unload()", kind=ValueError)
+    refused(model, saved(), "layers.1.out already has PEFT's LoRA", "unload()", kind=ValueError)
 
 
 # ---- saving ----

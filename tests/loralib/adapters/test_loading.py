@@ -10,9 +10,10 @@ from tiny_adapters import FORMATS, INFO, A, Tiny, refuses, tiny_adapter
 from torch import nn
 
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.loading import load_into
 from loralib.adapters.names import lora_targets
 from loralib.errors import CheckpointError
+from loralib.lora_layer import lora_layers
 
 
 def test_layers_and_targets():

@@ -318,8 +318,8 @@ def test_a_base_that_nobody_froze_is_warned_of(tmp_path, caplog, prepare, warns)
     nn.init.ones_(model.up.lora_B)
     model = prepare(model) or model
     remarks = lora.save_adapter(copy.deepcopy(model), tmp_path / "a.safetensors")
-    said = [each for each in remarks if "mark_only_lora_as_trainable has not frozen" in each]
-    way_out = "from the base, call that before, then requires_grad_(True) on what is to be trained"
+    said = [each for each in remarks if "most of the base, which was not frozen" in each]
+    way_out = "_as_trainable first, then requires_grad_(True) on what else is to be trained"
     assert all(each.endswith(way_out) for each in said)
     assert len(said) == warns
     assert said == [record.getMessage().partition(": ")[2] for record in caplog.records]
@@ -430,7 +430,7 @@ def test_a_head_that_was_trained_along_and_frozen_is_saved_again(tmp_path, part,
     model.requires_grad_(False)
     remark = remark_on_the_base(model, tmp_path / "a.safetensors")
     assert remark.startswith(
-        f"{which} trained along with LoRA, but frozen now and not held: requires_grad_(True) on"
+        f"{which} trained along with LoRA but frozen now, so not saved: requires_grad_"
     )
     assert len(remark) - len(which.partition(" ")[0]) < SPACE
     trained.requires_grad_(True)  # the way out

@@ -28,9 +28,9 @@ def test_lines_end_in_either_way(tmp_path):
 
 
 def test_a_digest_is_shown_in_part():
-    assert digests.shown("0123456789abcdef" * 4) == "0123456789abcdef…"
+    assert digests.short_digest("0123456789abcdef" * 4) == "0123456789abcdef…"
     for value in ("0123456789abcdef", 3, None, "x" * 64):
-        assert digests.shown(value) == value
+        assert digests.short_digest(value) == value
 
 
 def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):

@@ -1,5 +1,6 @@
 """Files that are no tensors: the one line says what they are instead."""
 
+import math
 import pickle
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from loralib.errors import CheckpointError
-from loralib.io.tensors import read_tensors
+from loralib.io.tensors import first_not_finite, read_tensors
 
 
 def archive(path: Path, legacy: bool = False) -> bytes:
@@ -43,3 +44,10 @@ def test_what_is_no_file_of_tensors(tmp_path, name, make, message):
         read_tensors(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_first_that_is_not_finite(value):
+    tensors = [("a", torch.ones(2)), ("b", torch.tensor([1, value])), ("c", torch.tensor(value))]
+    assert first_not_finite(tensors) == "b"
+    assert first_not_finite(tensors[:1]) is None

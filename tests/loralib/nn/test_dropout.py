@@ -9,7 +9,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.nn.dropout import dropout, keep_mask
-from loralib.nn.plain import plain
+from loralib.nn.fast_paths import fast_paths_off
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -161,7 +161,7 @@ def test_plain_is_pytorchs_own(drawn_masks):
     torch.manual_seed(4)
     expected = nn.functional.dropout(torch.ones(1000), 0.3)
     torch.manual_seed(4)
-    with plain():
+    with fast_paths_off():
         assert torch.equal(dropout(torch.ones(1000), 0.3), expected)
     assert drawn_masks == []
     dropout(torch.ones(1000), 0.3)

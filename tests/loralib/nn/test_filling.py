@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.packing import PackedRows
-from loralib.nn.plain import plain
 from loralib.nn.routing import Routing, routed
 
 HALF = torch.empty(0, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_only_where_kernels_are_compiled():
     assert recurring(1105, HALF.float()) == 1120
     with torch.autocast("cpu", torch.bfloat16):
         assert recurring(1105, HALF.float()) == 1152
-    with plain():
+    with fast_paths_off():
         assert filled_up(ROWS, HALF) is ROWS
 
 

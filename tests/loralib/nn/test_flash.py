@@ -86,7 +86,7 @@ def _not_built(monkeypatch):
 
 
 def _plain(monkeypatch):
-    monkeypatch.setattr("loralib.nn.plain._plain", True)
+    monkeypatch.setattr("loralib.nn.fast_paths._off", True)
 
 
 @pytest.mark.parametrize(

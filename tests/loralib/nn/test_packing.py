@@ -9,8 +9,8 @@ from compare import assert_close_to_rounding
 from row_masks import masks_by_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows, _attend_one_by_one, _attend_padded, attend
-from loralib.nn.plain import plain
 from loralib.nn.row_attention import attend_rows
 from loralib.nn.row_groups import group_rows
 
@@ -307,7 +307,7 @@ def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
 
 
 @pytest.mark.parametrize(
-    ("is_trained", "dropout_p", "is_plain", "fused"),
+    ("is_trained", "dropout_p", "is_off", "fused"),
     [
         (True, 0.0, False, False),
         (True, 0.1, False, False),
@@ -317,7 +317,7 @@ def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
     ],
 )
 def test_pytorchs_own_attention_predicts_and_is_plain(
-    monkeypatch, ragged, is_trained, dropout_p, is_plain, fused
+    monkeypatch, ragged, is_trained, dropout_p, is_off, fused
 ):
     rows, *tensors = ragged
     called = []
@@ -326,6 +326,6 @@ def test_pytorchs_own_attention_predicts_and_is_plain(
         F, "scaled_dot_product_attention", lambda *a, **b: called.append(1) or whole(*a, **b)
     )
     leaves = [t.requires_grad_(is_trained) for t in tensors]
-    with plain(is_plain):
+    with fast_paths_off(is_off):
         attend(*leaves, rows, HEADS, dropout_p)
     assert bool(called) == fused

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loralib as lora
 from loralib.nn import processor, products
-from loralib.nn.plain import plain
+from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.ways import WAYS, WAYS_OF_BATCHES, _packed_copies, in_float32
 
 # A product of the first is left to F.linear; the second is large.
@@ -165,7 +165,7 @@ def test_a_product_is_added_in_float32(monkeypatch):
 )
 def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bias, expected):
     monkeypatch.setattr(processor, "_cpuinfo", lambda: {"vendor_id": vendor})
-    monkeypatch.setattr(processor, "is_intels", processor.is_intels.__wrapped__)
+    monkeypatch.setattr(processor, "is_intel", processor.is_intel.__wrapped__)
     for name in ("has_avx512", "has_bfloat16"):
         monkeypatch.setattr(processor, name, lambda: True)
     monkeypatch.setattr(processor, "has_onednn", lambda dtype: True)
@@ -234,10 +234,10 @@ def test_every_way_has_the_plain_results_and_gradients(one_way, layer):
     x, weights = torch.randn(320, 1024), torch.randn(320, 832)
     if hasattr(layer, "lora_B"):
         torch.nn.init.normal_(layer.lora_B)
-    for is_plain in (False, True):
+    for is_off in (False, True):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
-        with plain(is_plain):
+        with fast_paths_off(is_off):
             out = layer(leaf)
             (out * weights).sum().backward()
         grads = [p.grad for p in layer.parameters() if p.requires_grad]
@@ -524,7 +524,7 @@ def test_a_weight_that_could_be_trained_is_frozen_where_gradients_are_off(one_wa
 def test_small_products_and_plain_runs_are_not_measured():
     small, large = (products.FrozenWeight(torch.randn(n, n)) for n in (16, 1024))
     assert not products.measure([small], torch.float32, {})
-    with plain():
+    with fast_paths_off():
         assert not products.measure([large], torch.float32, {})
 
 

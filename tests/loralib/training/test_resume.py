@@ -1,7 +1,5 @@
 """What a run resumes from: damage is named, parts are restored, another run is refused."""
 
-import math
-
 import pytest
 import torch
 from flipped import flip_in
@@ -15,7 +13,6 @@ from loralib.training.resume import (
     DamagedStateError,
     check_same_run,
     damage_named,
-    first_not_finite,
     like_rng_state,
     read_state,
     restore,
@@ -116,13 +113,6 @@ def test_settings_of_another_run_are_refused(tmp_path):
     assert str(caught.value) == f"{tmp_path}: is of a run with --clip None, not 1.0: give the same"
     with pytest.raises(CheckpointError, match="with --seed None, not 3"):
         check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_first_that_is_not_finite(value):
-    tensors = [("a", torch.ones(2)), ("b", torch.tensor([1, value])), ("c", torch.tensor(value))]
-    assert first_not_finite(tensors) == "b"
-    assert first_not_finite(tensors[:1]) is None
 
 
 def test_a_gpu_s_generator_is_no_part_of_the_example(pretended_gpu):

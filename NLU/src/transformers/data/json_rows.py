@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from loralib.errors import in_short
+from loralib.text import in_short
 
 _SPACES = re.compile(r"\s*")
 # JSON's names of Python's types.

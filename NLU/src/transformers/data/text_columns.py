@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import in_short, quoted
+from loralib.text import in_short, quoted
 
 from .csv_rows import open_csv
 from .json_rows import KINDS, difference_in_kind, json_rows

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import first_line
 from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
+from loralib.text import first_line
 
 from .csv_rows import check_rows, csv_header, types_of_all_rows
 from .json_rows import begins_with_rows, check_keys, find_fault, json_rows

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from loralib.errors import in_short, quoted
+from loralib.text import in_short, quoted
 
 from .text_columns import LABEL, STRINGS, TEXT_KEYS, Columns, is_number, may_be_missing
 

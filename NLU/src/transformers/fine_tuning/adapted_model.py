@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, plain
+from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, in_words
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError, CheckpointError, in_short
+from loralib.errors import AlphaError, CheckpointError
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
+from loralib.text import in_short
 
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import PretrainedConfig, targets_of_modules
@@ -149,7 +150,7 @@ def _targets_of(adapter: Adapter) -> list[str]:
         targets = targets_of_modules(adapter.lora.targets)
     except ValueError as error:
         raise ValueError(
-            f"{adapter.source}: adapts {plain(adapter.lora.targets)}, which this script has no "
+            f"{adapter.source}: adapts {in_words(adapter.lora.targets)}, which this script has no "
             "LoRA layers for; utils/convert.py can merge it with its base"
         ) from error
     modules = list(lora_pairs(adapter.tensors, adapter.source))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loralib.errors import in_short
+from loralib.text import in_short
 
 from ..data.text_columns import warn_of_empty_texts
 from ..data.text_files import read_table

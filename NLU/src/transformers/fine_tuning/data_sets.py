@@ -13,9 +13,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import first_line, quoted
 from loralib.io.digests import folder_digest
-from loralib.io.hub import why_out_of_reach
+from loralib.io.hub import is_a_path, why_out_of_reach
+from loralib.text import first_line, quoted
 
 from ..data.text_files import read_table
 from .arguments import SUFFIXES, DataArguments, HubDataArguments
@@ -203,13 +203,12 @@ def load_data_set(
     if os.path.isdir(name):
         # As in `load_rows`: the library goes by names and times of a folder's files.
         return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
-    is_path = name.startswith((".", "/", "~"))
     if os.path.isfile(name):
         if name.endswith(".py"):
             return load_dataset(name)  # which says that it runs none
-        if is_path or name.endswith(SUFFIXES):
+        if is_a_path(name) or name.endswith(SUFFIXES):
             raise ValueError(f"{name}: is a file: give it as --train_file")
-    if is_path:
+    if is_a_path(name):
         raise FileNotFoundError(f"{name}: no such folder")
     why = why_out_of_reach(library.HF_HUB_OFFLINE)  # where HF_DATASETS_OFFLINE counts as well
     try:

@@ -5,14 +5,13 @@ A row has words and as many tags: {"tokens": ["John", "lives"], "ner_tags": ["B-
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import in_short
+from loralib.text import as_json, in_short
 
 from .data_sets import Table
 
@@ -133,31 +132,27 @@ def _usual(table: Table, name: str, place: int) -> str:
 def _check_words(table: Table, name: str) -> None:
     for row, words in enumerate(table.column(name)):
         if not isinstance(words, list):
-            raise table.wrong(row, f"its {name} is not a list of words ({_quoted(words)})")
+            raise table.wrong(row, f"its {name} is not a list of words ({as_json(words)})")
         if not words:
             raise table.wrong(row, f"its {name} holds no words")
         for number, word in enumerate(words, start=1):
             if not isinstance(word, str) or not word.strip():
                 what = "empty" if word is None or isinstance(word, str) else "not a text"
-                raise table.wrong(row, f"word {number} of its {name} is {what} ({_quoted(word)})")
+                raise table.wrong(row, f"word {number} of its {name} is {what} ({as_json(word)})")
 
 
 def _check_counts(table: Table, words: str, tags: str) -> None:
     both = zip(table.column(words), table.column(tags), strict=True)
     for row, (row_words, row_tags) in enumerate(both):
         if not isinstance(row_tags, list):
-            raise table.wrong(row, f"its {tags} is not a list of tags ({_quoted(row_tags)})")
+            raise table.wrong(row, f"its {tags} is not a list of tags ({as_json(row_tags)})")
         if len(row_words) != len(row_tags):
             raise table.wrong(
                 row, f"has {len(row_words)} words in {words}, but {len(row_tags)} tags in {tags}"
             )
         for number, tag in enumerate(row_tags, start=1):
             if tag is None or tag == "" or not isinstance(tag, str | int):
-                raise table.wrong(row, f"tag {number} of its {tags} is none ({_quoted(tag)})")
-
-
-def _quoted(value: Any) -> str:
-    return f"{json.dumps(value, ensure_ascii=False, default=str):.40}"
+                raise table.wrong(row, f"tag {number} of its {tags} is none ({as_json(tag)})")
 
 
 def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...]:

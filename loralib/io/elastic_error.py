@@ -26,6 +26,6 @@ def tell_launcher(line: str) -> None:
     path = os.environ.get(_ERROR_FILE)
     if not path or os.path.exists(path):
         return
-    said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
     with suppress(OSError):  # a disk that is full; the line is on the console, too
-        Path(path).write_text(json.dumps({"message": said}), encoding="utf-8")
+        Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from launches import launch
 
 from loralib.io.command_line import ArgumentParser
-from loralib.io.launcher import tell_launcher
+from loralib.io.elastic_error import tell_launcher
 from loralib.training.process import run
 
 SCRIPT = """

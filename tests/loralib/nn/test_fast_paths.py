@@ -1,4 +1,4 @@
-"""The switch between what is fast and what is plain: by the environment, and within a block."""
+"""The switch that turns the fast paths off: by the environment, and within a block."""
 
 import importlib
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import loralib as lora
-from loralib.nn import plain as module
+from loralib.nn import fast_paths as module
 
 
 @pytest.fixture
@@ -32,25 +32,25 @@ def with_variable(monkeypatch):
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_the_environment_turns_it_on(with_variable, text, on):
-    assert with_variable(text).is_plain() == on
+    assert with_variable(text).are_fast_paths_off() == on
 
 
 def test_a_block_turns_it_on_and_off_again():
-    before = module.is_plain()
+    before = module.are_fast_paths_off()
     for on in (True, False):
-        with module.plain(on):
-            assert module.is_plain() == on
-            with module.plain(not on):
-                assert module.is_plain() != on
-            assert module.is_plain() == on
-        assert module.is_plain() == before
+        with module.fast_paths_off(on):
+            assert module.are_fast_paths_off() == on
+            with module.fast_paths_off(not on):
+                assert module.are_fast_paths_off() != on
+            assert module.are_fast_paths_off() == on
+        assert module.are_fast_paths_off() == before
 
 
 def test_an_error_in_a_block_ends_it():
-    before = module.is_plain()
-    with pytest.raises(ZeroDivisionError), module.plain(not before):
+    before = module.are_fast_paths_off()
+    with pytest.raises(ZeroDivisionError), module.fast_paths_off(not before):
         raise ZeroDivisionError
-    assert module.is_plain() == before
+    assert module.are_fast_paths_off() == before
 
 
 class FlopCounterMode(TorchDispatchMode):
@@ -65,11 +65,11 @@ def test_it_is_on_within_modes_that_know_public_operations_alone():
         pass
 
     with FlopCounterMode(), AnyMode():
-        assert module.is_watched()
-        assert module.is_plain()
+        assert module.needs_public_operations()
+        assert module.are_fast_paths_off()
     with AnyMode():
-        assert not module.is_watched()
-    assert not module.is_watched()
+        assert not module.needs_public_operations()
+    assert not module.needs_public_operations()
 
 
 @pytest.mark.parametrize("rows", [64, 2048])

@@ -1,11 +1,11 @@
-"""One switch for what is done for speed alone: plain, PyTorch's own public operations compute.
+"""The switch that turns the fast paths off: PyTorch's own public operations then compute.
 
-These are, on a CPU, products with weights (trained ones where it pays), attention, and dropout, and
-no batch is filled up to sizes that recur; on a GPU, attention, which then pads rows. Without
+The fast paths are, on a CPU, products with weights (trained ones where it pays), attention,
+dropout, and batches filled up to sizes that recur; on a GPU, attention without padding. Without
 dropout, results differ in rounding; with it, PyTorch draws other numbers. The switch is for
-comparing, and for finding out whether a fault lies here; it is the environment variable
-``LORALIB_PLAIN=1``, or `plain`. It is on by itself within `torch.func`, for whose transforms what
-is fast here has no rules; and within modes that keep what operations return, or count them, and
+comparing, and for finding out whether a fault lies here: the environment variable
+``LORALIB_PLAIN=1``, or `fast_paths_off`. They are off by themselves within `torch.func`, for whose
+transforms they have no rules; and within modes that keep what operations return, or count them, and
 know public ones alone (selective checkpointing, `FlopCounterMode`).
 """
 
@@ -26,12 +26,12 @@ _MODE = getattr(torch._C, "_get_dispatch_stack_at", lambda index: None)
 _KEEPING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 _COUNTING = {"FlopCounterMode", "_FlopCounterMode"}
 
-_plain = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
+_off = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
 
 
-def is_plain() -> bool:
-    """Whether PyTorch's own operations are to compute."""
-    return _plain or is_watched()
+def are_fast_paths_off() -> bool:
+    """Whether PyTorch's own operations are to compute, by the switch or because they have to."""
+    return _off or needs_public_operations()
 
 
 def has_mode() -> bool:
@@ -39,7 +39,7 @@ def has_mode() -> bool:
     return _MODES() > 0
 
 
-def is_watched(*tensors: Tensor) -> bool:
+def needs_public_operations(*tensors: Tensor) -> bool:
     """Whether only public operations are right, of which none is in place.
 
     So it is where PyTorch transforms what is computed, and within modes that keep or count results.
@@ -76,11 +76,11 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 @contextmanager
-def plain(on: bool = True) -> Iterator[None]:
-    """Turns fast paths off, or with ``on=False`` on, within the block; for the whole process."""
-    global _plain
-    before, _plain = _plain, on
+def fast_paths_off(off: bool = True) -> Iterator[None]:
+    """Turns fast paths off, or with ``off=False`` on, within the block; for the whole process."""
+    global _off
+    before, _off = _off, off
     try:
         yield
     finally:
-        _plain = before
+        _off = before

@@ -1,0 +1,80 @@
+"""Checks of a whole model: that its parameters are here, plain, and not LoRA of another library."""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import Tensor, nn
+
+from .lora_layer import lora_layers
+from .wrappers import is_managed, is_sharded, quantized
+
+
+def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The frozen weights of a model's LoRA layers, and what errors call them."""
+    for name, layer in lora_layers(model).items():
+        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        if weight is not None:
+            yield f"the weight of {name or 'the layer'}", weight
+
+
+def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """A model's LoRA, and those of its other parameters that have these names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "lora_" in name or name in names:
+            yield name, parameter
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
+
+    Args:
+        what: for which they have to be whole, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one is.
+    """
+    managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    sharded = (name for name, tensor in tensors if is_sharded(tensor))
+    for name in (*managed, *sharded):
+        raise ValueError(
+            f"{name} is sharded over several processes: gather the model before {what}, into a "
+            "plain one (get_model_state_dict with full_state_dict=True)"
+        )
+
+
+def check_no_peft_layers(model: nn.Module) -> None:
+    """Checks that no layer of a model has PEFT's LoRA.
+
+    Raises:
+        ValueError: one has.
+    """
+    for name, module in model.named_modules():
+        modules = [kind.__module__ for kind in type(module).__mro__]
+        is_from_peft = any(each.startswith("peft.tuners.lora.") for each in modules)
+        if is_from_peft and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{name or 'the model'} already has PEFT's LoRA: give the model that PEFT's "
+                "unload() or merge_and_unload() returns; load_adapter reads PEFT's folders"
+            )
+
+
+def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Checks that tensors have values, and are plain ones, which quantized weights are not.
+
+    Args:
+        tensors: with their names.
+        what: for which they have to be there, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one has not, or is not.
+    """
+    for name, tensor in tensors:
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet: call the model once before {what}")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: load the model's weights first, or take out the "
+                f"hooks that offload them, before {what}"
+            )
+        if tensor.is_floating_point() and (reason := quantized(tensor)):
+            raise ValueError(f"{name} is {reason}: load plain weights before {what}")
