@@ -79,22 +79,6 @@ def was_trained_along(parameter: Tensor) -> bool:
     return _STEPPED in own and own[_STEPPED] == parameter._version
 
 
-def idle_optimizer(model: nn.Module) -> str | None:
-    """The class of an optimizer that holds weights with LoRA, whose steps train none of it.
-
-    None where another one has trained a model's LoRA, and where such an optimizer is not known, or
-    is there no more.
-    """
-    parameters = list(model.parameters())
-    if any({_UPDATE, _STEPPED} <= vars(parameter).keys() for parameter in parameters):
-        return None
-    beneath = {id(parameter) for parameter in parameters if _BENEATH in vars(parameter)}
-    for optimizer in list(_idle_steps):
-        if any(id(p) in beneath for group in optimizer.param_groups for p in group["params"]):
-            return type(optimizer).__name__
-    return None
-
-
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
     """Notes what a step has changed along with LoRA, and warns of an optimizer without it.
 

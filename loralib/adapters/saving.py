@@ -19,7 +19,7 @@ from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
-from ..steps import idle_optimizer, trained_along, was_trained_along
+from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
 from ..text import called
 from ..trained import is_never_frozen, noted, untied_from
@@ -229,13 +229,7 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that LoRA was not trained, or which updates are zero, whatever the cause of that is."""
-    optimizer = idle_optimizer(model)
-    if optimizer is not None:  # then an adapter that was loaded is saved as it was
-        return (
-            f"no step has trained its LoRA, because {optimizer} holds none of it: if it was made "
-            "before add_lora or load_adapter, make it anew, and train again"
-        )
+    """Says which updates are zero: they were not trained, or the model does not call the layer."""
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
     if not zero:
