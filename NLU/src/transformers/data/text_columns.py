@@ -37,17 +37,6 @@ _MOST_OF_A_ROW = 20
 # What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
-_URL = re.compile(r"\s*https?://\S+\s*", re.IGNORECASE)
-_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DATE = re.compile(
-    rf"""\s*
-    (\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}            # 2024-03-12, 12/03/2024, 12.3.24
-    | \d{{1,2}}\.?[ -]{_MONTH},?[ -]\d{{2,4}}         # 12 March 2024
-    | {_MONTH}[ ]\d{{1,2}}(st|nd|rd|th)?,?[ ]\d{{4}})  # March 12, 2024
-    (,?[ T]\d{{1,2}}:\d\d(:\d\d([.,]\d+)?)?([ ]?[ap]\.?m\.?)?)?
-    ([ ]?(z|utc|gmt|[+-]\d\d:?\d\d))?\s*""",
-    re.IGNORECASE | re.VERBOSE,
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,8 @@ def choose_columns(
 
     Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
     or one or two columns of strings other than the label's: no numbers, no column that is named
-    like an identifier, and, where another column is left, none of dates, URLs or identifiers alone.
+    like an identifier, and, where another column is left, none of codes: one word in each row, with
+    a digit or of a URL.
 
     Args:
         data: the file's rows.
@@ -109,7 +99,7 @@ def choose_columns(
     if {"sentence1", "sentence2"} <= set(found):
         found = ["sentence1", "sentence2"]
     elif len(found) > 1:
-        found = _without_marks(data, path, found)
+        found = _without_codes(data, path, found)
     if not 1 <= len(found) <= 2:
         _refuse_object_of_rows(data, path, label)
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
@@ -150,37 +140,33 @@ def choose_columns(
     return Columns(tuple(found), label)
 
 
-def _without_marks(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
-    """Those of several columns that are not of dates, URLs or identifiers alone; all if none is.
+def _without_codes(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
+    """Those of several columns that are not of codes; all if none is left.
 
     Of more than two, others than texts may be left: it is then for the user to say.
     """
-    marks = {name: mark for name in names if (mark := _mark(data, name))}
-    left = [name for name in names if name not in marks]
-    if not marks or not left:
+    left = [name for name in names if not _is_of_codes(data, name)]
+    if not left or len(left) == len(names):
         return list(names)
     if len(names) > 2 and any(_is_of_words(data, name) for name in left):
         return list(names)
     logger.info(
-        "%s: not taken for texts are %s; --text_columns names others",
-        *(path, ", ".join(f"{name} ({mark})" for name, mark in marks.items())),
+        "%s: %s: not taken for texts, of codes such as dates and URLs; --text_columns names others",
+        *(path, ", ".join(name for name in names if name not in left)),
     )
     return left
 
 
-def _mark(data: Dataset, name: str) -> str | None:
-    """What a column has in each row in place of a text, to tell it by or to find it."""
+def _is_of_codes(data: Dataset, name: str) -> bool:
+    """Whether a column has one word in each row, with a digit or of a URL.
+
+    So it is of most dates, and of identifiers. Words without may be terms, beside what is said of
+    them.
+    """
     values = _strings(data, name)
-    if values and all(map(_URL.fullmatch, values)):
-        return "URLs"
-    if values and all(map(_DATE.fullmatch, values)):
-        return "dates"
-    # Of words without digits they may be terms, beside what is said of them.
-    if 1 < len(values) == len({*values}) and all(
-        _is_word(value) and any(map(str.isdigit, value)) for value in values
-    ):
-        return "identifiers"
-    return None
+    return bool(values) and all(
+        _is_word(value) and ("://" in value or any(map(str.isdigit, value))) for value in values
+    )
 
 
 def _is_of_words(data: Dataset, name: str) -> bool:
