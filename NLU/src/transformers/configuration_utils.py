@@ -43,23 +43,23 @@ LORA_TARGETS = {
 # Type of bottleneck adapters -> the targets that one follows.
 ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
 
-# The settings that shape an adapted model, by its switch; a checkpoint keeps those of its training.
-_ADAPTATIONS = {
+# The settings that say how a model is adapted, by their switch; the scripts have flags of the same
+# names.
+ADAPTATIONS = {
     "apply_lora": (
         *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
         *("lora_targets", "lora_layers", "lora_positions"),
-        *("lora_variant", "lora_init"),
+        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
     ),
     "apply_adapter": ("adapter_type", "adapter_size"),
+    "apply_bitfit": (),
 }
-_SWITCHES = (*_ADAPTATIONS, "apply_bitfit")
-# Of these, None says that a setting is not given.
-_NOT_GIVEN_IF_NONE = {
-    *_ADAPTATIONS,
-    *(name for settings in _ADAPTATIONS.values() for name in settings),
-    "lora_dropout",
-    "lora_freeze_A",
-    "apply_bitfit",
+# Of these, a checkpoint need not keep those of its training: they do not shape the model.
+_MAY_CHANGE = {"lora_freeze_A", "lora_dropout", "apply_bitfit"}
+# Where one is None, it is not given.
+_ADAPTATION_SETTINGS = {
+    *ADAPTATIONS,
+    *(name for settings in ADAPTATIONS.values() for name in settings),
 }
 # What files mean that are older than a setting.
 _BEFORE = {
@@ -117,7 +117,7 @@ _OF_ITS_BASE = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
-        *_NOT_GIVEN_IF_NONE,
+        *_ADAPTATION_SETTINGS,
         *("reg_loss_wgt", "masking_prob", "unk_token_id", "special_token_ids"),
         *("base_name_or_path", "base_revision"),
     }
@@ -427,13 +427,13 @@ class PretrainedConfig:
         overrides = {
             key: value
             for key, value in overrides.items()
-            if key in known and (key not in _NOT_GIVEN_IF_NONE or value is not None)
+            if key in known and (key not in _ADAPTATION_SETTINGS or value is not None)
         }
         spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
         check_same_adaptation(os.fspath(name_or_path), values, spelt)
         name = os.fspath(name_or_path) if model is None else model
         # A model that keeps the adaptation of its training keeps its base.
-        if not any(values.get(switch) and overrides.get(switch, True) for switch in _SWITCHES):
+        if not any(values.get(switch) and overrides.get(switch, True) for switch in ADAPTATIONS):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
         try:
@@ -494,7 +494,7 @@ class PretrainedConfig:
     @property
     def is_adapted(self) -> bool:
         """Whether LoRA, bottleneck adapters or biases are trained, the backbone's rest not."""
-        return any(getattr(self, switch) for switch in _SWITCHES)
+        return any(getattr(self, switch) for switch in ADAPTATIONS)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """As `to_dict`, without upstream's settings that no model here reads, at their defaults."""
@@ -596,10 +596,10 @@ def check_same_adaptation(
     Raises:
         ValueError: they differ.
     """
-    for switch, settings in _ADAPTATIONS.items():
+    for switch, settings in ADAPTATIONS.items():
         if values.get(switch):
             for name in (switch, *settings):
-                if asked_for.get(name) is not None:
+                if name not in _MAY_CHANGE and asked_for.get(name) is not None:
                     _check_same(source, name, values, asked_for[name])
 
 

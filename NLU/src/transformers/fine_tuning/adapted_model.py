@@ -23,7 +23,7 @@ from loralib.errors import AlphaError, CheckpointError, in_short
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
-from ..configuration_utils import PretrainedConfig, targets_of_modules
+from ..configuration_utils import ADAPTATIONS, PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
 from ..models.auto.tokenization_auto import AutoTokenizer
@@ -35,16 +35,6 @@ from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
 
-# The flags that say how a model is adapted, by the switch that they need.
-ADAPTATIONS = {
-    "apply_lora": (
-        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
-        *("lora_targets", "lora_layers", "lora_positions"),
-        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
-    ),
-    "apply_adapter": ("adapter_type", "adapter_size"),
-    "apply_bitfit": (),
-}
 # What to give where a base alone is not enough.
 WITH_ADAPTER = "--apply_lora --lora_path with an adapter"
 # The script that trains and evaluates each head with adapters.
