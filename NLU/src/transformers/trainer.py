@@ -281,7 +281,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     def is_local_process_zero(self) -> bool:
         """Whether this is its machine's first process."""
-        return self.args.local_rank in (-1, 0)
+        return self.args.is_local_main_process
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""

@@ -334,7 +334,7 @@ class Checkpoints:
         path = Path(folder)
         with _damage_named(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
-        state.is_local_process_zero = self.args.local_rank in (-1, 0)
+        state.is_local_process_zero = self.args.is_local_main_process
         state.is_world_process_zero = self.args.is_main_process
         self._check_same_run(path, run.model)
         find_best(state, self.args, path.parent)
@@ -521,13 +521,10 @@ def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
     Raises:
         TrainingError: it is none of them.
     """
-    if args.metric_for_best_model is None:
-        return
-    known = [name.removeprefix("eval_") for name in metrics]
-    name = args.metric_for_best_model.removeprefix("eval_")
-    if name not in known:
+    name, known = args.eval_metric_name, [metric.removeprefix("eval_") for metric in metrics]
+    if name is not None and name.removeprefix("eval_") not in known:
         raise TrainingError(
-            f"--metric_for_best_model: no evaluation gives eval_{name}; known: {', '.join(known)}"
+            f"--metric_for_best_model: no evaluation gives {name}; known: {', '.join(known)}"
         )
 
 
@@ -539,10 +536,10 @@ def note_best(
     Raises:
         TrainingError: it has no such metric as is compared.
     """
-    if args.metric_for_best_model is None:
+    name = args.eval_metric_name
+    if name is None:
         return
     check_best_metric(args, metrics)
-    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     value, best = metrics[name], state.best_metric
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)
@@ -563,11 +560,11 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
         args: say what is compared.
         folder: the run's.
     """
-    if args.metric_for_best_model is None:
+    name = args.eval_metric_name
+    if name is None:
         return
     noted, value = state.best_model_checkpoint, state.best_metric
     state.best_model_checkpoint = state.best_metric = None
-    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     for record in state.log_history:
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
         if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():

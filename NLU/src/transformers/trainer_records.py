@@ -127,7 +127,7 @@ class TrainerRecords:
         time = in_words(runs[-1]["train_runtime"])
         took = f"{counted(self.state.global_step, 'step')} in {time}"
         rows = [("trained", f"{trained_in_words(self.model)}; {took}")]
-        metric = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        metric = self.args.eval_metric_name or "eval_loss"
         during = [r for r in history[: history.index(runs[-1])] if metric in r]
         if during:
             choose = max if self.args.greater_is_better else min

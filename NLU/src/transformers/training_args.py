@@ -24,7 +24,7 @@ from loralib.training.process import LOG_LEVELS, is_launched, launched_place, ra
 from loralib.training.reports import check_none_is_alone
 
 from .hf_argparser import flag
-from .trainer_utils import IntervalStrategy, SchedulerType
+from .trainer_utils import IntervalStrategy, SchedulerType, is_main_process
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -65,14 +65,11 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "disable_tqdm": lambda args: not is_terminal(sys.stderr),
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
-    "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),
+    "greater_is_better": lambda args: (
+        args.eval_metric_name and args.eval_metric_name != "eval_loss"
+    ),
     "report_to": lambda args: ["all"],
 }
-
-
-def _is_a_score(metric: str | None) -> bool | None:
-    """Whether more of a metric is better; None where there is no metric."""
-    return None if metric is None else metric.removeprefix("eval_") != "loss"
 
 
 @dataclass
@@ -369,6 +366,11 @@ class TrainingArguments:
         """Whether this is the one process that writes and shows."""
         return self.process_index == 0
 
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first process."""
+        return is_main_process(self.local_rank)
+
     def barrier(self) -> None:
         """Waits until every process is here."""
         barrier(self.world_size)
@@ -413,6 +415,12 @@ class TrainingArguments:
     def compute_dtype(self) -> torch.dtype:
         """The precision that matrices are multiplied in."""
         return compute_dtype(self.fp16, self.bf16)
+
+    @property
+    def eval_metric_name(self) -> str | None:
+        """What an evaluation's results call `metric_for_best_model`; None where that is None."""
+        metric = self.metric_for_best_model
+        return None if metric is None else f"eval_{metric.removeprefix('eval_')}"
 
     # ---- as plain values ----
 
