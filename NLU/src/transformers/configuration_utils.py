@@ -76,9 +76,10 @@ _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"}
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 # What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
-# Upstream's settings that no model here reads, with its defaults: they are for decoders, for text
-# that is generated, or say what a file is of. Code finds them, and files keep what is set.
-_NOT_READ = {
+# Upstream's settings, with its defaults, that are for decoders, for text that is generated, or say
+# what a file is of; models here read `is_decoder` alone. Code finds them, and files keep those that
+# are set otherwise.
+_UPSTREAM_SETTINGS = {
     "architectures": None,
     "tokenizer_class": None,
     "prefix": None,
@@ -113,7 +114,7 @@ _NOT_READ = {
     "return_dict_in_generate": False,
 }
 # Settings that one who reads a file has no need of, unless the model is adapted.
-_OF_ITS_BASE = ("base_name_or_path", "base_revision")
+_BASE_SETTINGS = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
@@ -253,7 +254,7 @@ class PretrainedConfig:
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
         else:
             self.num_labels = 2 if num_labels is None else num_labels
-        for key, value in {**_NOT_READ, **others}.items():
+        for key, value in {**_UPSTREAM_SETTINGS, **others}.items():
             if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
                 raise ValueError(f"there is no setting '{key}': it is the name of a method")
             if key not in _NOT_OURS_TO_SET:
@@ -385,7 +386,7 @@ class PretrainedConfig:
     @classmethod
     def setting_names(cls) -> set[str]:
         """The settings that this class knows."""
-        return _NOT_READ.keys() | {
+        return _UPSTREAM_SETTINGS.keys() | {
             name
             for constructor in cls._constructors()
             for name, parameter in inspect.signature(constructor).parameters.items()
@@ -483,7 +484,7 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, with the model type."""
-        left_out = {"name_or_path", *(() if self.is_adapted else _OF_ITS_BASE)}
+        left_out = {"name_or_path", *(() if self.is_adapted else _BASE_SETTINGS)}
         values = {
             name: copy.deepcopy(value)
             for name, value in vars(self).items()
@@ -497,11 +498,11 @@ class PretrainedConfig:
         return any(getattr(self, switch) for switch in ADAPTATIONS)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`, without upstream's settings that no model here reads, at their defaults."""
+        """As `to_dict`, without the settings of `_UPSTREAM_SETTINGS` at their defaults."""
         return {
             name: value
             for name, value in self.to_dict().items()
-            if name not in _NOT_READ or value != _NOT_READ[name]
+            if name not in _UPSTREAM_SETTINGS or value != _UPSTREAM_SETTINGS[name]
         }
 
     def to_json_string(self, use_diff: bool = True) -> str:

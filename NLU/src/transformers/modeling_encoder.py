@@ -327,7 +327,7 @@ class EncoderModel(PreTrainedModel):
     ) -> list[PlainAttention]:
         """For every layer, what its attention is told on the plain path."""
         masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
-        seen = visible(rows.mask, getattr(self.config, "is_decoder", False), given)
+        seen = visible(rows.mask, self.config.is_decoder, given)
         return [PlainAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
 
     def forward(

@@ -205,7 +205,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             head=self.head,
-            is_decoder=self._is_decoder or None,
+            is_decoder=config.is_decoder or None,
             labels=self._labels(),
             text_columns=self._text_columns(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
@@ -283,11 +283,6 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         columns = adapter.metadata.text_columns if adapter.metadata else None
         self.config.text_columns = list(columns) if columns else None
 
-    @property
-    def _is_decoder(self) -> bool:
-        """Whether tokens see those before them alone."""
-        return getattr(self.config, "is_decoder", False)
-
     def _check_head(self, adapter: Adapter) -> None:
         """Checks that an adapter's head, where its metadata says it, does what the model's does."""
         metadata = adapter.metadata
@@ -295,7 +290,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             return
         for what, theirs, ours in (
             ("head", metadata.head, self.head),
-            ("is_decoder", bool(metadata.is_decoder), self._is_decoder),
+            ("is_decoder", bool(metadata.is_decoder), self.config.is_decoder),
         ):
             if theirs != ours:
                 raise SettingsError(adapter.source, what, theirs, ours)

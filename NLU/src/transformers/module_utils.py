@@ -82,8 +82,7 @@ class ModuleUtilsMixin:
                 "attention_mask has to be (batch, length) or (batch, queries, keys), not "
                 f"{tuple(attention_mask.shape)}"
             )
-        causal = getattr(self.config, "is_decoder", False)
-        seen = visible(attention_mask, causal, like=attention_mask)
+        seen = visible(attention_mask, self.config.is_decoder, like=attention_mask)
         assert seen is not None
         return (~seen).to(self.dtype) * HIDDEN
 
