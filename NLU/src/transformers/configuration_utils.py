@@ -437,17 +437,28 @@ class PretrainedConfig:
         if not any(values.get(switch) and overrides.get(switch, True) for switch in ADAPTATIONS):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
+        values["name_or_path"] = name
         try:
-            config = cls.from_dict({**values, "name_or_path": name}, **overrides)
-        except ValueError as error:
-            # The file is to blame, unless the message is about what was to replace its settings.
-            if any(setting in str(error) for setting in overrides):
-                raise
-            raise ValueError(f"{source}: {error}") from error
+            config = cls.from_dict(values, **overrides)
+        except ValueError:
+            cls._check_alone(values, source)
+            raise  # the fault is of what was to replace the file's settings
         if values.get("apply_lora"):
             for setting in _RESOLVED & overrides.keys():
                 _check_same(os.fspath(name_or_path), setting, values, getattr(config, setting))
         return config, unused
+
+    @classmethod
+    def _check_alone(cls, values: dict[str, Any], source: str | os.PathLike) -> None:
+        """Checks the settings of a file without others in their place.
+
+        Raises:
+            ValueError: no model can have them; it names the file.
+        """
+        try:
+            cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
 
     @classmethod
     def from_dict(
