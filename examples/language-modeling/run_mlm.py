@@ -33,7 +33,6 @@ from loralib.io.encoding import refuse_utf16_file
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForMaskedLM,
-    AutoTokenizer,
     DataCollatorForLanguageModeling,
     HfArgumentParser,
     PretrainedConfig,
@@ -56,10 +55,10 @@ from transformers.utils.cli import (
     DEFAULT_LENGTH,
     check_room,
     check_sources_kept,
-    check_vocabulary,
     choose_length,
     cut_rows,
     find_checkpoint,
+    load_tokenizer,
     report_cut,
     run,
     set_up_datasets,
@@ -150,10 +149,9 @@ def choose_shape(
     length = data_args.max_seq_length
     if model_args.model_name_or_path:
         config = load_config(origin_of(model_args), finetuning_task=None, text_columns=None)
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path, config=config, cache_dir=model_args.cache_dir
+        tokenizer = load_tokenizer(
+            model_args.model_name_or_path, config, cache_dir=model_args.cache_dir
         )
-        check_vocabulary(tokenizer, config)
         return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)
     length = DEFAULT_LENGTH if length is None else length
     tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)

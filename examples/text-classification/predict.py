@@ -64,7 +64,6 @@ from loralib.training.process import LOG_LEVELS
 from loralib.training.product_choices import choose_products, frozen_weights
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     DataCollatorWithPadding,
     HfArgumentParser,
     PretrainedConfig,
@@ -75,11 +74,12 @@ from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
 from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
+from transformers.data.word_labels import first_tokens
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
-    check_vocabulary,
     choose_length,
     cut_rows,
+    load_tokenizer,
     report_cut,
     run,
     set_up_logging,
@@ -357,24 +357,6 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load_tokenizer(
-    args: argparse.Namespace, config: PretrainedConfig, of_words: bool
-) -> PreTrainedTokenizerBase:
-    """The base's tokenizer; with `of_words` one that takes texts as lists of words.
-
-    Raises:
-        ValueError: the model lacks some of its tokens.
-    """
-    where = {"config": config, **_where(args)}
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
-    if of_words and not getattr(tokenizer, "add_prefix_space", True):
-        # Else each word would be taken for a text's first.
-        where["add_prefix_space"] = True
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
-    check_vocabulary(tokenizer, config)
-    return tokenizer
-
-
 def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     """The adapters by name; one that does not name its labels gets a warning.
 
@@ -502,8 +484,7 @@ def tokenize_words(
     was_cut = cut_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
     firsts: list[list[int | None]] = []
     for row, of_row in enumerate(words):
-        owners = encoded.word_ids(row)
-        places = {word: place for place, word in reversed([*enumerate(owners)])}
+        places = first_tokens(encoded.word_ids(row))
         firsts.append([places.get(word) for word in range(len(of_row))])
     return rows, was_cut, firsts
 
@@ -612,7 +593,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _in_words(args.input_file), {key: [line.get(key, "none") for line in lines]}
         )
     of_words = INPUTS[head] == "tokens"
-    tokenizer = load_tokenizer(args, config, of_words)
+    tokenizer = load_tokenizer(args.model_name_or_path, config, of_words, **_where(args))
     is_pair = any("text_pair" in line for line in lines)
     length = choose_length(args.max_seq_length, config, tokenizer, is_pair)
     if of_words:

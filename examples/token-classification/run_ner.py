@@ -146,10 +146,9 @@ def prepare(
     origin.check_labels(data.labels, args.do_train)
     check_scores(args, names_of_scores(data.labels, data_args.return_entity_level_metrics))
 
-    tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
-    if not getattr(tokenizer, "add_prefix_space", True):
-        # Else the words of a sentence, given one by one, would be tokens of a text's first word.
-        tokenizer = open_tokenizer(model_args, config, padding_side="right", add_prefix_space=True)
+    tokenizer = open_tokenizer(
+        model_args, config, aligned=True, of_words=True, padding_side="right"
+    )
     data_args.max_seq_length = choose_length(
         data_args.max_seq_length, config, tokenizer, is_pair=False, usual=LONGEST
     )

@@ -26,11 +26,10 @@ from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import ADAPTATIONS, PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
-from ..models.auto.tokenization_auto import AutoTokenizer
 from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
-from ..utils.cli import check_vocabulary
+from ..utils.cli import load_tokenizer
 from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
@@ -371,7 +370,7 @@ def open_tokenizer(
         model_args: name it.
         config: the model's settings.
         aligned: it has to know which words and characters its tokens are of.
-        settings: the tokenizer's, over those in its files.
+        settings: as in `load_tokenizer`.
 
     Raises:
         ValueError: it has tokens that the model does not have, or does not know what they are of.
@@ -381,15 +380,13 @@ def open_tokenizer(
             "--use_fast_tokenizer False: only a fast tokenizer knows which words and characters "
             "its tokens are of; leave it out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(
+    return load_tokenizer(
         model_args.tokenizer_name or model_args.model_name_or_path,
-        config=config,
+        config,
         use_fast=model_args.use_fast_tokenizer,
         **settings,
         **_where(model_args),
     )
-    check_vocabulary(tokenizer, config)
-    return tokenizer
 
 
 def build_model(

@@ -36,6 +36,7 @@ from loralib.training.output import output_folder
 from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from ..models.auto.tokenization_auto import AutoTokenizer
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import LEFT_FOLDERS, TRAINING_ARGS_NAME, outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint, list_checkpoints
@@ -323,17 +324,31 @@ def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
         logger.warning("texts were cut to %d tokens: %s", length, ", ".join(said))
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuses a tokenizer with tokens that the model does not have.
+def load_tokenizer(
+    name: str, config: PretrainedConfig, of_words: bool = False, **settings: Any
+) -> PreTrainedTokenizerBase:
+    """A model's tokenizer.
+
+    Args:
+        name: the tokenizer's folder, or its name on the hub.
+        config: the model's settings.
+        of_words: it is to take texts as lists of words.
+        settings: where to look for it, and its own settings, over those in its files.
 
     Raises:
-        ValueError: it has some.
+        ValueError: it has tokens that the model does not have.
     """
+    tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
+    if of_words and not getattr(tokenizer, "add_prefix_space", True):
+        # Else each word would be taken for a text's first.
+        settings["add_prefix_space"] = True
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
             "they do not belong together"
         )
+    return tokenizer
 
 
 def _model_of(source: str) -> str:
