@@ -381,52 +381,67 @@ class Checkpoints:
             path, run, steps_an_epoch: as `resume` has them.
             step: of the checkpoint.
         """
-        own = self._read_process_state(path, 0, run, step)
-        before, now = own["layout"], self._layout(run)
-        data = own.get("rows"), run.data
-        if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
-            raise CheckpointError(
-                f"{path}: is of a run on as many examples of other data: give the same data, and "
-                f"--max_seq_length, to resume it, or {NEW_RUN}"
-            )
-        collator = own["collator"]
-        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
-        differ = [name for name in now if before[name] != now[name]]
-        # With as many examples a step, an epoch has the same steps in any number of processes.
-        others = [name for name in differ if name != "processes"]
-        if others and self.args.max_steps <= 0:
-            was, becomes = (
-                ", ".join(f"{name} = {layout[name]}" for name in others) for layout in (before, now)
-            )
-            raise CheckpointError(
-                f"{path}: is of a run with {was}, this one has {becomes}: an epoch has other steps "
-                "then; give the same processes, batches and data, or say --max_steps"
-            )
-        if before == now:
+        first = self._read_process_state(path, 0, run, step)
+        saved_layout, layout = first["layout"], self._layout(run)
+        self._check_data(path, run, first)
+        self._check_layout(path, saved_layout, layout)
+        if saved_layout == layout:
             own = self._read_process_state(path, self.args.process_index, run, step)
         else:
-            processes = range(before["processes"])
+            processes = range(saved_layout["processes"])
             states = [self._read_process_state(path, n, run, step) for n in processes]
             own = _mean_state(states) | self._own_generators(states)
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
-        if differ:
-            logger.warning(
-                "%s is of a run with %s; with %s it resumes, but not bit-exact",
-                path,
-                ", ".join(f"{name} = {before[name]}" for name in differ),
-                ", ".join(f"{name} = {now[name]}" for name in differ),
-            )
-            done = run.progress.batches * before["examples a step"] // now["examples a step"]
-            if others:
-                done -= done % now["steps an update"]
-                own["pending_gradients"] = {}  # of a part of an update
-            run.progress.batches = min(done, steps_an_epoch)
-        for name, gradient in own["pending_gradients"].items():
+        gradients = own["pending_gradients"]
+        if saved_layout != layout:
+            batches = _rescaled(run.progress.batches, saved_layout, layout)
+            run.progress.batches = min(batches, steps_an_epoch)
+            if _changed_beside_processes(saved_layout, layout):
+                gradients = {}  # of a part of an update
+        for name, gradient in gradients.items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
             set_rng_state(own["rng"], self.args.device)
         warn_of_other_threads(own["threads"], self.args.device)
+
+    def _check_data(self, path: Path, run: RunState, saved: dict[str, Any]) -> None:
+        """Refuses to resume on other data, or with other batches made of it.
+
+        Args:
+            path, run: as `resume` has them.
+            saved: the checkpoint's state of a process.
+        """
+        data = saved.get("rows"), run.data
+        is_as_long = saved["layout"]["examples"] == run.examples
+        if is_as_long and None not in data and data[0] != data[1]:
+            raise CheckpointError(
+                f"{path}: is of a run on as many examples of other data: give the same data, and "
+                f"--max_seq_length, to resume it, or {NEW_RUN}"
+            )
+        collator = saved["collator"]
+        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
+
+    def _check_layout(self, path: Path, saved: dict[str, int], layout: dict[str, int]) -> None:
+        """Refuses to resume with other steps an epoch, and warns of what else has changed.
+
+        Args:
+            path: the checkpoint.
+            saved, layout: its `_layout` and this run's.
+        """
+        changed = _changed_beside_processes(saved, layout)
+        if changed and self.args.max_steps <= 0:
+            raise CheckpointError(
+                f"{path}: is of a run with {_listed(saved, changed)}, this one has "
+                f"{_listed(layout, changed)}: an epoch has other steps then; give the same "
+                "processes, batches and data, or say --max_steps"
+            )
+        if saved != layout:
+            names = [name for name in layout if saved[name] != layout[name]]
+            logger.warning(
+                "%s is of a run with %s; with %s it resumes, but not bit-exact",
+                *(path, _listed(saved, names), _listed(layout, names)),
+            )
 
     def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Where this process's generators were, if there was a process of its number.
@@ -475,6 +490,29 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
         }
         for source, filled in ((config, saved), (own, own))
     )
+
+
+def _changed_beside_processes(saved: dict[str, int], layout: dict[str, int]) -> list[str]:
+    """What differs between two layouts other than their processes.
+
+    With as many examples a step, an epoch has the same steps in any number of processes.
+    """
+    return [name for name in layout if saved[name] != layout[name] and name != "processes"]
+
+
+def _rescaled(batches: int, saved: dict[str, int], layout: dict[str, int]) -> int:
+    """How many batches of a layout have the examples of so many of the saved one.
+
+    They end with an update, where more than the number of processes has changed.
+    """
+    done = batches * saved["examples a step"] // layout["examples a step"]
+    if _changed_beside_processes(saved, layout):
+        done -= done % layout["steps an update"]
+    return done
+
+
+def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} = {layout[name]}" for name in names)
 
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
