@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import loralib as lora
 from loralib.nn.distances import skew
-from loralib.nn.packing import PackedRows
+from loralib.nn.packing import PackedRows, padding_is_cheap
 from loralib.nn.products import Linear, linear, matmul
 from loralib.nn.routing import for_each_segment
 from loralib.nn.row_attention import attend_rows, suits_cpu
@@ -114,7 +114,7 @@ class Batch:
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
-        self.by_row = not at_once and not self._padding_is_cheap(heads)
+        self.by_row = not at_once and self.is_dense and not padding_is_cheap(rows, heads)
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
             self.segments = [Batch(part, self.relative, heads) for part in parts]
@@ -123,15 +123,6 @@ class Batch:
     def is_dense(self) -> bool:
         """Whether no row has padding between its tokens, so that its length says its distances."""
         return self.rows.spans == self.rows.lengths
-
-    def _padding_is_cheap(self, heads: int) -> bool:
-        """Whether attention over padding costs less than taking rows one by one.
-
-        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns.
-        """
-        rows, (count, longest) = self.rows, self.rows.shape
-        wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-        return wasted < 8_000 * count or not self.is_dense
 
 
 class DisentangledSelfAttention(nn.Module):
