@@ -49,7 +49,7 @@ class EstimateArguments:
         "exit without training; needs no weights",
     )
     estimate_devices: int | None = flag(
-        None, "devices that the run is to have (default: those that it has here)"
+        None, "devices that the run is to have (default: those that it has here)", least=1
     )
     estimate_rate: str | None = flag(
         None,
@@ -60,16 +60,13 @@ class EstimateArguments:
         None,
         "tokens of each text, instead of those of the data (default, where the data is on the "
         "hub: max_seq_length)",
+        least=1,
     )
 
     def __post_init__(self) -> None:
         for name in ("estimate_devices", "estimate_rate", "estimate_length"):
             if getattr(self, name) is not None and not self.estimate:
                 raise ValueError(f"--{name} needs --estimate")
-        for name in ("estimate_devices", "estimate_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, not {value}")
         if self.estimate_rate is not None:
             try:
                 rate_of(self.estimate_rate)
