@@ -65,7 +65,7 @@ LEFT_FOLDERS = tuple(
 )
 
 # What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
-_OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
+_SCHEDULE_KEYS = ("base_lrs", "last_epoch", "_last_lr")
 
 # Settings that a resumed run must keep. Its length may change, and the hardware.
 _SAME_IN_A_RUN = (
@@ -341,7 +341,7 @@ class Checkpoints:
         self.load_weights(folder, run.model)
         for name, part, checked in (
             (OPTIMIZER_NAME, run.optimizer, ()),  # which checks its state itself
-            (SCHEDULER_NAME, run.lr_scheduler, _OF_A_SCHEDULE),
+            (SCHEDULER_NAME, run.lr_scheduler, _SCHEDULE_KEYS),
             (SCALER_NAME, run.precision, None),
         ):
             with _damage_named(path / name):
