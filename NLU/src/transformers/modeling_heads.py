@@ -28,7 +28,7 @@ from .modeling_outputs import (
     QuestionAnsweringModelOutput,
     TokenClassifierOutput,
 )
-from .modeling_plain import HIDDEN
+from .modeling_padded import HIDDEN
 from .modeling_utils import PreTrainedModel
 
 # The label of what has no part in a loss.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .modeling_plain import HIDDEN, visible
+from .modeling_padded import HIDDEN, visible
 
 
 class ModuleUtilsMixin:
