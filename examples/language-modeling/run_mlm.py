@@ -57,7 +57,7 @@ from transformers.utils.cli import (
     find_checkpoint,
     load_tokenizer,
     report_cut,
-    run,
+    run_script,
     set_up_datasets,
 )
 
@@ -329,4 +329,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, {AdapterAsModelError: merging_first})
+    run_script(main, {AdapterAsModelError: merging_first})

@@ -81,7 +81,7 @@ from transformers.utils.cli import (
     cut_rows,
     load_tokenizer,
     report_cut,
-    run,
+    run_script,
     set_up_logging,
 )
 from transformers.utils.logging import errors_only
@@ -651,7 +651,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(
+    run_script(
         main,
         {
             AdapterAsModelError: lambda error: f"NAME={error.source}",

@@ -57,17 +57,17 @@ from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArg
 from transformers.fine_tuning.data_sets import Table, load_tables
 from transformers.fine_tuning.script import (
     Prepared,
-    begin,
     check_scores,
     estimate_task,
     needed_splits,
+    open_run,
     report,
     start,
     train,
 )
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, cut_rows, report_cut, run
+from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -281,7 +281,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args, AutoModelForTokenClassification.role)
+    checkpoint, adapters = open_run(model_args, args, AutoModelForTokenClassification.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(
@@ -316,4 +316,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

@@ -25,7 +25,7 @@ from transformers import (
     trainer_checkpoint,
 )
 from transformers import trainer as trainer_module
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -499,6 +499,6 @@ def test_a_script_s_error_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--flag"])
     with pytest.raises(SystemExit) as ended:
-        run(main)
+        run_script(main)
     assert ended.value.code == 1
     assert capsys.readouterr().err == "script.py: error: first second\n"

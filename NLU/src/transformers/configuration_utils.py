@@ -615,14 +615,14 @@ def check_same_adaptation(
                     _check_same(source, name, values, asked_for[name])
 
 
-def _check_same(source: str, name: str, values: Mapping[str, Any], asked: Any) -> None:
+def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:
     trained = values.get(name)
     if trained is None:
         trained = _BEFORE.get(name)
     if name == "lora_targets":
-        asked, trained = in_order(asked), in_order(trained)
-    if asked != trained:
-        said = f"{name} {as_words(trained)}, not {as_words(asked)}"
+        wanted, trained = in_order(wanted), in_order(trained)
+    if wanted != trained:
+        said = f"{name} {as_words(trained)}, not {as_words(wanted)}"
         raise ValueError(f"'{source}' was trained with {said}")
 
 

@@ -361,10 +361,10 @@ class EncoderModel(PreTrainedModel):
             return self._as_asked(BaseModelOutput(last, *encoded.shown), return_dict)
         pooled = None if self.pooler is None else self.pooler(encoded.first)
         output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
-        asked = self._as_asked(output, return_dict)
-        if isinstance(asked, tuple) and pooled is None:  # whose place upstream leaves
-            return (last, None, *asked[1:])
-        return asked
+        result = self._as_asked(output, return_dict)
+        if isinstance(result, tuple) and pooled is None:  # whose place upstream leaves
+            return (last, None, *result[1:])
+        return result
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

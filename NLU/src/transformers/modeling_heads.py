@@ -351,9 +351,9 @@ def _next_of(labels: Tensor, real: Tensor) -> Tensor:
     return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
-def _refuse(asked: dict[str, Any]) -> None:
+def _refuse(given: dict[str, Any]) -> None:
     """Refuses what of decoding is not carried."""
-    for name, value in asked.items():
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
                 f"{name}: this package's decoders have no cross-attention, no cache and no "

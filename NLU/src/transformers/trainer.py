@@ -454,14 +454,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         metrics["epoch"] = round(self.state.epoch or 0.0, 2)
         return TrainOutput(steps, loss, metrics)
 
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+    def _checkpoint_to_resume(self, given: str | bool | None) -> str | None:
         """The folder to resume from.
 
         Raises:
             ValueError: the last one is asked for, and there is none.
         """
-        if asked is not True:
-            return asked or None
+        if given is not True:
+            return given or None
         found = get_last_checkpoint(self.args.output_dir)
         if found is None:
             raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")

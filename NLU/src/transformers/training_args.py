@@ -317,11 +317,11 @@ class TrainingArguments:
             raise ValueError(
                 "--load_best_model_at_end needs evaluations to compare: give --evaluation_strategy"
             )
-        asked = (self.save_strategy, self.save_steps)
+        given = (self.save_strategy, self.save_steps)
         self.save_strategy = self.evaluation_strategy
         if self.save_strategy is IntervalStrategy.STEPS:
             self.save_steps = self.eval_steps
-        if asked != (self.save_strategy, self.save_steps):
+        if given != (self.save_strategy, self.save_steps):
             logger.info(
                 "--load_best_model_at_end: a checkpoint is saved at every evaluation; "
                 "--save_strategy and --save_steps have no part in it"

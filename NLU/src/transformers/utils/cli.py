@@ -45,7 +45,7 @@ from ..training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 # Files of weights that a run may be started from, and that it saves or removes.
-_SAVED = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
+_WEIGHT_FILES = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
 
 # Tokens that texts are cut to by default.
 DEFAULT_LENGTH = 128
@@ -159,7 +159,7 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
-        is_saved = path.parent == output and path.name in _SAVED
+        is_saved = path.parent == output and path.name in _WEIGHT_FILES
         if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
                 f"--{flag} {source}: training would overwrite it, as it is in --output_dir "
@@ -375,7 +375,7 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
 }
 
 
-def run(
+def run_script(
     main: Callable[[], None], ways_out: Mapping[type[CheckpointError], WayOut] | None = None
 ) -> None:
     """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
