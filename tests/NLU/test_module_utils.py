@@ -33,7 +33,6 @@ def test_where_and_what_a_model_is(family):
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
     moved = maker.build(family, "classifier").to("meta", torch.bfloat16)
     assert (moved.device, moved.dtype) == (torch.device("meta"), torch.bfloat16)
-    assert model(**model.dummy_inputs).logits.shape == (3, 3)
 
 
 def test_masks_that_are_added_to_scores():

@@ -26,11 +26,6 @@ class ModuleUtilsMixin:
         """The first parameter's."""
         return next(self.parameters()).dtype
 
-    @property
-    def dummy_inputs(self) -> dict[str, Tensor]:
-        """Arguments with which the forward pass runs, for a trial."""
-        return {"input_ids": torch.tensor([[7, 6, 0, 0, 1], [1, 2, 3, 0, 0], [0, 0, 0, 4, 5]])}
-
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """How many values the parameters hold, tied ones counted once.
 
