@@ -344,16 +344,16 @@ def whole_numbers(scored: Iterable[Dataset]) -> list[float]:
 
 
 def without_points(whole: Sequence[float]) -> str:
-    """How labels would be classes that are scores for their decimal points alone; "" for others."""
+    """What to write for classes in place of whole numbers with a decimal point; "" without any."""
     listed = ", ".join(f"{value:.0f}" for value in whole[:3])
     return f"; if they are classes, write them without a point, as in {listed}" if whole else ""
 
 
 def tell_whole_scores(whole: Sequence[float], path: str) -> None:
-    """Says that whole numbers are taken for scores; a warning of two, and of 0.0, 1.0, 2.0.
+    """Says that labels such as 0.0 and 1.0 are taken for scores.
 
-    Tables that were made with missing values in them have points in the numbers of classes. So few
-    are hardly a scale, but may be one's ends.
+    It is a warning of two values, and of 0.0, 1.0, 2.0: these may be classes of a table that had
+    missing values when it was saved, which gives numbers a decimal point.
     """
     if not whole:
         return

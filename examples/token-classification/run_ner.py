@@ -253,8 +253,8 @@ def warn_of_tags(labels: Sequence[str]) -> None:
     unread = unread_tags(labels)
     if unread:
         logger.warning(
-            "scores take tags such as '%s' for types of entities: of those of entities, write "
-            "prefixes as in B-PER, I-PER, and O outside (BILOU, BMES and BMEWO are read as well)",
+            "tag '%s' is read as a type of entity, and each run of it is scored as one entity: for "
+            "scores of entities write B-PER, I-PER and O (BILOU, BMES and BMEWO are read as well)",
             unread[0],
         )
     elif all(label.isdecimal() for label in labels):

@@ -263,7 +263,7 @@ def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
     ("names", "said"),
     [
         ({"O": 0, "B-ANI": 1, "B-PLA": 2}, "the tags are numbers, of which scores take each for"),
-        ({"O": "O", "B-ANI": "ANI-B", "B-PLA": "PLA-B"}, "scores take tags such as 'ANI-B' for"),
+        ({"O": "O", "B-ANI": "ANI-B", "B-PLA": "PLA-B"}, "tag 'ANI-B' is read as a type of entity"),
         ({"O": "O", "B-ANI": "U_ANI", "B-PLA": "B_PLA"}, ""),
     ],
 )

@@ -87,7 +87,7 @@ class HfArgumentParser(ArgumentParser):
 
         Args:
             args: what to parse; the command line where not given.
-            return_remaining_strings: return what is no flag, rather than end the program.
+            return_remaining_strings: return unknown arguments, rather than end the program.
             look_for_args_file: flags come first from the file of the script's name with the suffix
                 ``.args``, where there is one.
             args_filename: the file's name, where it has another one.

@@ -297,7 +297,7 @@ def cut_rows(
     was_cut = [False] * len(masks)
     if full:
         known = tokenizer.model_max_length
-        tokenizer.model_max_length = max(known, length + 1)  # else it would warn of one too many
+        tokenizer.model_max_length = max(known, length + 1)  # silences the warning of its length
         try:
             longer = tokenizer(
                 *([column[row] for row in full] for column in texts),
