@@ -1,6 +1,6 @@
 """`ModuleUtilsMixin`: what a model says of itself, and the masks that attention is made with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,20 +42,6 @@ class ModuleUtilsMixin:
             if (parameter.requires_grad or not only_trainable)
             and not (exclude_embeddings and id(parameter) in embeddings)
         )
-
-    def estimate_tokens(self, input_dict: Mapping[str, Any]) -> int:
-        """The elements of all tensors whose name says that they are inputs."""
-        return sum(x.numel() for name, x in input_dict.items() if "input" in name)
-
-    def floating_point_ops(
-        self, input_dict: Mapping[str, Any], exclude_embeddings: bool = True
-    ) -> int:
-        """About how many operations a forward and a backward pass take: 6 · tokens · parameters.
-
-        Source: "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
-        """
-        parameters = self.num_parameters(exclude_embeddings=exclude_embeddings)
-        return 6 * self.estimate_tokens(input_dict) * parameters
 
     def get_extended_attention_mask(
         self,
