@@ -80,13 +80,7 @@ def choose_columns(
             would be a text is one of the classes in each row, and nothing else is the label.
     """
     if texts is not None:
-        if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
-            raise ValueError(
-                f"--text_columns takes one or two columns, not {label}'s and none twice; given "
-                f"are {', '.join(texts)}"
-            )
-        for name in texts:
-            _check_has(data, path, name, "text_columns")
+        _check_asked_for(data, path, texts, label)
         return Columns(tuple(texts), label)
     others = [name for name in data.column_names if name != label]
     by_name = {name.strip().lower(): name for name in others}
@@ -94,37 +88,10 @@ def choose_columns(
         exact = {*known_texts} <= {*others}
         own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
         return Columns(tuple(own), label)
-    reasons = {name: why_no_text(data, name) for name in others}
-    found = [name for name, reason in reasons.items() if reason is None]
-    if {"sentence1", "sentence2"} <= set(found):
-        found = ["sentence1", "sentence2"]
-    elif len(found) > 1:
-        found = _without_codes(data, path, found)
-    if not 1 <= len(found) <= 2:
-        _refuse_object_of_rows(data, path, label)
-        passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
-        if not found:
-            _refuse_unusable(data, path, others)
-        raise ValueError(
-            f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
-            f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
-            "with --text_columns"
-        )
+    found = _find_texts(data, path, others, label)
     # A label's name, or one that is asked for, tells that the first line is one of names.
-    is_unclear = path.endswith(".csv") and label == LABEL and label not in data.column_names
-    for name in found if is_unclear else ():
-        if _looks_like_a_text(name):
-            raise ValueError(
-                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
-                f"has to name the columns, as in text,{label}; where it does, name the texts with "
-                "--text_columns"
-            )
-    if is_unclear and known_texts and any(" " in name for name in found):
-        logger.warning(
-            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
-            "before it: %s",
-            *(path, quoted(found), ",".join(known_texts)),
-        )
+    if path.endswith(".csv") and label == LABEL and label not in data.column_names:
+        _check_names(path, found, known_texts)
     # Those of several kinds `take_columns` refuses.
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
@@ -138,6 +105,67 @@ def choose_columns(
     for name in of_texts:
         _warn_of_few(data, path, name, is_of_words=name in words and len(words) < len(found))
     return Columns(tuple(found), label)
+
+
+def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str) -> None:
+    if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
+        raise ValueError(
+            f"--text_columns takes one or two columns, not {label}'s and none twice; given "
+            f"are {', '.join(texts)}"
+        )
+    for name in texts:
+        _check_has(data, path, name, "text_columns")
+
+
+def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> list[str]:
+    """Of a file's columns beside the label's the one or two that can be nothing but texts.
+
+    Raises:
+        ValueError: they are none, or more.
+    """
+    reasons = {name: why_no_text(data, name) for name in names}
+    found = [name for name, reason in reasons.items() if reason is None]
+    if {"sentence1", "sentence2"} <= set(found):
+        return ["sentence1", "sentence2"]
+    if len(found) > 1:
+        found = _without_codes(data, path, found)
+    if 1 <= len(found) <= 2:
+        return found
+    _refuse_object_of_rows(data, path, label)
+    if not found:
+        _refuse_unusable(data, path, names)
+    passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
+    raise ValueError(
+        f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
+        f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
+        "with --text_columns"
+    )
+
+
+def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) -> None:
+    """Refuses, or warns of, a CSV file's names of text columns that may be its first row.
+
+    Args:
+        path: the file.
+        texts: the names.
+        known_texts: those of the data that a model was already trained on, as far as it says.
+
+    Raises:
+        ValueError: one looks like a text.
+    """
+    for name in texts:
+        if _looks_like_a_text(name):
+            raise ValueError(
+                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
+                f"has to name the columns, as in text,{LABEL}; where it does, name the texts with "
+                "--text_columns"
+            )
+    if known_texts and any(" " in name for name in texts):
+        logger.warning(
+            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
+            "before it: %s",
+            *(path, quoted(texts), ",".join(known_texts)),
+        )
 
 
 def _without_codes(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
