@@ -387,14 +387,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         checkpoint = self._checkpoint_to_resume(kwargs.pop("model_path", resume_from_checkpoint))
         if kwargs:
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
-        self.state, self.control = self._new_state(), TrainerControl()
-        self._progress = Progress()
-        self._set_up_trial(trial)
-        if self.model_init is not None:
-            set_seed(args.seed)
-            self._use_model(self.call_model_init(trial))
-            self.optimizer = self.lr_scheduler = None
-        self._name_trial()
+        self._forget_last_run(trial)
         if args.evaluation_strategy is not IntervalStrategy.NO and self._cannot_evaluate():
             raise ValueError(
                 "--evaluation_strategy needs a set to evaluate on: add --do_eval, or give the "
@@ -428,13 +421,28 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             if self.control.should_training_stop:
                 break
             self._train_epoch(epoch, passes)
+        self._end_training()
+        return self._summary(start, steps_before)
+
+    def _forget_last_run(self, trial: Any) -> None:
+        """Starts a state of this run's own and, where there is a `model_init`, a new model."""
+        self.state, self.control = self._new_state(), TrainerControl()
+        self._progress = Progress()
+        self._set_up_trial(trial)
+        if self.model_init is not None:
+            set_seed(self.args.seed)
+            self._use_model(self.call_model_init(trial))
+            self.optimizer = self.lr_scheduler = None
+        self._name_trial()
+
+    def _end_training(self) -> None:
+        """Checks what was trained, and takes the best model where that is asked for."""
         # DDP keeps a reference to the process group.
         self.model_wrapped = self.model
         self._check_finite()
         self._check_weights()
-        if args.load_best_model_at_end:
+        if self.args.load_best_model_at_end:
             self._load_best()
-        return self._summary(start, steps_before)
 
     def _summary(self, start: float, steps_before: int) -> TrainOutput:
         """Logs and returns what a run has done since it was started or resumed."""
