@@ -153,8 +153,6 @@ class SettingsError(CheckpointError):
 
     def __init__(self, source: str, what: str, theirs: object, ours: object, module: str = ""):
         self.what, self.theirs, self.module = what, theirs, module
-        # Set where the adapter is of a checkpoint from which a run resumes.
-        self.is_resumed = False
         where = f" (in {module})" if module else ""
         super().__init__(f"{source}: {trained_with(what, theirs, ours)}{where}")
 

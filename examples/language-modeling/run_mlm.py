@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,7 @@ from loralib.io.encoding import refuse_utf16_file
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForMaskedLM,
-    AutoTokenizer,
     DataCollatorForLanguageModeling,
-    HfArgumentParser,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -48,23 +45,20 @@ from transformers import (
 from transformers.data.text_files import load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
-from transformers.fine_tuning.script import check_scores
+from transformers.fine_tuning.script import check_scores, print_estimate, report, start, train
 from transformers.hf_argparser import flag
-from transformers.trainer_agreement import check_same_flags
-from transformers.trainer_estimate import EstimateArguments, estimate_run
+from transformers.trainer_estimate import EstimateArguments
 from transformers.utils.cli import (
     DEFAULT_LENGTH,
     check_room,
     check_sources_kept,
-    check_vocabulary,
     choose_length,
     cut_rows,
     find_checkpoint,
+    load_tokenizer,
     report_cut,
-    run,
+    run_script,
     set_up_datasets,
-    set_up_logging,
-    sole_use_of_output,
 )
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
@@ -93,7 +87,7 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
+class TextArguments:
     """The text."""
 
     train_file: str = field(metadata={"help": "a text file, one example a line"})
@@ -144,19 +138,18 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
 
 
 def choose_shape(
-    model_args: ModelArguments, data_args: DataArguments
+    model_args: ModelArguments, text_args: TextArguments
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, int]:
     """The model's settings, its tokenizer, and how many tokens lines are cut to."""
-    length = data_args.max_seq_length
+    length = text_args.max_seq_length
     if model_args.model_name_or_path:
         config = load_config(origin_of(model_args), finetuning_task=None, text_columns=None)
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path, config=config, cache_dir=model_args.cache_dir
+        tokenizer = load_tokenizer(
+            model_args.model_name_or_path, config, cache_dir=model_args.cache_dir
         )
-        check_vocabulary(tokenizer, config)
         return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)
     length = DEFAULT_LENGTH if length is None else length
-    tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
+    tokenizer = learn_tokenizer(text_args.train_file, model_args.vocab_size, length)
     check_room(length, tokenizer, is_pair=False)
     return new_config(model_args, len(tokenizer), length), tokenizer, length
 
@@ -183,7 +176,7 @@ def make_model(
 
 
 def check_stages(
-    model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments
+    model_args: ModelArguments, text_args: TextArguments, args: TrainingArguments
 ) -> None:
     """Refuses a run without a stage, and one that lacks what a stage needs.
 
@@ -192,7 +185,7 @@ def check_stages(
     """
     if not (args.do_train or args.do_eval):
         raise ValueError("nothing to do: give --do_train or --do_eval")
-    if args.do_eval and data_args.validation_file is None:
+    if args.do_eval and text_args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
     if not (args.do_train or model_args.model_name_or_path):
         raise ValueError(
@@ -221,13 +214,13 @@ def check_text(path: str) -> None:
 
 
 def read_sets(
-    data_args: DataArguments,
+    text_args: TextArguments,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     cache_dir: str | None = None,
 ) -> dict[str, Dataset]:
     """The files' lines as token ids, by set; logs how many were cut."""
-    files = {"train": data_args.train_file, "validation": data_args.validation_file}
+    files = {"train": text_args.train_file, "validation": text_args.validation_file}
     sets = {
         name: read_lines(file, tokenizer, max_length, cache_dir)
         for name, file in files.items()
@@ -266,86 +259,61 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for with the output folder to itself."""
-    set_up_logging()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(
-        (ModelArguments, DataArguments, TrainingArguments, EstimateArguments),
-        description=__doc__.split("\n")[0],
-    )
-    model_args, data_args, args, asked = parser.parse_args_into_dataclasses(argv)
-    set_up_logging(args.log_level)
-    check_same_flags(args, model_args, data_args, asked)
-    if asked.estimate:
-        estimate(model_args, data_args, args, asked)
-        return
-    with sole_use_of_output(args):
-        train(model_args, data_args, args)
-
-
-def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
+def train_and_evaluate(
+    model_args: ModelArguments, text_args: TextArguments, args: TrainingArguments
+) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     set_up_datasets(model_args.cache_dir)
-    check_stages(model_args, data_args, args)
+    check_stages(model_args, text_args, args)
     check_scores(args, ())  # perplexity is that of the last evaluation alone
     check_sources_kept(args, {"model_name_or_path": model_args.model_name_or_path})
     checkpoint = find_checkpoint(args)
-    for file in filter(None, (data_args.train_file, data_args.validation_file)):
+    for file in filter(None, (text_args.train_file, text_args.validation_file)):
         check_text(file)
 
     set_seed(args.seed)
-    config, tokenizer, length = choose_shape(model_args, data_args)
+    config, tokenizer, length = choose_shape(model_args, text_args)
     model = make_model(model_args, config, args)
-    sets = read_sets(data_args, tokenizer, length, model_args.cache_dir)
+    sets = read_sets(text_args, tokenizer, length, model_args.cache_dir)
     trainer = Trainer(
         model,
         args,
-        DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=text_args.mlm_probability),
         train_dataset=sets["train"],
         eval_dataset=sets.get("validation"),
         tokenizer=tokenizer,
     )
     if args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        metrics["train_samples"] = len(trainer.train_dataset)
-        trainer.save_model()
-        trainer.save_state()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+        train(trainer, checkpoint)
     if args.do_eval:
         trainer.label_smoother = None  # perplexity is of the words as they are
         metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(trainer.eval_dataset)
         metrics["perplexity"] = perplexity(metrics["eval_loss"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        report(trainer, "eval", metrics, trainer.eval_dataset)
     trainer.log_end()
 
 
 def estimate(
     model_args: ModelArguments,
-    data_args: DataArguments,
+    text_args: TextArguments,
     args: TrainingArguments,
-    asked: EstimateArguments,
+    estimate_args: EstimateArguments,
 ) -> None:
     """Prints what training would take; reads the text, and no weights."""
-    if asked.estimate_length is not None:
+    if estimate_args.estimate_length is not None:
         raise ValueError("--estimate_length: lines are as long as those of --train_file")
     set_up_datasets(model_args.cache_dir)
-    check_text(data_args.train_file)
-    config, tokenizer, length = choose_shape(model_args, data_args)
-    lines = replace(data_args, validation_file=None)
-    taken = estimate_run(
+    check_text(text_args.train_file)
+    config, tokenizer, length = choose_shape(model_args, text_args)
+    lines = replace(text_args, validation_file=None)
+    print_estimate(
         partial(untrained_model, AutoModelForMaskedLM),
         config,
         args,
-        asked,
+        estimate_args,
         read_sets(lines, tokenizer, length, model_args.cache_dir)["train"],
-        DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=text_args.mlm_probability),
     )
-    if args.is_main_process:
-        print(taken)
 
 
 def merging_first(error: AdapterAsModelError) -> str:
@@ -355,5 +323,10 @@ def merging_first(error: AdapterAsModelError) -> str:
     return f"this script takes no adapters: {command} makes one model of both"
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, and does what it asks for."""
+    start(argv, __doc__, (ModelArguments, TextArguments), train_and_evaluate, estimate)
+
+
 if __name__ == "__main__":
-    run(main, {AdapterAsModelError: merging_first})
+    run_script(main, {AdapterAsModelError: merging_first})

@@ -56,16 +56,16 @@ from transformers.fine_tuning.choices import (
 from transformers.fine_tuning.data_sets import load_tables
 from transformers.fine_tuning.script import (
     Prepared,
-    begin,
     check_scores,
     estimate_task,
     needed_splits,
+    open_run,
     report,
     start,
     train,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, cut_rows, report_cut, run
+from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -193,7 +193,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args, AutoModelForMultipleChoice.role)
+    checkpoint, adapters = open_run(model_args, args, AutoModelForMultipleChoice.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(AutoModelForMultipleChoice, model_args, prepared.config, adapters, args)
@@ -223,4 +223,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

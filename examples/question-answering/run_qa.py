@@ -60,16 +60,16 @@ from transformers.fine_tuning.questions import (
 )
 from transformers.fine_tuning.script import (
     Prepared,
-    begin,
     check_scores,
     estimate_task,
     needed_splits,
+    open_run,
     report,
     start,
     train,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, run
+from transformers.utils.cli import choose_length, run_script
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -206,9 +206,9 @@ def tokenize(
         return encoded
 
     columns = {
-        "question": [asked.question for asked in questions],
-        "context": [asked.context for asked in questions],
-        "span": [asked.span for asked in questions],
+        "question": [question.question for question in questions],
+        "context": [question.context for question in questions],
+        "span": [question.span for question in questions],
     }
     return Dataset.from_dict(columns).map(
         encode,
@@ -235,7 +235,7 @@ def answer(
     """The answers to a split's questions."""
     parts = prepared.parts[split]
     return answers_of(
-        [asked.context for asked in prepared.questions[split]],
+        [question.context for question in prepared.questions[split]],
         parts[EXAMPLE][:],
         parts[OFFSETS],
         *logits,
@@ -289,7 +289,7 @@ def predict(
     if trainer.is_world_process_zero():
         write_answers(trainer.args.output_dir, "test", questions, answers)
     may_have_none = data_args.version_2_with_negative
-    known = [bool(asked.answers) for asked in questions]
+    known = [bool(question.answers) for question in questions]
     if all(known) or (any(known) and may_have_none):
         scores = scores_of(questions, answers, may_have_none)
         output.metrics.update({f"test_{name}": score for name, score in scores.items()})
@@ -300,7 +300,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args, AutoModelForQuestionAnswering.role)
+    checkpoint, adapters = open_run(model_args, args, AutoModelForQuestionAnswering.role)
     args.label_names = POSITIONS
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
@@ -332,4 +332,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

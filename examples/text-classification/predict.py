@@ -59,7 +59,6 @@ from loralib.training.process import LOG_LEVELS
 from loralib.training.product_choices import choose_products, frozen_weights
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     DataCollatorWithPadding,
     HfArgumentParser,
     PretrainedConfig,
@@ -70,13 +69,14 @@ from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
 from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
+from transformers.data.word_labels import first_tokens
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
-    check_vocabulary,
     choose_length,
     cut_rows,
+    load_tokenizer,
     report_cut,
-    run,
+    run_script,
     set_up_logging,
 )
 from transformers.utils.logging import errors_only
@@ -205,6 +205,25 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     """One line, checked, with its adapter filled in where there is a single one."""
     if not content:
         raise ValueError("is blank; only lines at the end may be")
+    line = _decoded(content, names)
+    if "tokens" in line:
+        _check_words(line)
+    elif "text" not in line:
+        raise ValueError("has no text")
+    for key in ("text", "text_pair"):
+        if not isinstance(line.get(key, ""), str):
+            raise ValueError(f"its {key} is not a string ({json.dumps(line[key]):.40})")
+    for key in ANSWERS:
+        if key in line:
+            raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
+    if "adapter" not in line and len(names) > 1:
+        raise ValueError(f"does not say its adapter, one of {in_short(names)}")
+    line.setdefault("adapter", names[0])
+    _check_adapter(line["adapter"], names)
+    return line
+
+
+def _decoded(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     try:
         line = json.loads(content, object_pairs_hook=without_repetition)
         # The answer repeats it in UTF-8, which cannot encode all that JSON can.
@@ -219,26 +238,17 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(line, dict):
         raise ValueError(f"is not a JSON object ({content.decode():.40})")
-    if "tokens" in line:
-        _check_words(line)
-    elif "text" not in line:
-        raise ValueError("has no text")
-    for key in ("text", "text_pair"):
-        if not isinstance(line.get(key, ""), str):
-            raise ValueError(f"its {key} is not a string ({json.dumps(line[key]):.40})")
-    for key in ANSWERS:
-        if key in line:
-            raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
-    if "adapter" not in line and len(names) > 1:
-        raise ValueError(f"does not say its adapter, one of {in_short(names)}")
-    line.setdefault("adapter", names[0])
-    if line["adapter"] not in names:
-        adapter = json.dumps(line["adapter"], ensure_ascii=False)
-        if not isinstance(line["adapter"], str):
-            quoted_names = in_short(names, quote='"')
-            raise ValueError(f"its adapter is not a string ({adapter:.40}), such as {quoted_names}")
-        raise ValueError(f"unknown adapter {adapter} (expected {in_short(names)})")
     return line
+
+
+def _check_adapter(name: Any, names: Sequence[str]) -> None:
+    if name in names:
+        return
+    adapter = json.dumps(name, ensure_ascii=False)
+    if not isinstance(name, str):
+        quoted_names = in_short(names, quote='"')
+        raise ValueError(f"its adapter is not a string ({adapter:.40}), such as {quoted_names}")
+    raise ValueError(f"unknown adapter {adapter} (expected {in_short(names)})")
 
 
 def _check_words(line: Mapping[str, Any]) -> None:
@@ -250,7 +260,7 @@ def _check_words(line: Mapping[str, Any]) -> None:
         raise ValueError(f"its tokens are not a list of words ({json.dumps(words):.40})")
     for number, word in enumerate(words, start=1):
         if not isinstance(word, str) or not word.strip():
-            raise ValueError(f"word {number} of its tokens is none ({json.dumps(word):.40})")
+            raise ValueError(f"token {number} is not a word ({json.dumps(word):.40})")
 
 
 def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> None:
@@ -352,24 +362,6 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load_tokenizer(
-    args: argparse.Namespace, config: PretrainedConfig, of_words: bool
-) -> PreTrainedTokenizerBase:
-    """The base's tokenizer; with `of_words` one that takes texts as lists of words.
-
-    Raises:
-        ValueError: the model lacks some of its tokens.
-    """
-    where = {"config": config, **_where(args)}
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
-    if of_words and not getattr(tokenizer, "add_prefix_space", True):
-        # Else each word would be taken for a text's first.
-        where["add_prefix_space"] = True
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
-    check_vocabulary(tokenizer, config)
-    return tokenizer
-
-
 def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     """The adapters by name; one that does not name its labels gets a warning.
 
@@ -420,6 +412,24 @@ def head_of(adapters: Mapping[str, Adapter]) -> str:
     if head not in INPUTS:
         raise ValueError(f"{source}: is for {head}, here are predicted {' and '.join(INPUTS)}")
     return head
+
+
+def load_model(
+    args: argparse.Namespace, config: PretrainedConfig, head: str
+) -> tuple[PreTrainedModel, Precision]:
+    """The base with a head, on the device that computes, and the precision to compute in."""
+    device = choose_device(0, args.no_cuda)
+    check_precision(False, args.bf16, device)
+    set_up_device(tf32=args.tf32)
+    precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
+    with errors_only():
+        model = auto_model_for(head).from_pretrained(
+            args.model_name_or_path, config=config, held_in=precision.dtype, **_where(args)
+        )
+    model.train_only(())
+    if args.bf16:
+        hold_frozen_in(model, precision.dtype, model.tensors_read)
+    return model.to(device), precision
 
 
 def fill_bank(
@@ -497,8 +507,7 @@ def tokenize_words(
     was_cut = cut_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
     firsts: list[list[int | None]] = []
     for row, of_row in enumerate(words):
-        owners = encoded.word_ids(row)
-        places = {word: place for place, word in reversed([*enumerate(owners)])}
+        places = first_tokens(encoded.word_ids(row))
         firsts.append([places.get(word) for word in range(len(of_row))])
     return rows, was_cut, firsts
 
@@ -607,7 +616,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _in_words(args.input_file), {key: [line.get(key, "none") for line in lines]}
         )
     of_words = INPUTS[head] == "tokens"
-    tokenizer = load_tokenizer(args, config, of_words)
+    tokenizer = load_tokenizer(args.model_name_or_path, config, of_words, **_where(args))
     is_pair = any("text_pair" in line for line in lines)
     length = choose_length(args.max_seq_length, config, tokenizer, is_pair)
     if of_words:
@@ -617,22 +626,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     report_cut({"the input": (sum(was_cut), len(lines))}, length)
     check_output(args.output_file, args.input_file)
 
-    device = choose_device(0, args.no_cuda)
-    check_precision(False, args.bf16, device)
-    set_up_device(tf32=args.tf32)
-    precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
-    with errors_only():
-        auto_model = auto_model_for(head)
-        model = auto_model.from_pretrained(
-            args.model_name_or_path, config=config, held_in=precision.dtype, **_where(args)
-        )
-    model.train_only(())
-    if args.bf16:
-        hold_frozen_in(model, precision.dtype, model.tensors_read)
-    model.to(device)
+    model, precision = load_model(args, config, head)
     bank, labels = fill_bank(model, adapters, args.model_name_or_path)
     of_adapters = counted(len(adapters), "adapter")
-    logger.info("%s for %s, on %s", counted(len(lines), "line"), of_adapters, device)
+    logger.info("%s for %s, on %s", counted(len(lines), "line"), of_adapters, model.device)
     chosen = [line["adapter"] for line in lines]
     collate = PackedCollator(DataCollatorWithPadding(tokenizer))
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
@@ -649,7 +646,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(
+    run_script(
         main,
         {
             AdapterAsModelError: lambda error: f"NAME={error.source}",

@@ -76,10 +76,10 @@ from transformers.fine_tuning.adapted_model import (
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.script import (
-    begin,
     begin_estimate,
     check_scores,
     needed_splits,
+    open_run,
     print_estimate,
     start,
     train,
@@ -92,7 +92,7 @@ from transformers.utils.cli import (
     choose_length,
     cut_rows,
     report_cut,
-    run,
+    run_script,
     set_up_datasets,
 )
 
@@ -254,7 +254,7 @@ def load_own_files(
     for split in splits:
         if files[split] is None:
             raise ValueError(f"this run needs --{split}_file")
-    asked, label = data_args.text_columns, data_args.label_column or LABEL
+    given, label = data_args.text_columns, data_args.label_column or LABEL
     first = files[splits[0]]
     # Training may begin with a model and read other texts.
     known = () if "train" in splits else origin.texts
@@ -263,8 +263,8 @@ def load_own_files(
             f"{origin.source} was trained on the texts of '{label}': --label_column has to say "
             "which other column is the label's, even where a file has none"
         )
-    table = read_table(first, asked or known, cache_dir)
-    columns = choose_columns(table, first, asked, label, known, origin.labels)
+    table = read_table(first, given or known, cache_dir)
+    columns = choose_columns(table, first, given, label, known, origin.labels)
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)
@@ -344,16 +344,16 @@ def whole_numbers(scored: Iterable[Dataset]) -> list[float]:
 
 
 def without_points(whole: Sequence[float]) -> str:
-    """How labels would be classes that are scores for their decimal points alone; "" for others."""
+    """What to write for classes in place of whole numbers with a decimal point; "" without any."""
     listed = ", ".join(f"{value:.0f}" for value in whole[:3])
     return f"; if they are classes, write them without a point, as in {listed}" if whole else ""
 
 
 def tell_whole_scores(whole: Sequence[float], path: str) -> None:
-    """Says that whole numbers are taken for scores; a warning of two, and of 0.0, 1.0, 2.0.
+    """Says that labels such as 0.0 and 1.0 are taken for scores.
 
-    Tables that were made with missing values in them have points in the numbers of classes. So few
-    are hardly a scale, but may be one's ends.
+    It is a warning of two values, and of 0.0, 1.0, 2.0: these may be classes of a table that had
+    missing values when it was saved, which gives numbers a decimal point.
     """
     if not whole:
         return
@@ -550,7 +550,7 @@ def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args, AutoModelForSequenceClassification.role)
+    checkpoint, adapters = open_run(model_args, args, AutoModelForSequenceClassification.role)
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets
@@ -591,23 +591,23 @@ def estimate(
     model_args: ModelArguments,
     data_args: DataTrainingArguments,
     args: TrainingArguments,
-    asked: EstimateArguments,
+    estimate_args: EstimateArguments,
 ) -> None:
     """Prints what training would take.
 
     Data in files is read, for the lengths of its texts. Weights are not, nor data on the hub.
     """
     adapters = begin_estimate(model_args, args, AutoModelForSequenceClassification.role)
-    if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
+    if estimate_args.estimate_length is None and (data_args.data_dir or data_args.train_file):
         set_up_datasets(model_args.cache_dir)
         prepared = prepare(model_args, data_args, args, adapters, ["train"])
         config, dataset = prepared.config, prepared.datasets["train"]
         collator, counted = prepared.collator(data_args), True
     else:
         keep_to_layers(model_args, load_config(model_args), adapters)
-        config, dataset, counted = _without_data(model_args, data_args, args, asked)
+        config, dataset, counted = _without_data(model_args, data_args, args, estimate_args)
         collator = default_data_collator
-    print_estimate(new_model, config, args, asked, dataset, collator, counted)
+    print_estimate(new_model, config, args, estimate_args, dataset, collator, counted)
 
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -619,7 +619,7 @@ def _without_data(
     model_args: ModelArguments,
     data_args: DataTrainingArguments,
     args: TrainingArguments,
-    asked: EstimateArguments,
+    estimate_args: EstimateArguments,
 ) -> tuple[PretrainedConfig, EqualRows, bool]:
     """What an estimate takes for a run whose data is not read: texts of one length.
 
@@ -631,7 +631,7 @@ def _without_data(
     if model_args.masking_prob > 0:  # which tokens are hidden changes nothing
         settings |= {"unk_token_id": 0, "special_token_ids": [1]}
     config = settings_of(model_args, args, **settings)
-    length = asked.estimate_length or data_args.max_seq_length
+    length = estimate_args.estimate_length or data_args.max_seq_length
     length = length or min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
     check_length(config, length)
     count = task.train_examples if task else None
@@ -643,4 +643,4 @@ def _without_data(
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

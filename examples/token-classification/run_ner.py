@@ -57,17 +57,17 @@ from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArg
 from transformers.fine_tuning.data_sets import Table, load_tables
 from transformers.fine_tuning.script import (
     Prepared,
-    begin,
     check_scores,
     estimate_task,
     needed_splits,
+    open_run,
     report,
     start,
     train,
 )
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, cut_rows, report_cut, run
+from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -146,10 +146,9 @@ def prepare(
     origin.check_labels(data.labels, args.do_train)
     check_scores(args, names_of_scores(data.labels, data_args.return_entity_level_metrics))
 
-    tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
-    if not getattr(tokenizer, "add_prefix_space", True):
-        # Else the words of a sentence, given one by one, would be tokens of a text's first word.
-        tokenizer = open_tokenizer(model_args, config, padding_side="right", add_prefix_space=True)
+    tokenizer = open_tokenizer(
+        model_args, config, aligned=True, of_words=True, padding_side="right"
+    )
     data_args.max_seq_length = choose_length(
         data_args.max_seq_length, config, tokenizer, is_pair=False, usual=LONGEST
     )
@@ -254,8 +253,8 @@ def warn_of_tags(labels: Sequence[str]) -> None:
     unread = unread_tags(labels)
     if unread:
         logger.warning(
-            "scores take tags such as '%s' for types of entities: of those of entities, write "
-            "prefixes as in B-PER, I-PER, and O outside (BILOU, BMES and BMEWO are read as well)",
+            "tag '%s' is read as a type of entity, and each run of it is scored as one entity: for "
+            "scores of entities write B-PER, I-PER and O (BILOU, BMES and BMEWO are read as well)",
             unread[0],
         )
     elif all(label.isdecimal() for label in labels):
@@ -282,7 +281,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args, AutoModelForTokenClassification.role)
+    checkpoint, adapters = open_run(model_args, args, AutoModelForTokenClassification.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(
@@ -317,4 +316,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

@@ -250,7 +250,7 @@ def attend(
         attend_to = _attend_packed
     elif suits_cpu(query, key, value, dropout_p=dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
-    elif query.is_cuda or torch.compiler.is_compiling() or _padding_is_cheap(rows, heads):
+    elif query.is_cuda or torch.compiler.is_compiling() or padding_is_cheap(rows, heads):
         # A graph that is compiled for any number of tokens has no loop over rows.
         attend_to = _attend_padded
     else:
@@ -258,8 +258,8 @@ def attend(
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
 
 
-def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
-    """Whether computing attention's padding costs less than taking rows one by one."""
+def padding_is_cheap(rows: PackedRows, heads: int) -> bool:
+    """Whether computing attention's padding costs less than taking rows one by one, on a CPU."""
     count, longest = len(rows.lengths), max(rows.lengths)
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
     return wasted < ONE_GROUPS_CALLS * count

@@ -547,6 +547,5 @@ def test_flags_that_fit_a_file(what, theirs, module, given, resumed):
     error = SettingsError("a file", what, theirs, 2, module)
     assert fitting_flag(error).startswith(given)
     assert bool(given) == bool(fitting_flag(error))
-    error.is_resumed = True
-    assert fitting_flag(error).startswith(resumed)
-    assert len(fitting_flag(error)) < 130
+    assert fitting_flag(error, is_resumed=True).startswith(resumed)
+    assert len(fitting_flag(error, is_resumed=True)) < 130

@@ -149,6 +149,22 @@ def test_json_files_that_are_none(tmp_path, text, error, message):
         RobertaConfig.from_json_file(tmp_path / "own.json")
 
 
+@pytest.mark.parametrize("overrides", [{}, {"vocab_size": 9}, {"hidden_size": 4}])
+def test_a_files_fault_names_it_whatever_is_to_replace_its_settings(tmp_path, overrides):
+    settings = {**SHAPE, "max_position_embeddings": 30, "pad_token_id": 20}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "roberta"}))
+    with fails(ValueError, f"{tmp_path}/config.json: pad_token_id 20 is beyond the 20 of vocab_"):
+        RobertaConfig.from_pretrained(tmp_path, **overrides)
+    # What mends the file is taken.
+    assert RobertaConfig.from_pretrained(tmp_path, vocab_size=21).vocab_size == 21
+
+
+def test_a_fault_of_what_replaces_a_files_settings_does_not_name_it(tmp_path):
+    RobertaConfig(**SHAPE).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^hidden_size 9 is not a multiple of 2 heads$"):
+        RobertaConfig.from_pretrained(tmp_path, hidden_size=9)
+
+
 @pytest.mark.parametrize("columns", [[], ["a", "a"], ["a", "b", "c"]])
 def test_columns_of_texts_are_one_or_two(columns):
     with fails(ValueError, "text_columns has to name one or two columns, not "):

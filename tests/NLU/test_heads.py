@@ -177,7 +177,7 @@ def test_outputs(family, head):
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
 def test_attentions(family, head):
-    """With them the plain path is taken, which gives the same numbers."""
+    """With them the padded path is taken, which gives the same numbers."""
     model, arguments = build(family, head), given(head)
     expected = model(**arguments)
     output = model(**arguments, output_attentions=True)

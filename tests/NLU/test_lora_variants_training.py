@@ -185,7 +185,7 @@ def test_a_ratio_of_one_is_plain_training(make):
 
 @pytest.mark.parametrize("ratio", [0.0, -2.0, float("inf"), float("nan")])
 def test_a_ratio_that_is_none(make, ratio):
-    with pytest.raises(ValueError, match="--lora_plus_ratio must be positive, not"):
+    with pytest.raises(ValueError, match="--lora_plus_ratio must be above 0, and finite, not"):
         make(lora_plus_ratio=ratio)
 
 

@@ -49,7 +49,7 @@ def real(tensor, arguments):
 def path(request, monkeypatch):
     """Attention by either path."""
     cheap = request.param == "padded"
-    monkeypatch.setattr(ATTENTION.Batch, "_padding_is_cheap", lambda *_: cheap)
+    monkeypatch.setattr(ATTENTION, "padding_is_cheap", lambda *_: cheap)
     return request.param
 
 

@@ -20,11 +20,6 @@ def test_counts(family):
     model.base_model.requires_grad_(False)
     head = sum(n for name, n in numbers.items() if name.startswith(("lm_head", "cls")))
     assert model.num_parameters(only_trainable=True) == head
-    given = {"input_ids": MASK, "attention_mask": MASK, "inputs_embeds": torch.zeros(2, 3, 4)}
-    assert model.estimate_tokens(given) == 6 + 24
-    tokens = {"input_ids": MASK}
-    assert model.floating_point_ops(tokens) == 6 * 6 * (every - embeddings)
-    assert model.floating_point_ops(tokens, exclude_embeddings=False) == 6 * 6 * every
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +28,6 @@ def test_where_and_what_a_model_is(family):
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
     moved = maker.build(family, "classifier").to("meta", torch.bfloat16)
     assert (moved.device, moved.dtype) == (torch.device("meta"), torch.bfloat16)
-    assert model(**model.dummy_inputs).logits.shape == (3, 3)
 
 
 def test_masks_that_are_added_to_scores():

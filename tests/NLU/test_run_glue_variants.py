@@ -183,8 +183,11 @@ BAD = {
     "start without LoRA": (f"{RTE} --do_train --lora_init olora", "needs --apply_lora"),
     "freezing by no word": (f"{TRAIN} --lora_freeze_A perhaps", "neither true nor false"),
     "freezing without LoRA": (f"{RTE} --do_train --lora_freeze_A", "needs --apply_lora"),
-    "ratio 0": (f"{TRAIN} --lora_plus_ratio 0", "--lora_plus_ratio must be positive, not 0.0"),
-    "ratio below 0": (f"{TRAIN} --lora_plus_ratio -1", "must be positive, not -1.0"),
+    "ratio 0": (
+        f"{TRAIN} --lora_plus_ratio 0",
+        "--lora_plus_ratio must be above 0, and finite, not 0.0",
+    ),
+    "ratio below 0": (f"{TRAIN} --lora_plus_ratio -1", "must be above 0, and finite, not -1.0"),
     "ratio without LoRA": (
         f"{RTE} --do_train --lora_plus_ratio 2",
         "--lora_plus_ratio needs a model with LoRA: add --apply_lora",

@@ -222,22 +222,20 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "mark"),
+    ("name", "values"),
     [
-        ("date", ["2024-03-12", "2024-03-13"], "dates"),
-        ("date", ["2024-03-12T10:00:00.5Z", "2024-03-13 08:15"], "dates"),
-        ("date", ["12/03/2024", "13.3.24 9:05 pm"], "dates"),
-        ("date", ["12 March 2024", "Mar 13th 2024"], "dates"),
-        ("link", ["https://a.org/x", "HTTP://b.org"], "URLs"),
-        ("case", ["x1", "x2"], "identifiers"),
+        ("date", ["2024-03-12", "12/03/24"]),
+        ("date", ["2024-03-12T10:00:00.5Z", "2024-03-13"]),
+        ("link", ["https://a.org/x", "HTTP://b.org"]),
+        ("case", ["x1", "x1"]),
     ],
 )
-def test_columns_by_which_rows_are_told_are_no_texts(tmp_path, caplog, name, values, mark):
+def test_columns_of_codes_are_no_texts(tmp_path, caplog, name, values):
     rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
     with caplog.at_level("INFO"):
         columns, _ = read(tmp_path / "rows.csv", "\n".join([f"{name},said,label", *rows]))
         assert columns.texts == ("said",)
-        said = f"not taken for texts are {name} ({mark}); --text_columns names others"
+        said = f"rows.csv: {name}: not taken for texts, of codes such as dates and URLs; --text_col"
         assert said in caplog.text
         # Alone they are what there is to read.
         columns, _ = read(tmp_path / "rows.csv", f"{name},label\n{values[0]},0\n{values[1]},1\n")
@@ -248,8 +246,9 @@ def test_columns_by_which_rows_are_told_are_no_texts(tmp_path, caplog, name, val
     ("values", "is_warned"),
     [
         (["2024-03-12", "on 2024-03-13"], False),
+        (["2024-03-12", "12 March 2024"], False),
         (["https://a.org", "see https://b.org"], False),
-        (["x1", "x1"], True),
+        (["x1", "suffix"], True),
         (["affix", "suffix"], True),
     ],
 )

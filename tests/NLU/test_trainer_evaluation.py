@@ -25,7 +25,7 @@ from transformers import (
     trainer_checkpoint,
 )
 from transformers import trainer as trainer_module
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -439,13 +439,13 @@ def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp
         ({"save_total_limit": 0}, "save_total_limit must be at least 1"),
         ({"adam_beta2": 1.0, "do_train": True}, r"adam_beta2 must lie in \[0, 1\), not 1.0"),
         ({"adam_epsilon": math.inf, "do_train": True}, "adam_epsilon must be a number from 0 on"),
-        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be a number from 0 on"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be at least 0, not -1"),
         ({"warmup_ratio": 1.5}, r"warmup_ratio must lie in \[0, 1\]"),
         ({"label_smoothing_factor": -0.1}, "label_smoothing_factor must lie"),
         ({"fp16": True, "bf16": True}, "give one"),
         ({"report_to": ["mlflow"]}, "not mlflow"),
-        ({"ddp_timeout": 0.0}, "--ddp_timeout must be positive, not 0"),
-        ({"ddp_timeout": math.nan}, "--ddp_timeout must be positive, not nan"),
+        ({"ddp_timeout": 0.0}, "--ddp_timeout must be above 0, and finite, not 0"),
+        ({"ddp_timeout": math.nan}, "--ddp_timeout must be above 0, and finite, not nan"),
         ({"lr_scheduler_type": "square"}, "square"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),
     ],
@@ -499,6 +499,6 @@ def test_a_script_s_error_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--flag"])
     with pytest.raises(SystemExit) as ended:
-        run(main)
+        run_script(main)
     assert ended.value.code == 1
     assert capsys.readouterr().err == "script.py: error: first second\n"

@@ -11,7 +11,7 @@ import torch
 from places import ROOT
 
 from loralib.io.tensors import read_tensors
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
 LORA = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"]
@@ -44,7 +44,7 @@ def failure(run_glue, arguments, monkeypatch, capsys) -> str:
     """The one line that a call ends with, which must fail."""
     monkeypatch.setattr(sys, "argv", ["run_glue.py"])
     with pytest.raises(SystemExit) as ended:
-        run(partial(run_glue.main, list(map(str, arguments))))
+        run_script(partial(run_glue.main, list(map(str, arguments))))
     assert ended.value.code in (1, 2)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err + captured.out

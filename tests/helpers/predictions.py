@@ -14,7 +14,7 @@ from places import ROOT
 
 from loralib.adapters.adapter import Adapter
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 SCRIPT = ROOT / "examples" / "text-classification" / "predict.py"
 
@@ -136,7 +136,7 @@ def failure(predict, arguments: list[str], capsys) -> str:
     sys.argv = [str(SCRIPT)]
     try:
         with pytest.raises(SystemExit) as ended:
-            run(partial(predict.main, list(map(str, arguments))))
+            run_script(partial(predict.main, list(map(str, arguments))))
     finally:
         sys.argv = argv
     assert ended.value.code in (1, 2)

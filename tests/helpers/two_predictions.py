@@ -21,7 +21,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 FAMILIES = ("roberta", "deberta")
 ACCUMULATIONS = (None, 1)
@@ -104,4 +104,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     # It also takes leave of the other process.
-    run(partial(main, Path(sys.argv[1])))
+    run_script(partial(main, Path(sys.argv[1])))

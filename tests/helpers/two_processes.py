@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainingArguments
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/text-classification/run_glue.py"
 
@@ -88,4 +88,4 @@ def main(calls: str, results: str) -> None:
 
 
 if __name__ == "__main__":
-    run(partial(main, *sys.argv[-2:]))
+    run_script(partial(main, *sys.argv[-2:]))

@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import (
     distributed_broadcast_scalars,
     distributed_concat,
 )
-from transformers.utils.cli import run
+from transformers.utils.cli import run_script
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
 
@@ -129,4 +129,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     # It also takes leave of the other process.
-    run(partial(main, Path(sys.argv[1])))
+    run_script(partial(main, Path(sys.argv[1])))

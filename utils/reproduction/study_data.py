@@ -12,8 +12,6 @@ from pathlib import Path
 
 from transformers.data.processors import InputExample, load_glue_split
 
-LINE_WORDS = 60
-"""Words of a line of the encoder's corpus, at least."""
 TUNING_SHARE = 0.2
 """Of the training set: what the learning rates are chosen on."""
 DATA_SEED = 0
@@ -122,23 +120,6 @@ def whole_sentences(texts: Iterable[str]) -> list[str]:
 def _plain(text: str) -> str:
     """What two texts have in common that differ in case or spacing alone."""
     return "".join(text.lower().split())
-
-
-def join_sentences(sentences: Iterable[str], words: int = LINE_WORDS) -> list[str]:
-    """Lines of several sentences, each of so many words at least, but for the last one.
-
-    Long lines train all positions, those of pairs of sentences too, and cost less a word.
-    """
-    lines: list[str] = []
-    line: list[str] = []
-    count = 0
-    for sentence in sentences:
-        line.append(sentence)
-        count += len(sentence.split())
-        if count >= words:
-            lines.append(" ".join(line))
-            line, count = [], 0
-    return lines + [" ".join(line)] * bool(line)
 
 
 def corpus_sentences(glue_dir: Path, nlg_dir: Path) -> list[str]:

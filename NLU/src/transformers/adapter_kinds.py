@@ -145,10 +145,14 @@ def without(kind: Kind) -> str:
     return f"leave --{kind.switch} and every --{start}_… flag out"
 
 
-def fitting_flag(error: SettingsError) -> str:
+def fitting_flag(error: SettingsError, is_resumed: bool = False) -> str:
     """What the scripts' flags have to say for an adapter that was trained with another setting.
 
     Nothing where no flag says that setting.
+
+    Args:
+        error: names the setting.
+        is_resumed: whether the adapter is of a checkpoint from which a run resumes.
     """
     flag, value = FROM_METADATA.get(error.what, error.what), error.theirs
     if flag not in FROM_METADATA.values():
@@ -157,12 +161,12 @@ def fitting_flag(error: SettingsError) -> str:
         # A pattern means several modules, each of which would be an error of its own. An alpha that
         # is given is the file's, else it was refused before; a file need not say one.
         flags = "--lora_r, --lora_rank_pattern and --lora_alpha_pattern"
-        if error.is_resumed:
+        if is_resumed:
             return f"{flags} as the run began; or another --output_dir"
         return f"leave {flags} out: the file says them"
     words = " ".join(value) if isinstance(value, tuple) else in_words(value)
     is_long = len(words) > 120
-    if error.is_resumed:
+    if is_resumed:
         given = f"leave --{flag} out," if value is None else f"--{flag} {words},"
         given = f"--{flag}" if is_long else given
         return f"{given} as the run began; or another --output_dir"

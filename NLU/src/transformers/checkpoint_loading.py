@@ -24,8 +24,8 @@ from .utils import logging
 logger = logging.get_logger(__name__)
 
 # What other models' heads are called; a checkpoint may hold one, and it is left out.
-_A_HEAD_S = "head."
-_HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
+_HEAD = "head."
+_HEADS = (_HEAD, "lm_head.", "lm_predictions.", "cls.")
 # Upstream's buffer of 0, 1, 2, …, which holds no information.
 _POSITION_IDS = "embeddings.position_ids"
 
@@ -99,7 +99,7 @@ class CheckpointLoadingMixin:
         self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
         left_out = matched.keys() - fitting.keys()
         if self._prefix(tensors) and not self._prefix(own):
-            left_out = {name.removeprefix(_A_HEAD_S) for name in left_out}
+            left_out = {name.removeprefix(_HEAD) for name in left_out}
         return {
             "missing_keys": sorted(missing),
             "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
@@ -138,9 +138,7 @@ class CheckpointLoadingMixin:
             name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
             if theirs and not ours:
                 # A head of the checkpoint keeps a name that no backbone has.
-                name = (
-                    name.removeprefix(theirs) if name.startswith(theirs) else f"{_A_HEAD_S}{name}"
-                )
+                name = name.removeprefix(theirs) if name.startswith(theirs) else f"{_HEAD}{name}"
             elif ours and not theirs and not name.startswith(_HEADS):
                 name = f"{ours}{name}"
             matched[name] = tensor

@@ -43,23 +43,23 @@ LORA_TARGETS = {
 # Type of bottleneck adapters -> the targets that one follows.
 ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
 
-# The settings that shape an adapted model, by its switch; a checkpoint keeps those of its training.
-_ADAPTATIONS = {
+# The settings that say how a model is adapted, by their switch; the scripts have flags of the same
+# names.
+ADAPTATIONS = {
     "apply_lora": (
         *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
         *("lora_targets", "lora_layers", "lora_positions"),
-        *("lora_variant", "lora_init"),
+        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
     ),
     "apply_adapter": ("adapter_type", "adapter_size"),
+    "apply_bitfit": (),
 }
-_SWITCHES = (*_ADAPTATIONS, "apply_bitfit")
-# Of these, None says that a setting is not given.
-_NOT_GIVEN_IF_NONE = {
-    *_ADAPTATIONS,
-    *(name for settings in _ADAPTATIONS.values() for name in settings),
-    "lora_dropout",
-    "lora_freeze_A",
-    "apply_bitfit",
+# Of these, a checkpoint need not keep those of its training: they do not shape the model.
+_MAY_CHANGE = {"lora_freeze_A", "lora_dropout", "apply_bitfit"}
+# Where one is None, it is not given.
+_ADAPTATION_SETTINGS = {
+    *ADAPTATIONS,
+    *(name for settings in ADAPTATIONS.values() for name in settings),
 }
 # What files mean that are older than a setting.
 _BEFORE = {
@@ -76,9 +76,10 @@ _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"}
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 # What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
-# Upstream's settings that no model here reads, with its defaults: they are for decoders, for text
-# that is generated, or say what a file is of. Code finds them, and files keep what is set.
-_NOT_READ = {
+# Upstream's settings, with its defaults, that are for decoders, for text that is generated, or say
+# what a file is of; models here read `is_decoder` alone. Code finds them, and files keep those that
+# are set otherwise.
+_UPSTREAM_SETTINGS = {
     "architectures": None,
     "tokenizer_class": None,
     "prefix": None,
@@ -113,11 +114,11 @@ _NOT_READ = {
     "return_dict_in_generate": False,
 }
 # Settings that one who reads a file has no need of, unless the model is adapted.
-_OF_ITS_BASE = ("base_name_or_path", "base_revision")
+_BASE_SETTINGS = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
-        *_NOT_GIVEN_IF_NONE,
+        *_ADAPTATION_SETTINGS,
         *("reg_loss_wgt", "masking_prob", "unk_token_id", "special_token_ids"),
         *("base_name_or_path", "base_revision"),
     }
@@ -253,7 +254,7 @@ class PretrainedConfig:
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
         else:
             self.num_labels = 2 if num_labels is None else num_labels
-        for key, value in {**_NOT_READ, **others}.items():
+        for key, value in {**_UPSTREAM_SETTINGS, **others}.items():
             if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
                 raise ValueError(f"there is no setting '{key}': it is the name of a method")
             if key not in _NOT_OURS_TO_SET:
@@ -385,7 +386,7 @@ class PretrainedConfig:
     @classmethod
     def setting_names(cls) -> set[str]:
         """The settings that this class knows."""
-        return _NOT_READ.keys() | {
+        return _UPSTREAM_SETTINGS.keys() | {
             name
             for constructor in cls._constructors()
             for name, parameter in inspect.signature(constructor).parameters.items()
@@ -427,26 +428,37 @@ class PretrainedConfig:
         overrides = {
             key: value
             for key, value in overrides.items()
-            if key in known and (key not in _NOT_GIVEN_IF_NONE or value is not None)
+            if key in known and (key not in _ADAPTATION_SETTINGS or value is not None)
         }
         spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
         check_same_adaptation(os.fspath(name_or_path), values, spelt)
         name = os.fspath(name_or_path) if model is None else model
         # A model that keeps the adaptation of its training keeps its base.
-        if not any(values.get(switch) and overrides.get(switch, True) for switch in _SWITCHES):
+        if not any(values.get(switch) and overrides.get(switch, True) for switch in ADAPTATIONS):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
+        values["name_or_path"] = name
         try:
-            config = cls.from_dict({**values, "name_or_path": name}, **overrides)
-        except ValueError as error:
-            # The file is to blame, unless the message is about what was to replace its settings.
-            if any(setting in str(error) for setting in overrides):
-                raise
-            raise ValueError(f"{source}: {error}") from error
+            config = cls.from_dict(values, **overrides)
+        except ValueError:
+            cls._check_alone(values, source)
+            raise  # the fault is of what was to replace the file's settings
         if values.get("apply_lora"):
             for setting in _RESOLVED & overrides.keys():
                 _check_same(os.fspath(name_or_path), setting, values, getattr(config, setting))
         return config, unused
+
+    @classmethod
+    def _check_alone(cls, values: dict[str, Any], source: str | os.PathLike) -> None:
+        """Checks the settings of a file without others in their place.
+
+        Raises:
+            ValueError: no model can have them; it names the file.
+        """
+        try:
+            cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
 
     @classmethod
     def from_dict(
@@ -483,7 +495,7 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, with the model type."""
-        left_out = {"name_or_path", *(() if self.is_adapted else _OF_ITS_BASE)}
+        left_out = {"name_or_path", *(() if self.is_adapted else _BASE_SETTINGS)}
         values = {
             name: copy.deepcopy(value)
             for name, value in vars(self).items()
@@ -494,14 +506,14 @@ class PretrainedConfig:
     @property
     def is_adapted(self) -> bool:
         """Whether LoRA, bottleneck adapters or biases are trained, the backbone's rest not."""
-        return any(getattr(self, switch) for switch in _SWITCHES)
+        return any(getattr(self, switch) for switch in ADAPTATIONS)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`, without upstream's settings that no model here reads, at their defaults."""
+        """As `to_dict`, without the settings of `_UPSTREAM_SETTINGS` at their defaults."""
         return {
             name: value
             for name, value in self.to_dict().items()
-            if name not in _NOT_READ or value != _NOT_READ[name]
+            if name not in _UPSTREAM_SETTINGS or value != _UPSTREAM_SETTINGS[name]
         }
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -596,21 +608,21 @@ def check_same_adaptation(
     Raises:
         ValueError: they differ.
     """
-    for switch, settings in _ADAPTATIONS.items():
+    for switch, settings in ADAPTATIONS.items():
         if values.get(switch):
             for name in (switch, *settings):
-                if asked_for.get(name) is not None:
+                if name not in _MAY_CHANGE and asked_for.get(name) is not None:
                     _check_same(source, name, values, asked_for[name])
 
 
-def _check_same(source: str, name: str, values: Mapping[str, Any], asked: Any) -> None:
+def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:
     trained = values.get(name)
     if trained is None:
         trained = _BEFORE.get(name)
     if name == "lora_targets":
-        asked, trained = in_order(asked), in_order(trained)
-    if asked != trained:
-        said = f"{name} {as_words(trained)}, not {as_words(asked)}"
+        wanted, trained = in_order(wanted), in_order(trained)
+    if wanted != trained:
+        said = f"{name} {as_words(trained)}, not {as_words(wanted)}"
         raise ValueError(f"'{source}' was trained with {said}")
 
 

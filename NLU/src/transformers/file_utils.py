@@ -9,7 +9,6 @@ from functools import cached_property  # noqa: F401 - importable from here, too
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from loralib.io.hub import is_offline_mode, resolve_file  # noqa: F401 - importable from here, too
@@ -70,11 +69,6 @@ def is_torch_tpu_available() -> bool:
     return False
 
 
-def is_torch_cuda_available() -> bool:
-    """Whether there is a GPU."""
-    return torch.cuda.is_available()
-
-
 def is_apex_available() -> bool:
     """Whether apex is installed."""
     return _is_installed("apex")
@@ -83,11 +77,6 @@ def is_apex_available() -> bool:
 def is_faiss_available() -> bool:
     """Whether faiss is installed."""
     return _is_installed("faiss")
-
-
-def is_pandas_available() -> bool:
-    """Whether pandas is installed."""
-    return _is_installed("pandas")
 
 
 def is_psutil_available() -> bool:

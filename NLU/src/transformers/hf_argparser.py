@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import types
 import typing
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentError, ArgumentTypeError
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def flag(default: Any, text: str, **metadata: Any) -> Any:
     """A dataclass field with a default, its help text and, say, its choices.
 
     Of a number, ``least`` or ``above``, and with it ``most`` or ``below``, are bounds that the
-    parser checks.
+    parser checks, and `check_ranges` for values that no parser has read.
     """
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
@@ -86,7 +87,7 @@ class HfArgumentParser(ArgumentParser):
 
         Args:
             args: what to parse; the command line where not given.
-            return_remaining_strings: return what is no flag, rather than end the program.
+            return_remaining_strings: return unknown arguments, rather than end the program.
             look_for_args_file: flags come first from the file of the script's name with the suffix
                 ``.args``, where there is one.
             args_filename: the file's name, where it has another one.
@@ -112,7 +113,7 @@ class HfArgumentParser(ArgumentParser):
         """One instance of each dataclass; its values are taken out of `values`."""
         try:
             for type_ in self.dataclass_types:
-                _check_ranges(type_, values)
+                check_ranges(type_, values)
             return [
                 type_(**{name: values.pop(name) for name in _flag_names(type_)})
                 for type_ in self.dataclass_types
@@ -178,8 +179,12 @@ class HfArgumentParser(ArgumentParser):
         return items if action.nargs == "+" else items[0]
 
 
-def _check_ranges(type_: type, values: dict[str, Any]) -> None:
+def check_ranges(type_: type, values: Mapping[str, Any]) -> None:
     """Refuses numbers that are out of their flags' bounds.
+
+    Args:
+        type_: a dataclass, whose fields are the flags.
+        values: of its fields, by name.
 
     Raises:
         ValueError: there is one.
@@ -196,8 +201,9 @@ def _check_ranges(type_: type, values: dict[str, Any]) -> None:
             begin = f"({above}" if least is None else f"[{least}"
             end = f"{below})" if most is None else f"{most}]"
             bounds = f"lie in {begin}, {end}"
-            if most is None and below is None:
+            if most is None and below in (None, math.inf):
                 bounds = f"be above {above}" if least is None else f"be at least {least}"
+                bounds += ", and finite" if below else ""
             raise ValueError(f"--{field.name} must {bounds}, not {value}")
 
 

@@ -183,19 +183,19 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
     Raises:
         ValueError: one is asked for by name and is not installed.
     """
-    asked = args.report_to
-    if "none" in asked:
+    wanted = args.report_to
+    if "none" in wanted:
         return []
     callbacks = []
     for name, (is_available, callback) in _REPORTERS.items():
         if is_available():
-            if name in asked or "all" in asked:
+            if name in wanted or "all" in wanted:
                 callbacks.append(callback)
         elif name == "plot":
-            level = logging.WARNING if name in asked else logging.INFO
-            if name in asked or ("all" in asked and args.do_train):
+            level = logging.WARNING if name in wanted else logging.INFO
+            if name in wanted or ("all" in wanted and args.do_train):
                 logger.log(level, HOW_TO_GET_IT)
-        elif name in asked:
+        elif name in wanted:
             check_installed(name)
     return callbacks
 

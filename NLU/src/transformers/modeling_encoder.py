@@ -7,8 +7,8 @@ In the order in which data flows:
     first tokens ── classifier ─> logits ── labels ─> loss       EncoderForSequenceClassification
 
 All work on packed tokens, (tokens, hidden), see loralib/nn/packing.py; batches come in and go out
-padded, (batch, length, …). What packed tokens cannot give takes the plain path, see
-modeling_plain.py. The layers' projections, with LoRA and bottleneck adapters, are in adapters.py.
+padded, (batch, length, …). What packed tokens cannot give takes the padded path, see
+modeling_padded.py. The layers' projections, with LoRA and bottleneck adapters, are in adapters.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from .modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutput,
 )
-from .modeling_plain import PaddedRows, PlainAttention, needs_padded_batch, visible
+from .modeling_padded import PaddedAttention, PaddedRows, needs_padded_batch, visible
 from .modeling_utils import PreTrainedModel, classification_loss
 from .pruning import keep_columns, keep_rows, places_of_heads
 
@@ -55,7 +55,7 @@ class EncoderAttention(nn.Module):
     Args:
         config: the model's settings.
         placed: where they put LoRA in this layer.
-        self_attention: (hidden, queries, batch, plain) -> what `queries` gather from `hidden`.
+        self_attention: (hidden, queries, batch, padded) -> what `queries` gather from `hidden`.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class EncoderAttention(nn.Module):
         self.output = SubLayerOutput(config, placed, "attention_output", config.hidden_size)
 
     def forward(
-        self, hidden: Tensor, queries: Tensor, batch: Any, plain: PlainAttention | None = None
+        self, hidden: Tensor, queries: Tensor, batch: Any, padded: PaddedAttention | None = None
     ) -> Tensor:
         """The residual stream at `queries`, attention added."""
-        return self.output(self.self(hidden, queries, batch, plain), queries)
+        return self.output(self.self(hidden, queries, batch, padded), queries)
 
     def prune_heads(self, heads: Iterable[int]) -> None:
         """Takes heads out, by the numbers that they had in the whole layer; see pruning.py."""
@@ -107,7 +107,7 @@ class EncoderLayer(nn.Module):
         hidden: Tensor,
         batch: Any,
         first_only: bool = False,
-        plain: PlainAttention | None = None,
+        padded: PaddedAttention | None = None,
     ) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`.
 
@@ -115,11 +115,11 @@ class EncoderLayer(nn.Module):
             hidden: the residual stream.
             batch: what `Encoder.describe` gives; ``batch.first`` are the rows' first tokens.
             first_only: compute the output of each row's first token alone.
-            plain: on the plain path, what attention is told, and where it leaves its probabilities.
+            padded: on the padded path, what attention is told, and where it leaves what it shows.
         """
         # Backwards one addition; hidden[batch.first] is sorted on a GPU, and slower on a CPU.
         queries = hidden.index_select(0, batch.first) if first_only else hidden
-        attended = self.attention(hidden, queries, batch, plain)
+        attended = self.attention(hidden, queries, batch, padded)
         return self.output(self.intermediate(attended), attended)
 
 
@@ -150,7 +150,7 @@ class Encoder(nn.Module):
         rows: AnyRows,
         first_only: bool = False,
         shown: list[Tensor] | None = None,
-        plain: list[PlainAttention] | None = None,
+        padded: list[PaddedAttention] | None = None,
     ) -> Tensor:
         """The last layer's output, (tokens, hidden), or (batch, hidden) with `first_only`.
 
@@ -161,10 +161,10 @@ class Encoder(nn.Module):
                 reads nothing else, and five sixths of that layer's work is saved.
             shown: a list, to which the embeddings and every layer's output are appended, each
                 (batch, length, hidden); not together with `first_only`.
-            plain: on the plain path, for every layer what its attention is told.
+            padded: on the padded path, for every layer what its attention is told.
         """
         given = rows
-        if plain is None and shown is None:
+        if padded is None and shown is None:
             rows = filled_up(rows, like=hidden)
             hidden = fill(hidden, len(rows.index))
         batch = self.describe(rows)
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
             hidden = _show(hidden, rows, shown)
         for index, layer in enumerate(self.layer):
             first = first_only and index == len(self.layer) - 1
-            told = None if plain is None else plain[index]
+            told = None if padded is None else padded[index]
             output = run_layer(layer, hidden, batch, first, told, recompute=recompute)
             hidden = self.after_layer(index, hidden, output, rows)
             if shown is not None:
@@ -296,9 +296,9 @@ class EncoderModel(PreTrainedModel):
         show_attentions = self._wants_attentions(output_attentions)
         given = _one_of(input_ids, inputs_embeds)
         rows = _place(given, attention_mask, head_mask, packed_rows, show_attentions)
-        plain = None
+        padded = None
         if isinstance(rows, PaddedRows):
-            plain = self._plain(rows, given, head_mask, is_shown=show_attentions)
+            padded = self._padded_attention(rows, given, head_mask, is_shown=show_attentions)
         embedded = self.embeddings(
             rows,
             input_ids,
@@ -307,28 +307,28 @@ class EncoderModel(PreTrainedModel):
             inputs_embeds,
         )
         shown: list[Tensor] | None = [] if show_states else None
-        all_tokens = show_states or plain is not None
-        last = self.encoder(embedded, rows, first_only and not all_tokens, shown, plain)
+        all_tokens = show_states or padded is not None
+        last = self.encoder(embedded, rows, first_only and not all_tokens, shown, padded)
         starts = None
-        if plain is not None:
+        if padded is not None:
             last, rows, starts = _without_padding(last, rows)
         if first_only and all_tokens:
             last = last.index_select(0, rows.first) if starts is None else starts
         states = None if shown is None else tuple(shown)
-        attentions = tuple(each.probabilities for each in plain) if show_attentions else None
+        attentions = tuple(each.probabilities for each in padded) if show_attentions else None
         return Encoded(last, rows, states, attentions, starts)
 
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
         for layer, heads in heads_to_prune.items():
             self.encoder.layer[layer].attention.prune_heads(heads)
 
-    def _plain(
+    def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
-    ) -> list[PlainAttention]:
-        """For every layer, what its attention is told on the plain path."""
+    ) -> list[PaddedAttention]:
+        """For every layer, what its attention is told on the padded path."""
         masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
-        seen = visible(rows.mask, getattr(self.config, "is_decoder", False), given)
-        return [PlainAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
+        seen = visible(rows.mask, self.config.is_decoder, given)
+        return [PaddedAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
 
     def forward(
         self,
@@ -361,10 +361,10 @@ class EncoderModel(PreTrainedModel):
             return self._as_asked(BaseModelOutput(last, *encoded.shown), return_dict)
         pooled = None if self.pooler is None else self.pooler(encoded.first)
         output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
-        asked = self._as_asked(output, return_dict)
-        if isinstance(asked, tuple) and pooled is None:  # whose place upstream leaves
-            return (last, None, *asked[1:])
-        return asked
+        result = self._as_asked(output, return_dict)
+        if isinstance(result, tuple) and pooled is None:  # whose place upstream leaves
+            return (last, None, *result[1:])
+        return result
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -382,7 +382,7 @@ def _place(
     packed_rows: PackedRows | None,
     show_attentions: bool,
 ) -> AnyRows:
-    """Where the tokens of a batch are: packed or, for the plain path, where they stand.
+    """Where the tokens of a batch are: packed or, for the padded path, where they stand.
 
     Args:
         given: (batch, length, …).
@@ -415,7 +415,7 @@ def _for_every_row(x: Tensor | None, given: Tensor) -> Tensor | None:
 
 
 def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, Tensor]:
-    """Of the plain path's output the packed tokens, where these are, and the first positions.
+    """Of the padded path's output the packed tokens, where these are, and the first positions.
 
     A graph that is being recorded keeps padding, whose places it cannot know.
     """

@@ -28,7 +28,7 @@ from .modeling_outputs import (
     QuestionAnsweringModelOutput,
     TokenClassifierOutput,
 )
-from .modeling_plain import HIDDEN
+from .modeling_padded import HIDDEN
 from .modeling_utils import PreTrainedModel
 
 # The label of what has no part in a loss.
@@ -351,9 +351,9 @@ def _next_of(labels: Tensor, real: Tensor) -> Tensor:
     return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
-def _refuse(asked: dict[str, Any]) -> None:
+def _refuse(given: dict[str, Any]) -> None:
     """Refuses what of decoding is not carried."""
-    for name, value in asked.items():
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
                 f"{name}: this package's decoders have no cross-attention, no cache and no "

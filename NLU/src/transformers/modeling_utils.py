@@ -138,26 +138,26 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         """As `prune_heads`, of a model whose LoRA has yet to start, too."""
         config = self.config
         numbers = (config.num_hidden_layers, config.num_attention_heads)
-        asked = heads_by_layer(heads_to_prune, *numbers)
+        new = heads_by_layer(heads_to_prune, *numbers)
         pruned = heads_by_layer(config.pruned_heads, *numbers)
-        for layer, heads in asked.items():
+        for layer, heads in new.items():
             pruned[layer] = sorted({*pruned.get(layer, ()), *heads})
             if len(pruned[layer]) == config.num_attention_heads:
                 raise ValueError(f"prune_heads: layer {layer} would have no head left")
-        self.base_model._prune_heads(asked)
+        self.base_model._prune_heads(new)
         config.pruned_heads = pruned
 
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
         """A family's way to take heads out of a backbone's layers, counted from the first."""
         raise NotImplementedError(f"{type(self).__name__}: its attention heads cannot be pruned")
 
-    def _wants_states(self, asked: bool | None) -> bool:
+    def _wants_states(self, given: bool | None) -> bool:
         """Whether a forward returns every layer's output: as asked, or else as the settings say."""
-        return self.config.output_hidden_states if asked is None else asked
+        return self.config.output_hidden_states if given is None else given
 
-    def _wants_attentions(self, asked: bool | None) -> bool:
+    def _wants_attentions(self, given: bool | None) -> bool:
         """Whether a forward returns attention's probabilities: likewise."""
-        return self.config.output_attentions if asked is None else asked
+        return self.config.output_attentions if given is None else given
 
     def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
         """The output or its tuple: as asked, or else as the settings say."""
@@ -205,7 +205,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             head=self.head,
-            is_decoder=self._is_decoder or None,
+            is_decoder=config.is_decoder or None,
             labels=self._labels(),
             text_columns=self._text_columns(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
@@ -283,11 +283,6 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         columns = adapter.metadata.text_columns if adapter.metadata else None
         self.config.text_columns = list(columns) if columns else None
 
-    @property
-    def _is_decoder(self) -> bool:
-        """Whether tokens see those before them alone."""
-        return getattr(self.config, "is_decoder", False)
-
     def _check_head(self, adapter: Adapter) -> None:
         """Checks that an adapter's head, where its metadata says it, does what the model's does."""
         metadata = adapter.metadata
@@ -295,7 +290,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             return
         for what, theirs, ours in (
             ("head", metadata.head, self.head),
-            ("is_decoder", bool(metadata.is_decoder), self._is_decoder),
+            ("is_decoder", bool(metadata.is_decoder), self.config.is_decoder),
         ):
             if theirs != ours:
                 raise SettingsError(adapter.source, what, theirs, ours)

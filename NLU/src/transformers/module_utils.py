@@ -1,12 +1,12 @@
 """`ModuleUtilsMixin`: what a model says of itself, and the masks that attention is made with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .modeling_plain import HIDDEN, visible
+from .modeling_padded import HIDDEN, visible
 
 
 class ModuleUtilsMixin:
@@ -26,11 +26,6 @@ class ModuleUtilsMixin:
         """The first parameter's."""
         return next(self.parameters()).dtype
 
-    @property
-    def dummy_inputs(self) -> dict[str, Tensor]:
-        """Arguments with which the forward pass runs, for a trial."""
-        return {"input_ids": torch.tensor([[7, 6, 0, 0, 1], [1, 2, 3, 0, 0], [0, 0, 0, 4, 5]])}
-
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """How many values the parameters hold, tied ones counted once.
 
@@ -47,20 +42,6 @@ class ModuleUtilsMixin:
             if (parameter.requires_grad or not only_trainable)
             and not (exclude_embeddings and id(parameter) in embeddings)
         )
-
-    def estimate_tokens(self, input_dict: Mapping[str, Any]) -> int:
-        """The elements of all tensors whose name says that they are inputs."""
-        return sum(x.numel() for name, x in input_dict.items() if "input" in name)
-
-    def floating_point_ops(
-        self, input_dict: Mapping[str, Any], exclude_embeddings: bool = True
-    ) -> int:
-        """About how many operations a forward and a backward pass take: 6 · tokens · parameters.
-
-        Source: "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
-        """
-        parameters = self.num_parameters(exclude_embeddings=exclude_embeddings)
-        return 6 * self.estimate_tokens(input_dict) * parameters
 
     def get_extended_attention_mask(
         self,
@@ -82,8 +63,7 @@ class ModuleUtilsMixin:
                 "attention_mask has to be (batch, length) or (batch, queries, keys), not "
                 f"{tuple(attention_mask.shape)}"
             )
-        causal = getattr(self.config, "is_decoder", False)
-        seen = visible(attention_mask, causal, like=attention_mask)
+        seen = visible(attention_mask, self.config.is_decoder, like=attention_mask)
         assert seen is not None
         return (~seen).to(self.dtype) * HIDDEN
 

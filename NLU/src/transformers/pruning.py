@@ -18,12 +18,12 @@ _BY_COLUMN = ("weight", "lora_A", "lora_A_start")
 
 
 def heads_by_layer(
-    asked: Mapping[int, Iterable[int]], layers: int, heads: int
+    wanted: Mapping[int, Iterable[int]], layers: int, heads: int
 ) -> dict[int, list[int]]:
     """Heads to be pruned, by layers that are counted from the first.
 
     Args:
-        asked: heads by layer, where -1 is the last one.
+        wanted: heads by layer, where -1 is the last one.
         layers: how many there are.
         heads: how many a layer had before any was pruned, by which they are numbered.
 
@@ -31,7 +31,7 @@ def heads_by_layer(
         ValueError: there is no such layer or head.
     """
     found: dict[int, set[int]] = {}
-    for layer, numbers in asked.items():
+    for layer, numbers in wanted.items():
         if not -layers <= layer < layers:
             raise ValueError(f"prune_heads: the model has layers 0 to {layers - 1}, not {layer}")
         for head in numbers:

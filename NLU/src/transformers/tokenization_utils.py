@@ -48,11 +48,6 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         return [[index for _ in words for index in next(rows)] for words in texts]
 
     @property
-    def added_tokens_encoder(self) -> dict[str, int]:
-        """The tokens beyond the vocabulary's own, with their ids."""
-        return self.get_added_vocab()
-
-    @property
     def added_tokens_decoder(self) -> dict[int, str]:
         """The tokens beyond the vocabulary's own, by their ids."""
         return {index: token for token, index in self.get_added_vocab().items()}

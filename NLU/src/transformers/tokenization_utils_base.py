@@ -340,10 +340,10 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             data = {name: rows if name in kept else rows[0] for name, rows in data.items()}
         return BatchEncoding(data, encodings, return_tensors)
 
-    def _columns(self, **asked: bool | None) -> list[str]:
+    def _columns(self, **given: bool | None) -> list[str]:
         """The entries that are asked for, or that the model takes where None; the ids first."""
         names = self.model_input_names
-        wanted = [name for name, yes in asked.items() if yes or (yes is None and name in names)]
+        wanted = [name for name, yes in given.items() if yes or (yes is None and name in names)]
         return [names[0], *wanted]
 
     def _warned_of(

@@ -282,7 +282,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     def is_local_process_zero(self) -> bool:
         """Whether this is its machine's first process."""
-        return self.args.local_rank in (-1, 0)
+        return self.args.is_local_main_process
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""
@@ -388,14 +388,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         checkpoint = self._checkpoint_to_resume(kwargs.pop("model_path", resume_from_checkpoint))
         if kwargs:
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
-        self.state, self.control = self._new_state(), TrainerControl()
-        self._progress = Progress()
-        self._set_up_trial(trial)
-        if self.model_init is not None:
-            set_seed(args.seed)
-            self._use_model(self.call_model_init(trial))
-            self.optimizer = self.lr_scheduler = None
-        self._name_trial()
+        self._forget_last_run(trial)
         if args.evaluation_strategy is not IntervalStrategy.NO and self._cannot_evaluate():
             raise ValueError(
                 "--evaluation_strategy needs a set to evaluate on: add --do_eval, or give the "
@@ -429,13 +422,28 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             if self.control.should_training_stop:
                 break
             self._train_epoch(epoch, passes)
+        self._end_training()
+        return self._summary(start, steps_before)
+
+    def _forget_last_run(self, trial: Any) -> None:
+        """Starts a state of this run's own and, where there is a `model_init`, a new model."""
+        self.state, self.control = self._new_state(), TrainerControl()
+        self._progress = Progress()
+        self._set_up_trial(trial)
+        if self.model_init is not None:
+            set_seed(self.args.seed)
+            self._use_model(self.call_model_init(trial))
+            self.optimizer = self.lr_scheduler = None
+        self._name_trial()
+
+    def _end_training(self) -> None:
+        """Checks what was trained, and takes the best model where that is asked for."""
         # DDP keeps a reference to the process group.
         self.model_wrapped = self.model
         self._check_finite()
         self._check_weights()
-        if args.load_best_model_at_end:
+        if self.args.load_best_model_at_end:
             self._load_best()
-        return self._summary(start, steps_before)
 
     def _summary(self, start: float, steps_before: int) -> TrainOutput:
         """Logs and returns what a run has done since it was started or resumed."""
@@ -455,14 +463,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         metrics["epoch"] = round(self.state.epoch or 0.0, 2)
         return TrainOutput(steps, loss, metrics)
 
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+    def _checkpoint_to_resume(self, given: str | bool | None) -> str | None:
         """The folder to resume from.
 
         Raises:
             ValueError: the last one is asked for, and there is none.
         """
-        if asked is not True:
-            return asked or None
+        if given is not True:
+            return given or None
         found = get_last_checkpoint(self.args.output_dir)
         if found is None:
             raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")

@@ -487,7 +487,7 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _count(self, args: TrainingArguments, metrics: dict[str, float]) -> None:
-        value = metrics.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
+        value = metrics.get(args.eval_metric_name)
         if value is None:
             return
         gain = math.inf if self.best is None else value - self.best

@@ -65,7 +65,7 @@ LEFT_FOLDERS = tuple(
 )
 
 # What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
-_OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
+_SCHEDULE_KEYS = ("base_lrs", "last_epoch", "_last_lr")
 
 # Settings that a resumed run must keep. Its length may change, and the hardware.
 _SAME_IN_A_RUN = (
@@ -334,14 +334,14 @@ class Checkpoints:
         path = Path(folder)
         with _damage_named(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
-        state.is_local_process_zero = self.args.local_rank in (-1, 0)
+        state.is_local_process_zero = self.args.is_local_main_process
         state.is_world_process_zero = self.args.is_main_process
         self._check_same_run(path, run.model)
         find_best(state, self.args, path.parent)
         self.load_weights(folder, run.model)
         for name, part, checked in (
             (OPTIMIZER_NAME, run.optimizer, ()),  # which checks its state itself
-            (SCHEDULER_NAME, run.lr_scheduler, _OF_A_SCHEDULE),
+            (SCHEDULER_NAME, run.lr_scheduler, _SCHEDULE_KEYS),
             (SCALER_NAME, run.precision, None),
         ):
             with _damage_named(path / name):
@@ -381,52 +381,67 @@ class Checkpoints:
             path, run, steps_an_epoch: as `resume` has them.
             step: of the checkpoint.
         """
-        own = self._read_process_state(path, 0, run, step)
-        before, now = own["layout"], self._layout(run)
-        data = own.get("rows"), run.data
-        if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
-            raise CheckpointError(
-                f"{path}: is of a run on as many examples of other data: give the same data, and "
-                f"--max_seq_length, to resume it, or {NEW_RUN}"
-            )
-        collator = own["collator"]
-        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
-        differ = [name for name in now if before[name] != now[name]]
-        # With as many examples a step, an epoch has the same steps in any number of processes.
-        others = [name for name in differ if name != "processes"]
-        if others and self.args.max_steps <= 0:
-            was, becomes = (
-                ", ".join(f"{name} = {layout[name]}" for name in others) for layout in (before, now)
-            )
-            raise CheckpointError(
-                f"{path}: is of a run with {was}, this one has {becomes}: an epoch has other steps "
-                "then; give the same processes, batches and data, or say --max_steps"
-            )
-        if before == now:
+        first = self._read_process_state(path, 0, run, step)
+        saved_layout, layout = first["layout"], self._layout(run)
+        self._check_data(path, run, first)
+        self._check_layout(path, saved_layout, layout)
+        if saved_layout == layout:
             own = self._read_process_state(path, self.args.process_index, run, step)
         else:
-            processes = range(before["processes"])
+            processes = range(saved_layout["processes"])
             states = [self._read_process_state(path, n, run, step) for n in processes]
             own = _mean_state(states) | self._own_generators(states)
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
-        if differ:
-            logger.warning(
-                "%s is of a run with %s; with %s it resumes, but not bit-exact",
-                path,
-                ", ".join(f"{name} = {before[name]}" for name in differ),
-                ", ".join(f"{name} = {now[name]}" for name in differ),
-            )
-            done = run.progress.batches * before["examples a step"] // now["examples a step"]
-            if others:
-                done -= done % now["steps an update"]
-                own["pending_gradients"] = {}  # of a part of an update
-            run.progress.batches = min(done, steps_an_epoch)
-        for name, gradient in own["pending_gradients"].items():
+        gradients = own["pending_gradients"]
+        if saved_layout != layout:
+            batches = _rescaled(run.progress.batches, saved_layout, layout)
+            run.progress.batches = min(batches, steps_an_epoch)
+            if _changed_beside_processes(saved_layout, layout):
+                gradients = {}  # of a part of an update
+        for name, gradient in gradients.items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
             set_rng_state(own["rng"], self.args.device)
         warn_of_other_threads(own["threads"], self.args.device)
+
+    def _check_data(self, path: Path, run: RunState, saved: dict[str, Any]) -> None:
+        """Refuses to resume on other data, or with other batches made of it.
+
+        Args:
+            path, run: as `resume` has them.
+            saved: the checkpoint's state of a process.
+        """
+        data = saved.get("rows"), run.data
+        is_as_long = saved["layout"]["examples"] == run.examples
+        if is_as_long and None not in data and data[0] != data[1]:
+            raise CheckpointError(
+                f"{path}: is of a run on as many examples of other data: give the same data, and "
+                f"--max_seq_length, to resume it, or {NEW_RUN}"
+            )
+        collator = saved["collator"]
+        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
+
+    def _check_layout(self, path: Path, saved: dict[str, int], layout: dict[str, int]) -> None:
+        """Refuses to resume with other steps an epoch, and warns of what else has changed.
+
+        Args:
+            path: the checkpoint.
+            saved, layout: its `_layout` and this run's.
+        """
+        changed = _changed_beside_processes(saved, layout)
+        if changed and self.args.max_steps <= 0:
+            raise CheckpointError(
+                f"{path}: is of a run with {_listed(saved, changed)}, this one has "
+                f"{_listed(layout, changed)}: an epoch has other steps then; give the same "
+                "processes, batches and data, or say --max_steps"
+            )
+        if saved != layout:
+            names = [name for name in layout if saved[name] != layout[name]]
+            logger.warning(
+                "%s is of a run with %s; with %s it resumes, but not bit-exact",
+                *(path, _listed(saved, names), _listed(layout, names)),
+            )
 
     def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Where this process's generators were, if there was a process of its number.
@@ -477,6 +492,29 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
     )
 
 
+def _changed_beside_processes(saved: dict[str, int], layout: dict[str, int]) -> list[str]:
+    """What differs between two layouts other than their processes.
+
+    With as many examples a step, an epoch has the same steps in any number of processes.
+    """
+    return [name for name in layout if saved[name] != layout[name] and name != "processes"]
+
+
+def _rescaled(batches: int, saved: dict[str, int], layout: dict[str, int]) -> int:
+    """How many batches of a layout have the examples of so many of the saved one.
+
+    They end with an update, where more than the number of processes has changed.
+    """
+    done = batches * saved["examples a step"] // layout["examples a step"]
+    if _changed_beside_processes(saved, layout):
+        done -= done % layout["steps an update"]
+    return done
+
+
+def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} = {layout[name]}" for name in names)
+
+
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The processes' own states as one: for a run that resumes with another number of them."""
     progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
@@ -521,13 +559,10 @@ def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
     Raises:
         TrainingError: it is none of them.
     """
-    if args.metric_for_best_model is None:
-        return
-    known = [name.removeprefix("eval_") for name in metrics]
-    name = args.metric_for_best_model.removeprefix("eval_")
-    if name not in known:
+    name, known = args.eval_metric_name, [metric.removeprefix("eval_") for metric in metrics]
+    if name is not None and name.removeprefix("eval_") not in known:
         raise TrainingError(
-            f"--metric_for_best_model: no evaluation gives eval_{name}; known: {', '.join(known)}"
+            f"--metric_for_best_model: no evaluation gives {name}; known: {', '.join(known)}"
         )
 
 
@@ -539,10 +574,10 @@ def note_best(
     Raises:
         TrainingError: it has no such metric as is compared.
     """
-    if args.metric_for_best_model is None:
+    name = args.eval_metric_name
+    if name is None:
         return
     check_best_metric(args, metrics)
-    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     value, best = metrics[name], state.best_metric
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)
@@ -563,11 +598,11 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
         args: say what is compared.
         folder: the run's.
     """
-    if args.metric_for_best_model is None:
+    name = args.eval_metric_name
+    if name is None:
         return
     noted, value = state.best_model_checkpoint, state.best_metric
     state.best_model_checkpoint = state.best_metric = None
-    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     for record in state.log_history:
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
         if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():

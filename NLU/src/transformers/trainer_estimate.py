@@ -49,7 +49,7 @@ class EstimateArguments:
         "exit without training; needs no weights",
     )
     estimate_devices: int | None = flag(
-        None, "devices that the run is to have (default: those that it has here)"
+        None, "devices that the run is to have (default: those that it has here)", least=1
     )
     estimate_rate: str | None = flag(
         None,
@@ -60,16 +60,13 @@ class EstimateArguments:
         None,
         "tokens of each text, instead of those of the data (default, where the data is on the "
         "hub: max_seq_length)",
+        least=1,
     )
 
     def __post_init__(self) -> None:
         for name in ("estimate_devices", "estimate_rate", "estimate_length"):
             if getattr(self, name) is not None and not self.estimate:
                 raise ValueError(f"--{name} needs --estimate")
-        for name in ("estimate_devices", "estimate_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, not {value}")
         if self.estimate_rate is not None:
             try:
                 rate_of(self.estimate_rate)
@@ -109,7 +106,7 @@ def estimate_run(
     build_model: Callable[[PretrainedConfig], PreTrainedModel],
     config: PretrainedConfig,
     args: TrainingArguments,
-    asked: EstimateArguments,
+    estimate_args: EstimateArguments,
     dataset: Any,
     collator: Callable[[list[Any]], dict[str, Any]],
     counted: bool = True,
@@ -120,7 +117,7 @@ def estimate_run(
         build_model: makes a new model of given settings, with what is to be trained marked.
         config: the model's settings.
         args: the run's.
-        asked: devices and rate.
+        estimate_args: devices and rate.
         dataset: examples with "input_ids" and "attention_mask".
         collator: makes batches of them.
         counted: the set has as many examples as the training set.
@@ -131,7 +128,7 @@ def estimate_run(
     batches = TrainingBatches(count, size, args.seed, drop_last=drop, lengths=grouped)
     notable = notable_batches(list(batches), lengths)
     with _without_output(args) as own:
-        devices = asked.estimate_devices or own.world_size
+        devices = estimate_args.estimate_devices or own.world_size
         steps = args.max_steps if args.max_steps > 0 else None
         if counted:
             shared = TrainingBatches(count, size, args.seed, devices, drop_last=drop)
@@ -153,7 +150,9 @@ def estimate_run(
             device=own.device,
             dtype=args.compute_dtype,
             devices=devices,
-            rate=None if asked.estimate_rate is None else rate_of(asked.estimate_rate),
+            rate=None
+            if estimate_args.estimate_rate is None
+            else rate_of(estimate_args.estimate_rate),
         )
         return estimate(plan)
 

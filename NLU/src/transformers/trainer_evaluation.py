@@ -349,9 +349,9 @@ class TrainerEvaluation(TrainerLoaders):
         if self.compute_metrics and predictions is not None and labels is not None:
             given = self.compute_metrics(EvalPrediction(predictions, labels))
             for name, value in given.items():
-                is_numpys = isinstance(value, np.generic)  # which JSON does not know
+                is_numpy_scalar = isinstance(value, np.generic)  # which JSON does not know
                 name = f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"
-                metrics[name] = value.item() if is_numpys else value
+                metrics[name] = value.item() if is_numpy_scalar else value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
         # One process's for all: what follows from them, such as the best checkpoint, is the same.
         metrics = gather_objects(metrics, args.world_size)[0]

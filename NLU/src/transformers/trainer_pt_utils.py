@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from loralib.errors import TrainingError
 
 from .data.data_collator import IGNORED_LABEL
+from .trainer_utils import is_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
     Args:
         local_rank: this process's number on its machine; -1 where it is the only one.
     """
-    if local_rank not in (-1, 0):
+    if not is_main_process(local_rank):
         dist.barrier()
     yield
     if local_rank == 0:

@@ -127,7 +127,7 @@ class TrainerRecords:
         time = in_words(runs[-1]["train_runtime"])
         took = f"{counted(self.state.global_step, 'step')} in {time}"
         rows = [("trained", f"{trained_in_words(self.model)}; {took}")]
-        metric = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        metric = self.args.eval_metric_name or "eval_loss"
         during = [r for r in history[: history.index(runs[-1])] if metric in r]
         if during:
             choose = max if self.args.greater_is_better else min
@@ -185,7 +185,8 @@ class TrainerRecords:
         """The operations of a batch's step on a model of this package: 6 · tokens · weights.
 
         Padding counts, embeddings do not; 0 for other modules. What LoRA saves by not computing
-        frozen weights' gradients is not taken off: runs stay comparable with upstream's.
+        frozen weights' gradients is not taken off: runs stay comparable with upstream's. Source:
+        "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
         """
         ids = inputs.get("input_ids")
         if not isinstance(ids, Tensor) or not isinstance(self.model, PreTrainedModel):
@@ -195,9 +196,7 @@ class TrainerRecords:
     def _weights_beside_embeddings(self) -> int:
         """How many there are; counted once for a model."""
         if self._counted is None or self._counted[0] is not self.model:
-            embedded = {m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}
-            count = sum(p.numel() for p in self.model.parameters() if p not in embedded)
-            self._counted = self.model, count
+            self._counted = self.model, self.model.num_parameters(exclude_embeddings=True)
         return self._counted[1]
 
     def store_flos(self) -> None:

@@ -13,7 +13,7 @@ from loralib.errors import CheckpointError, SettingsError
 from loralib.io.tensors import write_torch
 from loralib.training.resume import damage_named, read_state
 
-from .adapter_kinds import KINDS
+from .adapter_kinds import KINDS, fitting_flag
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel
 from .weight_files import read_weights
@@ -84,8 +84,9 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
         try:
             model.load_adapters(adapters)
         except SettingsError as error:
-            error.is_resumed = True
-            raise
+            # Not as one: a script would add what fits an adapter that is given.
+            flags = fitting_flag(error, is_resumed=True)
+            raise CheckpointError(f"{error} ({flags})" if flags else f"{error}") from error
         if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
             return
     if isinstance(model, PreTrainedModel):

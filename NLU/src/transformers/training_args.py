@@ -23,8 +23,8 @@ from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.process import LOG_LEVELS, is_launched, launched_place, rank
 from loralib.training.reports import check_none_is_alone
 
-from .hf_argparser import flag
-from .trainer_utils import IntervalStrategy, SchedulerType
+from .hf_argparser import check_ranges, flag
+from .trainer_utils import IntervalStrategy, SchedulerType, is_main_process
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -42,6 +42,10 @@ _NO_MEANING_HERE = {
 # Where logs can go; and what 4.4.2 knows besides.
 _REPORTERS = ("tensorboard", "wandb", "plot")
 _NOT_CARRIED = ("azure_ml", "comet_ml", "mlflow")
+
+# Bounds of flags; both leave out what is not a finite number.
+_NOT_NEGATIVE = {"least": 0, "below": math.inf}
+_POSITIVE = {"above": 0, "below": math.inf}
 
 
 class ParallelMode(Enum):
@@ -65,14 +69,11 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "disable_tqdm": lambda args: not is_terminal(sys.stderr),
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
-    "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),
+    "greater_is_better": lambda args: (
+        args.eval_metric_name and args.eval_metric_name != "eval_loss"
+    ),
     "report_to": lambda args: ["all"],
 }
-
-
-def _is_a_score(metric: str | None) -> bool | None:
-    """Whether more of a metric is better; None where there is no metric."""
-    return None if metric is None else metric.removeprefix("eval_") != "loss"
 
 
 @dataclass
@@ -88,37 +89,46 @@ class TrainingArguments:
     do_predict: bool = flag(False, "write predictions for the test set")
     evaluation_strategy: IntervalStrategy = flag("no", "when to evaluate during training")
     prediction_loss_only: bool = flag(False, "evaluations give the loss alone")
-    per_device_train_batch_size: int = flag(8, "examples a step on each process")
-    per_device_eval_batch_size: int = flag(8, "examples a batch on each process in evaluations")
+    per_device_train_batch_size: int = flag(8, "examples a step on each process", least=1)
+    per_device_eval_batch_size: int = flag(
+        8, "examples a batch on each process in evaluations", least=1
+    )
     per_gpu_train_batch_size: int | None = flag(None, "old name: per_device_train_batch_size")
     per_gpu_eval_batch_size: int | None = flag(None, "old name: per_device_eval_batch_size")
-    gradient_accumulation_steps: int = flag(1, "batches whose gradients make one step")
+    gradient_accumulation_steps: int = flag(1, "batches whose gradients make one step", least=1)
     eval_accumulation_steps: int | None = flag(
         None, "evaluation batches after which predictions move from the device to the CPU"
     )
-    learning_rate: float = flag(5e-5, "peak learning rate of AdamW")
+    learning_rate: float = flag(5e-5, "peak learning rate of AdamW", **_NOT_NEGATIVE)
     lora_plus_ratio: float = flag(
         1.0,
         "LoRA+ (arXiv 2402.12354): LoRA's B is trained at this many times the learning rate; above "
         "1, such as 16, B learns faster than A",
+        **_POSITIVE,
     )
-    weight_decay: float = flag(0.0, "decay of all but biases and layer norms")
+    weight_decay: float = flag(0.0, "decay of all but biases and layer norms", **_NOT_NEGATIVE)
     adam_beta1: float = flag(0.9, "AdamW's beta1")
     adam_beta2: float = flag(0.999, "AdamW's beta2")
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = flag(1.0, "the gradient's norm is clipped to this; 0 does not clip")
+    max_grad_norm: float = flag(
+        1.0, "the gradient's norm is clipped to this; 0 does not clip", **_NOT_NEGATIVE
+    )
     num_train_epochs: float = flag(3.0, "passes over the training set; may be a fraction")
     max_steps: int = flag(-1, "optimizer steps to make; where positive, wins over num_train_epochs")
     lr_scheduler_type: SchedulerType = flag("linear", "shape of the learning rate over time")
-    warmup_ratio: float = flag(0.0, "share of all steps in which the rate rises from 0")
-    warmup_steps: int = flag(0, "the same in steps; where positive, it wins over warmup_ratio")
+    warmup_ratio: float = flag(
+        0.0, "share of all steps in which the rate rises from 0", least=0, most=1
+    )
+    warmup_steps: int = flag(
+        0, "the same in steps; where positive, it wins over warmup_ratio", least=0
+    )
     logging_dir: str | None = flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
     logging_strategy: IntervalStrategy = flag("steps", "when to log")
     logging_first_step: bool = flag(False, "log the first step too")
-    logging_steps: int = flag(500, "steps between two logs")
+    logging_steps: int = flag(500, "steps between two logs", least=1)
     save_strategy: IntervalStrategy = flag("steps", "when to save checkpoints")
-    save_steps: int = flag(500, "steps between two checkpoints")
-    save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best")
+    save_steps: int = flag(500, "steps between two checkpoints", least=1)
+    save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best", least=1)
     save_lora_only: bool = flag(
         False,
         "checkpoints hold what is trained (LoRA, adapters, biases) and the head instead of the "
@@ -145,11 +155,14 @@ class TrainingArguments:
     tpu_metrics_debug: bool = flag(False, "refused: no TPU support")
     debug: bool = flag(False, "refused: no TPU support")
     dataloader_drop_last: bool = flag(False, "leave out a last batch that is not full")
-    eval_steps: int | None = flag(None, "steps between evaluations (default: logging_steps)")
+    eval_steps: int | None = flag(
+        None, "steps between evaluations (default: logging_steps)", least=1
+    )
     dataloader_num_workers: int = flag(
         0,
         "processes that prepare batches; where batches are random, as in masking, a run that is "
         "resumed within an epoch has other random numbers",
+        least=0,
     )
     past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
     run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
@@ -170,7 +183,9 @@ class TrainingArguments:
     )
     sharded_ddp: str = flag("", "refused: nothing to shard")
     deepspeed: str | None = flag(None, "refused: nothing to shard")
-    label_smoothing_factor: float = flag(0.0, "share of each label spread over all labels")
+    label_smoothing_factor: float = flag(
+        0.0, "share of each label spread over all labels", least=0, most=1
+    )
     adafactor: bool = flag(False, "Adafactor instead of AdamW")
     group_by_length: bool = flag(False, "train on batches of texts of about the same length")
     report_to: list[str] | None = flag(
@@ -191,6 +206,7 @@ class TrainingArguments:
     ddp_timeout: float = flag(
         TIMEOUT,
         "seconds after which a process that hangs, or does not join the others, ends the run",
+        **_POSITIVE,
     )
     dataloader_pin_memory: bool = flag(True, "page-locked memory for batches on their way to a GPU")
     skip_memory_metrics: bool = flag(False, "leave the peak memory out of the results")
@@ -260,24 +276,8 @@ class TrainingArguments:
         Raises:
             ValueError: one is out of its range, or two do not go together.
         """
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "logging_steps",
-            "eval_steps",
-            "save_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise ValueError(f"--save_total_limit must be at least 1, not {self.save_total_limit}")
-        for name in (
-            *("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"),
-            "dataloader_num_workers",
-        ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} must be a number from 0 on, not {getattr(self, name)}")
+        # A seed has bounds on the command line alone.
+        check_ranges(type(self), {**vars(self), "seed": None})
         if self.max_steps == 0:
             raise ValueError(
                 "--max_steps must be at least 1, not 0: leave it out to train for "
@@ -285,14 +285,8 @@ class TrainingArguments:
             )
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
-        for name in ("warmup_ratio", "label_smoothing_factor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
         if self.do_train and not self.adafactor:  # else these have no effect
             self._check_adam()
-        for name in ("lora_plus_ratio", "ddp_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} must be positive, not {getattr(self, name)}")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.fp16 and self.fp16_backend == "apex":
@@ -323,11 +317,11 @@ class TrainingArguments:
             raise ValueError(
                 "--load_best_model_at_end needs evaluations to compare: give --evaluation_strategy"
             )
-        asked = (self.save_strategy, self.save_steps)
+        given = (self.save_strategy, self.save_steps)
         self.save_strategy = self.evaluation_strategy
         if self.save_strategy is IntervalStrategy.STEPS:
             self.save_steps = self.eval_steps
-        if asked != (self.save_strategy, self.save_steps):
+        if given != (self.save_strategy, self.save_steps):
             logger.info(
                 "--load_best_model_at_end: a checkpoint is saved at every evaluation; "
                 "--save_strategy and --save_steps have no part in it"
@@ -368,6 +362,11 @@ class TrainingArguments:
     def is_main_process(self) -> bool:
         """Whether this is the one process that writes and shows."""
         return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first process."""
+        return is_main_process(self.local_rank)
 
     def barrier(self) -> None:
         """Waits until every process is here."""
@@ -413,6 +412,12 @@ class TrainingArguments:
     def compute_dtype(self) -> torch.dtype:
         """The precision that matrices are multiplied in."""
         return compute_dtype(self.fp16, self.bf16)
+
+    @property
+    def eval_metric_name(self) -> str | None:
+        """What an evaluation's results call `metric_for_best_model`; None where that is None."""
+        metric = self.metric_for_best_model
+        return None if metric is None else f"eval_{metric.removeprefix('eval_')}"
 
     # ---- as plain values ----
 

@@ -125,9 +125,12 @@ BAD_LINES = {
     ),
     "a number": (
         {"adapter": "ner", "tokens": ["a", 3]},
-        "line 2: word 2 of its tokens is none (3)",
+        "line 2: token 2 is not a word (3)",
     ),
-    "a blank": ({"adapter": "ner", "tokens": [" "]}, 'line 2: word 1 of its tokens is none (" ")'),
+    "a blank": (
+        {"adapter": "ner", "tokens": [" "]},
+        'line 2: token 1 is not a word (" ")',
+    ),
     "an answer": ({"adapter": "ner", "tokens": ["a"], "tags": []}, "has the key 'tags', which the"),
 }
 

@@ -1,1 +1,1 @@
-"""GLUE data: processors, metrics, collators."""
+"""Data sets: reading, labels, metrics, collators."""

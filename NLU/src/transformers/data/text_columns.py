@@ -37,17 +37,6 @@ _MOST_OF_A_ROW = 20
 # What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
-_URL = re.compile(r"\s*https?://\S+\s*", re.IGNORECASE)
-_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DATE = re.compile(
-    rf"""\s*
-    (\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}            # 2024-03-12, 12/03/2024, 12.3.24
-    | \d{{1,2}}\.?[ -]{_MONTH},?[ -]\d{{2,4}}         # 12 March 2024
-    | {_MONTH}[ ]\d{{1,2}}(st|nd|rd|th)?,?[ ]\d{{4}})  # March 12, 2024
-    (,?[ T]\d{{1,2}}:\d\d(:\d\d([.,]\d+)?)?([ ]?[ap]\.?m\.?)?)?
-    ([ ]?(z|utc|gmt|[+-]\d\d:?\d\d))?\s*""",
-    re.IGNORECASE | re.VERBOSE,
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,8 @@ def choose_columns(
 
     Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
     or one or two columns of strings other than the label's: no numbers, no column that is named
-    like an identifier, and, where another column is left, none of dates, URLs or identifiers alone.
+    like an identifier, and, where another column is left, none of codes: one word in each row, with
+    a digit or of a URL.
 
     Args:
         data: the file's rows.
@@ -90,13 +80,7 @@ def choose_columns(
             would be a text is one of the classes in each row, and nothing else is the label.
     """
     if texts is not None:
-        if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
-            raise ValueError(
-                f"--text_columns takes one or two columns, not {label}'s and none twice; given "
-                f"are {', '.join(texts)}"
-            )
-        for name in texts:
-            _check_has(data, path, name, "text_columns")
+        _check_asked_for(data, path, texts, label)
         return Columns(tuple(texts), label)
     others = [name for name in data.column_names if name != label]
     by_name = {name.strip().lower(): name for name in others}
@@ -104,37 +88,10 @@ def choose_columns(
         exact = {*known_texts} <= {*others}
         own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
         return Columns(tuple(own), label)
-    reasons = {name: why_no_text(data, name) for name in others}
-    found = [name for name, reason in reasons.items() if reason is None]
-    if {"sentence1", "sentence2"} <= set(found):
-        found = ["sentence1", "sentence2"]
-    elif len(found) > 1:
-        found = _without_marks(data, path, found)
-    if not 1 <= len(found) <= 2:
-        _refuse_object_of_rows(data, path, label)
-        passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
-        if not found:
-            _refuse_unusable(data, path, others)
-        raise ValueError(
-            f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
-            f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
-            "with --text_columns"
-        )
+    found = _find_texts(data, path, others, label)
     # A label's name, or one that is asked for, tells that the first line is one of names.
-    is_unclear = path.endswith(".csv") and label == LABEL and label not in data.column_names
-    for name in found if is_unclear else ():
-        if _looks_like_a_text(name):
-            raise ValueError(
-                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
-                f"has to name the columns, as in text,{label}; where it does, name the texts with "
-                "--text_columns"
-            )
-    if is_unclear and known_texts and any(" " in name for name in found):
-        logger.warning(
-            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
-            "before it: %s",
-            *(path, quoted(found), ",".join(known_texts)),
-        )
+    if path.endswith(".csv") and label == LABEL and label not in data.column_names:
+        _check_names(path, found, known_texts)
     # Those of several kinds `take_columns` refuses.
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
@@ -150,37 +107,94 @@ def choose_columns(
     return Columns(tuple(found), label)
 
 
-def _without_marks(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
-    """Those of several columns that are not of dates, URLs or identifiers alone; all if none is.
+def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str) -> None:
+    if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
+        raise ValueError(
+            f"--text_columns takes one or two columns, not {label}'s and none twice; given "
+            f"are {', '.join(texts)}"
+        )
+    for name in texts:
+        _check_has(data, path, name, "text_columns")
+
+
+def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> list[str]:
+    """Of a file's columns beside the label's the one or two that can be nothing but texts.
+
+    Raises:
+        ValueError: they are none, or more.
+    """
+    reasons = {name: why_no_text(data, name) for name in names}
+    found = [name for name, reason in reasons.items() if reason is None]
+    if {"sentence1", "sentence2"} <= set(found):
+        return ["sentence1", "sentence2"]
+    if len(found) > 1:
+        found = _without_codes(data, path, found)
+    if 1 <= len(found) <= 2:
+        return found
+    _refuse_object_of_rows(data, path, label)
+    if not found:
+        _refuse_unusable(data, path, names)
+    passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
+    raise ValueError(
+        f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
+        f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
+        "with --text_columns"
+    )
+
+
+def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) -> None:
+    """Refuses, or warns of, a CSV file's names of text columns that may be its first row.
+
+    Args:
+        path: the file.
+        texts: the names.
+        known_texts: those of the data that a model was already trained on, as far as it says.
+
+    Raises:
+        ValueError: one looks like a text.
+    """
+    for name in texts:
+        if _looks_like_a_text(name):
+            raise ValueError(
+                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
+                f"has to name the columns, as in text,{LABEL}; where it does, name the texts with "
+                "--text_columns"
+            )
+    if known_texts and any(" " in name for name in texts):
+        logger.warning(
+            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
+            "before it: %s",
+            *(path, quoted(texts), ",".join(known_texts)),
+        )
+
+
+def _without_codes(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
+    """Those of several columns that are not of codes; all if none is left.
 
     Of more than two, others than texts may be left: it is then for the user to say.
     """
-    marks = {name: mark for name in names if (mark := _mark(data, name))}
-    left = [name for name in names if name not in marks]
-    if not marks or not left:
+    left = [name for name in names if not _is_of_codes(data, name)]
+    if not left or len(left) == len(names):
         return list(names)
     if len(names) > 2 and any(_is_of_words(data, name) for name in left):
         return list(names)
     logger.info(
-        "%s: not taken for texts are %s; --text_columns names others",
-        *(path, ", ".join(f"{name} ({mark})" for name, mark in marks.items())),
+        "%s: %s: not taken for texts, of codes such as dates and URLs; --text_columns names others",
+        *(path, ", ".join(name for name in names if name not in left)),
     )
     return left
 
 
-def _mark(data: Dataset, name: str) -> str | None:
-    """What a column has in each row in place of a text, to tell it by or to find it."""
+def _is_of_codes(data: Dataset, name: str) -> bool:
+    """Whether a column has one word in each row, with a digit or of a URL.
+
+    So it is of most dates, and of identifiers. Words without may be terms, beside what is said of
+    them.
+    """
     values = _strings(data, name)
-    if values and all(map(_URL.fullmatch, values)):
-        return "URLs"
-    if values and all(map(_DATE.fullmatch, values)):
-        return "dates"
-    # Of words without digits they may be terms, beside what is said of them.
-    if 1 < len(values) == len({*values}) and all(
-        _is_word(value) and any(map(str.isdigit, value)) for value in values
-    ):
-        return "identifiers"
-    return None
+    return bool(values) and all(
+        _is_word(value) and ("://" in value or any(map(str.isdigit, value))) for value in values
+    )
 
 
 def _is_of_words(data: Dataset, name: str) -> bool:

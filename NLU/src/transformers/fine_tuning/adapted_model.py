@@ -24,28 +24,17 @@ from loralib.targets import layer_of, layers_of_words, pattern_of_words
 from loralib.text import in_short
 
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
-from ..configuration_utils import PretrainedConfig, targets_of_modules
+from ..configuration_utils import ADAPTATIONS, PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
-from ..models.auto.tokenization_auto import AutoTokenizer
 from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
-from ..utils.cli import check_vocabulary
+from ..utils.cli import load_tokenizer
 from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
 
-# The flags that say how a model is adapted, by the switch that they need.
-ADAPTATIONS = {
-    "apply_lora": (
-        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
-        *("lora_targets", "lora_layers", "lora_positions"),
-        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
-    ),
-    "apply_adapter": ("adapter_type", "adapter_size"),
-    "apply_bitfit": (),
-}
 # What to give where a base alone is not enough.
 WITH_ADAPTER = "--apply_lora --lora_path with an adapter"
 # The script that trains and evaluates each head with adapters.
@@ -382,7 +371,7 @@ def open_tokenizer(
         model_args: name it.
         config: the model's settings.
         aligned: it has to know which words and characters its tokens are of.
-        settings: the tokenizer's, over those in its files.
+        settings: as in `load_tokenizer`.
 
     Raises:
         ValueError: it has tokens that the model does not have, or does not know what they are of.
@@ -392,15 +381,13 @@ def open_tokenizer(
             "--use_fast_tokenizer False: only a fast tokenizer knows which words and characters "
             "its tokens are of; leave it out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(
+    return load_tokenizer(
         model_args.tokenizer_name or model_args.model_name_or_path,
-        config=config,
+        config,
         use_fast=model_args.use_fast_tokenizer,
         **settings,
         **_where(model_args),
     )
-    check_vocabulary(tokenizer, config)
-    return tokenizer
 
 
 def build_model(

@@ -102,11 +102,11 @@ def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
     for number, article in enumerate(articles, start=1):
         try:
             for paragraph in article["paragraphs"]:
-                for asked in paragraph["qas"]:
-                    answers = asked.get("answers", [] if asked.get("is_impossible") else None)
+                for question in paragraph["qas"]:
+                    answers = question.get("answers", [] if question.get("is_impossible") else None)
                     yield {
-                        "id": asked["id"],
-                        "question": asked["question"],
+                        "id": question["id"],
+                        "question": question["question"],
                         "context": paragraph["context"],
                         ANSWERS: None if answers is None else _in_columns(answers),
                     }
@@ -146,16 +146,17 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
     table = table.decoded(ANSWERS)
     questions, moved = [], []
     for row, (three, answers) in enumerate(zip(texts, table.column(ANSWERS), strict=True)):
-        asked = Question(*three, *_answers(table, row, three[-1], answers))
-        if not asked.answers and not may_have_none and split != "test":
+        question = Question(*three, *_answers(table, row, three[-1], answers))
+        if not question.answers and not may_have_none and split != "test":
             raise table.wrong(
                 row, "has no answer; --version_2_with_negative is for sets with such questions"
             )
-        if asked.span and asked.answers[0] != asked.context[asked.span.start : asked.span.end]:
+        span = question.span
+        if span and question.answers[0] != question.context[span.start : span.end]:
             moved.append(row)
-        questions.append(asked)
+        questions.append(question)
     if split == "test" and not may_have_none:
-        _check_all_or_none(table, [bool(asked.answers) for asked in questions])
+        _check_all_or_none(table, [bool(question.answers) for question in questions])
     if moved:
         logger.warning(
             "%s: %d of %d answers differ from the text at their answer_start, row %d's first",
@@ -259,9 +260,9 @@ def scores_of(
         answers: one each.
         may_have_none: questions may have no answer.
     """
-    names = [asked.name for asked in questions]
+    names = [question.name for question in questions]
     predictions = {name: answer.text for name, answer in zip(names, answers, strict=True)}
-    true = {asked.name: asked.answers for asked in questions}
+    true = {question.name: question.answers for question in questions}
     if not may_have_none:
         return squad_metrics(predictions, true)
     odds = {name: answer.null_odds for name, answer in zip(names, answers, strict=True)}
@@ -284,7 +285,7 @@ def write_answers(
     where questions may have none, how much likelier that is, in ``<stage>_null_odds.json``; else
     that file is removed, if another run has left it.
     """
-    by_name = dict(zip((asked.name for asked in questions), answers, strict=True))
+    by_name = dict(zip((question.name for question in questions), answers, strict=True))
     files: dict[str, dict[str, Any]] = {
         "predictions": {name: answer.text for name, answer in by_name.items()},
         "nbest_predictions": {name: answer.as_rows() for name, answer in by_name.items()},

@@ -1,6 +1,6 @@
 """From the command line to results: what a task's script does around its own data and metrics.
 
-start ─> fine_tune: begin ─ data, model ─> train ─> report of every stage
+start ─> fine_tune: open_run ─ data, model ─> train ─> report of every stage
       └> estimate:  begin_estimate ─ data or rows of one length ─> print_estimate
 """
 
@@ -85,13 +85,13 @@ def start(
     # What a launcher adds is in the environment, too.
     given = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
     if len(given) == 1 and given[0].endswith(".json"):
-        *of_task, args, asked = parser.parse_json_file(given[0])
+        *of_task, args, estimate_args = parser.parse_json_file(given[0])
     else:
-        *of_task, args, asked = parser.parse_args_into_dataclasses(argv)
+        *of_task, args, estimate_args = parser.parse_args_into_dataclasses(argv)
     set_up_logging(args.log_level)
-    check_same_flags(args, *of_task, asked)
-    if asked.estimate:
-        estimate(*of_task, args, asked)
+    check_same_flags(args, *of_task, estimate_args)
+    if estimate_args.estimate:
+        estimate(*of_task, args, estimate_args)
         return
     with sole_use_of_output(args):
         fine_tune(*of_task, args)
@@ -131,7 +131,7 @@ class Prepared:
         )
 
 
-def begin(
+def open_run(
     model_args: AdaptedModelArguments, args: TrainingArguments, head: str
 ) -> tuple[str | None, list[Adapter]]:
     """The checkpoint to resume from, if there is one, and the adapters that the flags name.
@@ -193,7 +193,7 @@ def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Si
 def begin_estimate(
     model_args: AdaptedModelArguments, args: TrainingArguments, head: str
 ) -> list[Adapter]:
-    """The adapters whose shapes an estimate takes over; the arguments are those of `begin`.
+    """The adapters whose shapes an estimate takes over; the arguments are those of `open_run`.
 
     Raises:
         ValueError: nothing is to be trained, an adapter is another task's, or flags clash.
@@ -214,7 +214,7 @@ def estimate_task(
     model_args: AdaptedModelArguments,
     data_args: HubDataArguments,
     args: TrainingArguments,
-    asked: EstimateArguments,
+    estimate_args: EstimateArguments,
     prepare: Callable[..., Prepared],
     example: Callable[[int], dict[str, Any]],
 ) -> None:
@@ -222,7 +222,7 @@ def estimate_task(
 
     Args:
         auto_class: of the task's head.
-        model_args, data_args, args, asked: the flags.
+        model_args, data_args, args, estimate_args: the flags.
         prepare: called with the first three, the adapters and the splits that are needed.
         example: makes one of a length, for where no data is read.
 
@@ -231,12 +231,12 @@ def estimate_task(
     """
     adapters = begin_estimate(model_args, args, auto_class.role)
     new_model = partial(untrained_model, auto_class)
-    if asked.estimate_length is not None:
+    if estimate_args.estimate_length is not None:
         keep_to_layers(model_args, load_config(model_args), adapters)
         config = load_config(model_args)
-        check_length(config, asked.estimate_length)
-        rows = [example(asked.estimate_length)] * args.train_batch_size
-        print_estimate(new_model, config, args, asked, rows, default_data_collator, False)
+        check_length(config, estimate_args.estimate_length)
+        rows = [example(estimate_args.estimate_length)] * args.train_batch_size
+        print_estimate(new_model, config, args, estimate_args, rows, default_data_collator, False)
         return
     if data_args.train_file is None:
         raise ValueError(
@@ -245,7 +245,7 @@ def estimate_task(
     set_up_datasets(model_args.cache_dir)
     prepared = prepare(model_args, data_args, args, adapters, ["train"])
     rows = prepared.datasets["train"]
-    print_estimate(new_model, prepared.config, args, asked, rows, prepared.collator)
+    print_estimate(new_model, prepared.config, args, estimate_args, rows, prepared.collator)
 
 
 def print_estimate(

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from loralib.nn.packing import PackedRows
@@ -125,10 +124,6 @@ class Pipeline(ABC):
         """Within this block, tensors are made on the pipeline's device."""
         with self.device:
             yield
-
-    def ensure_tensor_on_device(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """The tensors on the pipeline's device."""
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     # ---- texts -> rows of ids ----
 

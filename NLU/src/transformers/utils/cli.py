@@ -36,6 +36,7 @@ from loralib.training.output import output_folder
 from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from ..models.auto.tokenization_auto import AutoTokenizer
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import LEFT_FOLDERS, TRAINING_ARGS_NAME, outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint, list_checkpoints
@@ -44,7 +45,7 @@ from ..training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 # Files of weights that a run may be started from, and that it saves or removes.
-_SAVED = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
+_WEIGHT_FILES = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
 
 # Tokens that texts are cut to by default.
 DEFAULT_LENGTH = 128
@@ -158,7 +159,7 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
-        is_saved = path.parent == output and path.name in _SAVED
+        is_saved = path.parent == output and path.name in _WEIGHT_FILES
         if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
                 f"--{flag} {source}: training would overwrite it, as it is in --output_dir "
@@ -296,7 +297,7 @@ def cut_rows(
     was_cut = [False] * len(masks)
     if full:
         known = tokenizer.model_max_length
-        tokenizer.model_max_length = max(known, length + 1)  # else it would warn of one too many
+        tokenizer.model_max_length = max(known, length + 1)  # silences the warning of its length
         try:
             longer = tokenizer(
                 *([column[row] for row in full] for column in texts),
@@ -323,17 +324,31 @@ def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
         logger.warning("texts were cut to %d tokens: %s", length, ", ".join(said))
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuses a tokenizer with tokens that the model does not have.
+def load_tokenizer(
+    name: str, config: PretrainedConfig, of_words: bool = False, **settings: Any
+) -> PreTrainedTokenizerBase:
+    """A model's tokenizer.
+
+    Args:
+        name: the tokenizer's folder, or its name on the hub.
+        config: the model's settings.
+        of_words: it is to take texts as lists of words.
+        settings: where to look for it, and its own settings, over those in its files.
 
     Raises:
-        ValueError: it has some.
+        ValueError: it has tokens that the model does not have.
     """
+    tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
+    if of_words and not getattr(tokenizer, "add_prefix_space", True):
+        # Else each word would be taken for a text's first.
+        settings["add_prefix_space"] = True
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
             "they do not belong together"
         )
+    return tokenizer
 
 
 def _model_of(source: str) -> str:
@@ -360,7 +375,7 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
 }
 
 
-def run(
+def run_script(
     main: Callable[[], None], ways_out: Mapping[type[CheckpointError], WayOut] | None = None
 ) -> None:
     """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.

@@ -157,13 +157,13 @@ def _set_format(formatter: logging.Formatter | None) -> None:
 
 def _set_up() -> None:
     """What importing the package does."""
-    asked = os.environ.get(_VARIABLE, "warning")
-    set_verbosity(log_levels.get(asked.lower(), WARNING))
+    level = os.environ.get(_VARIABLE, "warning")
+    set_verbosity(log_levels.get(level.lower(), WARNING))
     add_handler(logging.NullHandler())  # without any, Python itself would show warnings
     enable_default_handler()
-    if asked.lower() not in log_levels:
+    if level.lower() not in log_levels:
         known = ", ".join(log_levels)
-        get_logger().warning("%s is %s, not one of %s: it has no effect", _VARIABLE, asked, known)
+        get_logger().warning("%s is %s, not one of %s: it has no effect", _VARIABLE, level, known)
 
 
 _set_up()

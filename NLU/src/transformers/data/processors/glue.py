@@ -286,11 +286,11 @@ def glue_table(
 
     task = glue_task(name)
     content = file_digest(glue_file(task, data_dir, split))
-    asked = {"name": name, "data_dir": str(data_dir), "split": split}
+    source = {"name": name, "data_dir": str(data_dir), "split": split}
     try:
         return Dataset.from_generator(
             _table_rows,
-            gen_kwargs={**asked, "sha256": content},
+            gen_kwargs={**source, "sha256": content},
             cache_dir=cache_dir,
         )
     except DatasetGenerationError as error:

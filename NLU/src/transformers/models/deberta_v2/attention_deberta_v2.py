@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import loralib as lora
 from loralib.nn.distances import skew
-from loralib.nn.packing import PackedRows
+from loralib.nn.packing import PackedRows, padding_is_cheap
 from loralib.nn.products import Linear, linear, matmul
 from loralib.nn.routing import for_each_segment
 from loralib.nn.row_attention import attend_rows, suits_cpu
@@ -29,7 +29,7 @@ from loralib.nn.row_attention import attend_rows, suits_cpu
 from ...adapters import projection
 from ...lora_placement import Placed
 from ...modeling_encoder import AnyRows
-from ...modeling_plain import PlainAttention
+from ...modeling_padded import PaddedAttention
 from .configuration_deberta_v2 import DebertaV2Config
 
 
@@ -97,7 +97,7 @@ class Batch:
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
             where there is but one.
-    On the plain path, the last three stay empty.
+    On the padded path, the last three stay empty.
     """
 
     def __init__(self, rows: AnyRows, relative: RelativePositions | None, heads: int):
@@ -114,7 +114,7 @@ class Batch:
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
-        self.by_row = not at_once and not self._padding_is_cheap(heads)
+        self.by_row = not at_once and self.is_dense and not padding_is_cheap(rows, heads)
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
             self.segments = [Batch(part, self.relative, heads) for part in parts]
@@ -123,15 +123,6 @@ class Batch:
     def is_dense(self) -> bool:
         """Whether no row has padding between its tokens, so that its length says its distances."""
         return self.rows.spans == self.rows.lengths
-
-    def _padding_is_cheap(self, heads: int) -> bool:
-        """Whether attention over padding costs less than taking rows one by one.
-
-        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns.
-        """
-        rows, (count, longest) = self.rows, self.rows.shape
-        wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-        return wasted < 8_000 * count or not self.is_dense
 
 
 class DisentangledSelfAttention(nn.Module):
@@ -195,7 +186,7 @@ class DisentangledSelfAttention(nn.Module):
         hidden: Tensor,
         queries: Tensor,
         batch: Batch,
-        plain: PlainAttention | None = None,
+        padded: PaddedAttention | None = None,
     ) -> Tensor:
         """What `queries` gather from `hidden`.
 
@@ -203,15 +194,15 @@ class DisentangledSelfAttention(nn.Module):
             hidden: (tokens, hidden).
             queries: the same or, for each row's first token alone, (batch, hidden).
             batch: which tokens make a row.
-            plain: as in `EncoderLayer.forward`.
+            padded: as in `EncoderLayer.forward`.
 
         Returns:
             The same shape as `queries`.
         """
         q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
         positions = self._project_positions(batch)
-        if plain is not None:
-            return self._attend_plainly(q, k, v, positions, plain)
+        if padded is not None:
+            return self._attend_on_padded_path(q, k, v, positions, padded)
         if not batch.segments:
             return self._attend_segment(q, k, v, positions[0], batch)
         of_keys = [len(segment.rows.index) for segment in batch.segments]
@@ -247,16 +238,16 @@ class DisentangledSelfAttention(nn.Module):
         projected = for_each_segment(project, embeddings)
         return [(each * self.scale).index_select(0, rows) for each in projected]
 
-    def _attend_plainly(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: list[_Positions], plain: PlainAttention
+    def _attend_on_padded_path(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: list[_Positions], padded: PaddedAttention
     ) -> Tensor:
         """All rows at once, with attention's probabilities at hand."""
-        query, key = (plain.by_head(x, self.heads) for x in (q, k))
-        parts = zip(positions, plain.rows.segments, strict=True)
+        query, key = (padded.by_head(x, self.heads) for x in (q, k))
+        parts = zip(positions, padded.rows.segments, strict=True)
         scores = [_position_scores(query[part], key[part], *terms) for terms, part in parts]
         of_positions = None if scores[0] is None else torch.cat(scores)
         dropout_p = self.dropout_p if self.training else 0.0
-        return plain.attend(q, k, v, self.heads, dropout_p, self.scale, of_positions)
+        return padded.attend(q, k, v, self.heads, dropout_p, self.scale, of_positions)
 
     def _attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch

@@ -37,7 +37,7 @@ from ...modeling_heads import (
     VocabularyProjection,
     in_precision_of,
 )
-from ...modeling_plain import PaddedRows, PlainAttention, visible
+from ...modeling_padded import PaddedAttention, PaddedRows, visible
 from ...modeling_utils import PreTrainedModel
 from .attention_deberta_v2 import (
     SPARE_ON_GPU,
@@ -269,9 +269,9 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
         raise NotImplementedError("prune_heads: DeBERTa-v2's heads cannot be pruned, as upstream's")
 
-    def _plain(
+    def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
-    ) -> list[PlainAttention]:
+    ) -> list[PaddedAttention]:
         """As in `EncoderModel`; padding looks at nothing, as it does upstream."""
         if head_mask is not None:
             raise TypeError("head_mask: DeBERTa-v2 takes none; embeddings are inputs_embeds=…")
@@ -283,7 +283,7 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         if seen is not None:
             seen = seen & seen.transpose(2, 3)
         layers = range(self.config.num_hidden_layers)
-        return [PlainAttention(rows, seen, blank=True, is_shown=is_shown) for _ in layers]
+        return [PaddedAttention(rows, seen, blank=True, is_shown=is_shown) for _ in layers]
 
 
 class DebertaV2PredictionHeadTransform(nn.Module):

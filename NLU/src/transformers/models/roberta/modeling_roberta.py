@@ -38,7 +38,7 @@ from ...modeling_heads import (
     VocabularyProjection,
     in_precision_of,
 )
-from ...modeling_plain import PlainAttention
+from ...modeling_padded import PaddedAttention
 from ...modeling_utils import PreTrainedModel
 from ...utils import logging
 from .configuration_roberta import RobertaConfig
@@ -155,14 +155,14 @@ class RobertaSelfAttention(nn.Module):
         hidden: Tensor,
         queries: Tensor,
         rows: AnyRows,
-        plain: PlainAttention | None = None,
+        padded: PaddedAttention | None = None,
     ) -> Tensor:
         """What `queries` gather from `hidden`; see `attend` for shapes."""
         dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
-        if plain is not None:
+        if padded is not None:
             scale = (q.shape[1] // self.heads) ** -0.5
-            return plain.attend(q, k, v, self.heads, dropout_p, scale)
+            return padded.attend(q, k, v, self.heads, dropout_p, scale)
         return attend(q, k, v, rows, self.heads, dropout_p, self.causal)
 
 

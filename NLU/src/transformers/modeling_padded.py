@@ -1,4 +1,4 @@
-"""The plain path: a batch is computed as it comes, padding included, attention as it is written.
+"""The padded path: a batch is computed as it comes, padding included, attention as it is written.
 
     A  =  dropout( softmax( Q Kᵀ / √d  -  10000 · hidden ) ) ⊙ head_mask        out = A V
 
@@ -148,8 +148,8 @@ def visible(mask: Tensor | None, causal: bool, like: Tensor) -> Tensor | None:
 
 
 @dataclass
-class PlainAttention:
-    """What a layer's attention is told on the plain path, and what it tells.
+class PaddedAttention:
+    """What a layer's attention is told on the padded path, and what it tells.
 
     Args:
         rows: the batch.
