@@ -158,7 +158,6 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
             r"is one object of 40 keys \(a text 0, a text 1, .* and 34 more\), which is read as",
         ),
         ('{"a": "x", "b": "y", "c": "z", "label": 1}', r"has 3 text columns \(a, b, c\)"),
-        ('[{"text": "a"}, {"text": "b", "text": "c"}]', "an object has the key 'text' 2 times"),
         ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, of which"),
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write that list alone"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
@@ -222,38 +221,19 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("date", ["2024-03-12", "12/03/24"]),
-        ("date", ["2024-03-12T10:00:00.5Z", "2024-03-13"]),
-        ("link", ["https://a.org/x", "HTTP://b.org"]),
-        ("case", ["x1", "x1"]),
-    ],
-)
-def test_columns_of_codes_are_no_texts(tmp_path, caplog, name, values):
-    rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
-    with caplog.at_level("INFO"):
-        columns, _ = read(tmp_path / "rows.csv", "\n".join([f"{name},said,label", *rows]))
-        assert columns.texts == ("said",)
-        said = f"rows.csv: {name}: not taken for texts, of codes such as dates and URLs; --text_col"
-        assert said in caplog.text
-        # Alone they are what there is to read.
-        columns, _ = read(tmp_path / "rows.csv", f"{name},label\n{values[0]},0\n{values[1]},1\n")
-    assert columns.texts == (name,)
-
-
-@pytest.mark.parametrize(
     ("values", "is_warned"),
     [
+        (["2024-03-12", "12/03/24"], True),
         (["2024-03-12", "on 2024-03-13"], False),
         (["2024-03-12", "12 March 2024"], False),
+        (["https://a.org", "https://b.org/c"], True),
         (["https://a.org", "see https://b.org"], False),
         (["x1", "suffix"], True),
         (["affix", "suffix"], True),
     ],
 )
-def test_columns_of_which_some_rows_are_texts_are_texts(tmp_path, caplog, values, is_warned):
-    """Single words are warned of: they may be terms, or the names of users."""
+def test_a_column_of_single_words_beside_a_text_is_warned_of(tmp_path, caplog, values, is_warned):
+    """They may be terms, or dates, links, names of users."""
     rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
     columns, _ = read(tmp_path / "rows.csv", "\n".join(["which,said,label", *rows]))
     assert columns.texts == ("which", "said")
@@ -261,12 +241,11 @@ def test_columns_of_which_some_rows_are_texts_are_texts(tmp_path, caplog, values
     assert (warned in caplog.text) is is_warned
 
 
-def test_words_beside_several_columns_are_for_the_user_to_judge(tmp_path, caplog):
+def test_which_of_several_columns_are_texts_is_for_the_user_to_say(tmp_path):
     head = "date,user,url,text,label\n"
     rows = "2024-03-12,ann,https://a.org,a b,0\n2024-03-13,ann,https://b.org,b c,1\n"
     with pytest.raises(ValueError, match=r"has 4 text columns \(date, user, url, text\)"):
         read(tmp_path / "rows.csv", head + rows)
-    assert read(tmp_path / "rows.csv", (head + rows).replace("ann", "5"))[0].texts == ("text",)
 
 
 def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
@@ -306,7 +285,10 @@ def classes_of(labels, texts=None):
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
         (["inf", "up"], []),
         (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which is a class of its own: if"]),
-        (["-", "nan", "up"], ["label of 4 rows is '-', row 1 first, which is a class of its own"]),
+        (
+            ["-", "nan", "up"],
+            ["label of 4 rows is 'nan', row 2 first, which is a class of its own"],
+        ),
         (["none", "for", "against"], []),
         (["1", "nan"], ["numbers (1) and words (nan): each is a class"]),
         (["1", "2", "3"], []),

@@ -278,7 +278,7 @@ class TrainingArguments:
         """
         # A seed has bounds on the command line alone.
         check_ranges(type(self), {**vars(self), "seed": None})
-        if self.max_steps == 0:
+        if self.max_steps == 0 and self.do_train:
             raise ValueError(
                 "--max_steps must be at least 1, not 0: leave it out to train for "
                 "--num_train_epochs, and --do_train to train nothing"

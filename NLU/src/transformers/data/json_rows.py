@@ -49,13 +49,9 @@ def begins_with_rows(path: str) -> bool:
 
     The library is not to be given others: ``null`` ends the process by a segmentation fault.
     """
-    return _first_byte(path) in (b"", b"{", b"[")
-
-
-def _first_byte(path: str) -> bytes:
-    """The first one that is not blank; none where many are."""
     with open(path, "rb") as file:
-        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    return begin[:1] in (b"", b"{", b"[")
 
 
 def find_fault(path: str, in_pieces: bool) -> None:
@@ -227,14 +223,3 @@ def without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             f"{in_short(json.dumps(v, ensure_ascii=False) for n, v in pairs if n == name)}"
         )
     return found
-
-
-def check_keys(path: str) -> None:
-    """Refuses a list of objects of which one has a key twice; other files the library refuses.
-
-    Raises:
-        ValueError: it is such a list.
-    """
-    if _first_byte(path) == b"[":
-        for _ in _placed_rows(path):
-            pass

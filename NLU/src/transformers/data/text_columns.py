@@ -34,6 +34,8 @@ _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \
 _FEW = 10
 # Columns of a row without a label; one object with more holds a value of each row.
 _MOST_OF_A_ROW = 20
+# The names of a pair of texts in most of GLUE's files.
+_PAIR = ["sentence1", "sentence2"]
 # What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
@@ -63,9 +65,8 @@ def choose_columns(
     """Which columns are texts: those asked for, or those that can be nothing else.
 
     Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
-    or one or two columns of strings other than the label's: no numbers, no column that is named
-    like an identifier, and, where another column is left, none of codes: one word in each row, with
-    a digit or of a URL.
+    or one or two columns of strings other than the label's: no numbers, and no column that is named
+    like an identifier.
 
     Args:
         data: the file's rows.
@@ -101,7 +102,7 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
-    words = [n for n in of_texts if _is_of_words(data, n)]
+    words = [] if found == _PAIR else [n for n in of_texts if _is_of_words(data, n)]
     for name in of_texts:
         _warn_of_few(data, path, name, is_of_words=name in words and len(words) < len(found))
     return Columns(tuple(found), label)
@@ -125,10 +126,8 @@ def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> l
     """
     reasons = {name: why_no_text(data, name) for name in names}
     found = [name for name, reason in reasons.items() if reason is None]
-    if {"sentence1", "sentence2"} <= set(found):
-        return ["sentence1", "sentence2"]
-    if len(found) > 1:
-        found = _without_codes(data, path, found)
+    if {*_PAIR} <= {*found}:
+        return _PAIR
     if 1 <= len(found) <= 2:
         return found
     _refuse_object_of_rows(data, path, label)
@@ -168,35 +167,6 @@ def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) ->
         )
 
 
-def _without_codes(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
-    """Those of several columns that are not of codes; all if none is left.
-
-    Of more than two, others than texts may be left: it is then for the user to say.
-    """
-    left = [name for name in names if not _is_of_codes(data, name)]
-    if not left or len(left) == len(names):
-        return list(names)
-    if len(names) > 2 and any(_is_of_words(data, name) for name in left):
-        return list(names)
-    logger.info(
-        "%s: %s: not taken for texts, of codes such as dates and URLs; --text_columns names others",
-        *(path, ", ".join(name for name in names if name not in left)),
-    )
-    return left
-
-
-def _is_of_codes(data: Dataset, name: str) -> bool:
-    """Whether a column has one word in each row, with a digit or of a URL.
-
-    So it is of most dates, and of identifiers. Words without may be terms, beside what is said of
-    them.
-    """
-    values = _strings(data, name)
-    return bool(values) and all(
-        _is_word(value) and ("://" in value or any(map(str.isdigit, value))) for value in values
-    )
-
-
 def _is_of_words(data: Dataset, name: str) -> bool:
     """Whether a column has one word in each row."""
     values = _strings(data, name)
@@ -220,7 +190,8 @@ def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None
     Args:
         data, path: the file.
         name: the column.
-        is_of_words: it has one word in each row, as names of users are, and another has more.
+        is_of_words: it has one word in each row, as dates, URLs and names of users are, and another
+            column has more.
     """
     values = [str(value) for value in data.unique(name)]
     is_few = len(values) <= _FEW and len(data) >= 10 * len(values)

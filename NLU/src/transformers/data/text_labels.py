@@ -99,9 +99,9 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
 
 
 def _warn_of_missing(train: Dataset, path: str) -> None:
-    """Warns of words that stand for a missing label, but for "none", as classes are called."""
+    """Warns of words that stand for a missing label, but for those that classes are called by."""
     values = [str(value) for value in train[LABEL][:]]
-    missing = [v for v in values if may_be_missing(v) and v.strip().lower() != "none"]
+    missing = [v for v in values if may_be_missing(v) and v.strip().lower() not in ("none", "-")]
     if missing:
         logger.warning(
             "%s: the label of %d rows is '%s', row %d first, which is a class of its own: if it "

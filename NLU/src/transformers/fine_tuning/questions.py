@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.io.encoding import refuse_utf16_file
 
-from ..data.json_rows import without_repetition
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
 from ..data.text_columns import warn_of_empty_texts
@@ -87,7 +86,7 @@ def _object_in(path: str) -> dict[str, Any] | None:
     refuse_utf16_file(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            whole = json.load(file, object_pairs_hook=without_repetition)
+            whole = json.load(file)
     except (ValueError, RecursionError):
         return None  # several lines, or what read_table says is wrong
     is_one = isinstance(whole, dict) and isinstance(whole.get("data"), list)
