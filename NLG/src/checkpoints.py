@@ -136,7 +136,7 @@ class Base:
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows.
+    """Reads a base's file, under any of the naming schemes that `weights.canonical_names` knows.
 
     Raises:
         CheckpointError: it cannot be read, or the config.json beside it is of another model.
