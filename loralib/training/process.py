@@ -160,7 +160,7 @@ def rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-# What --log_level takes.
+# The levels that `set_up_logging` takes.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _console: ConsoleHandler | None = None  # once logging is set up, where nobody else has done so

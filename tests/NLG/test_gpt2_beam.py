@@ -374,7 +374,7 @@ def test_flags_that_do_not_fit(decode, tmp_path, more, message):
 
 
 def test_half_precision_without_a_gpu(decode):
-    with pytest.raises(ValueError, match="--fp16 needs a GPU: use --bf16"):
+    with pytest.raises(ValueError, match="fp16 needs a GPU: use bf16"):
         decode("--fp16")
 
 

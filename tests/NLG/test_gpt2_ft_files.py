@@ -193,7 +193,7 @@ def test_a_run_killed_at_its_picture_is_drawn_when_it_resumes(tiny, tmp_path, dr
 def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
     if report_to == "tensorboard":
-        with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed"):
+        with pytest.raises(ValueError, match="report_to tensorboard: it is not installed"):
             parse_args(argv)  # before anything is read
         return
     gpt2_ft.main(argv)
@@ -202,7 +202,7 @@ def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to)
 
 def test_none_goes_with_no_other_place(tiny, tmp_path):
     argv = tiny.flags(tmp_path / "run", "--report_to", "none", "plot")
-    with pytest.raises(ValueError, match=r"--report_to none: leave it out, or plot$"):
+    with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot$"):
         parse_args(argv)
 
 
@@ -484,7 +484,7 @@ def test_a_number_out_of_its_range_is_said_before_files_that_are_missing(error_o
 
 def test_fp16_needs_a_gpu(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--fp16")
-    assert "--fp16 needs a GPU: use --bf16, which works on a CPU as well" in error_of(argv)
+    assert "fp16 needs a GPU: use bf16, which works on a CPU as well" in error_of(argv)
 
 
 def test_lora_needs_a_base(tiny, finished, error_of):
