@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints import check_is_one_file
-from exp_utils import run, seen_from
 from gpt2_ft_arguments import parse_args
 from loralib.training.distributed import choose_device
 from loralib.training.precision import check_precision
+from script import run, seen_from
 
 # What a recipe gives itself, and gpt2_ft.py asks for; there, whatever the recipe's is.
 _OF_RECIPES = ["--train_data", os.devnull, "--valid_data", os.devnull]

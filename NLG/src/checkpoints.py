@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exp_utils import seen_from
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
@@ -30,6 +29,7 @@ from loralib.io.tensors import index_of, read_tensors, write_wrapped_tensors
 from loralib.targets import pattern_of_words
 from loralib.training.resume import first_not_finite
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
+from script import seen_from
 from settings_beside import check_settings_beside
 from weights import canonical_names, load_base, own_tensors
 

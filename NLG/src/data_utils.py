@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from exp_utils import read_encoded
+from encoded import read_encoded
 from gpu import DistEnv
 from loralib.nn.packing import PackedRows
 from loralib.training import process

@@ -30,15 +30,9 @@ from tqdm.auto import tqdm
 import loralib as lora
 from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
-from exp_utils import (
-    add_log_level,
-    context_digest,
-    read_encoded,
-    run,
-    set_up_logging,
-    write_json_lines,
-)
+from encoded import context_digest, read_encoded
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
+from json_lines import write_json_lines
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser
 from loralib.io.digests import lines_digest
@@ -50,6 +44,7 @@ from loralib.training.distributed import gather_objects
 from loralib.training.precision import check_precision
 from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
+from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +115,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_gpu_params(parser)
     add_log_level(parser)
+    group = parser.add_argument_group("accepted as in the release, where they have no effect")
+    group.add_argument("--random_seed", type=int, default=10)
     return parser.parse_args(argv)
 
 

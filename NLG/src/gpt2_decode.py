@@ -24,18 +24,13 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from encoded import context_digest
 from encoder import END_OF_TEXT, END_OF_TEXT_ID, Encoder, get_encoder
-from exp_utils import (
-    add_log_level,
-    context_digest,
-    read_json_lines,
-    read_lines,
-    run,
-    set_up_logging,
-)
 from formatted import Row, read_formatted
+from json_lines import read_json_lines, read_lines
 from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
+from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,6 @@ from data_utils import (
     short_batch,
     validation_batches,
 )
-from exp_utils import MetricsLog, run, set_up_logging
 from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, check_same_flags, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
@@ -67,6 +66,7 @@ from loralib.training.precision import (
     hold_frozen_in,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
+from metrics_log import MetricsLog
 from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
@@ -79,6 +79,7 @@ from run_state import (
     write_finished,
     write_run,
 )
+from script import run, set_up_logging
 from weights import own_tensors
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,13 @@ import math
 import os
 
 from checkpoints import add_lora_params, add_model_params
-from exp_utils import REPORTERS, add_log_level, check_report_to
 from gpu import add_gpu_params
 from loralib.io.command_line import ArgumentParser
 from loralib.training.estimate import rate_of
+from metrics_log import REPORTERS, check_report_to
 from model import GPT2Config
 from optimizer import add_optimizer_params
+from script import add_log_level
 
 _MANY = 2**62
 _RANGES = {
@@ -78,6 +79,7 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add("--obj", default="clm", choices=["jlm", "clm"], help="learn completions, or contexts too")
     add("--lora_dropout", type=float, default=0.0, help="dropout on the input of LoRA's update")
     add("--label_smooth", type=float, default=0.0, help="probability spread over the vocabulary")
+    add("--random_seed", type=int, default=10, help="seed of weights, data order and dropout")
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="half precision (GPU)")
     half("--bf16", action="store_true", help="bfloat16; frozen weights are held in it")

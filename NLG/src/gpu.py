@@ -25,7 +25,7 @@ PLATFORMS = ("k8s", "local", "philly", "azure")
 
 
 def add_gpu_params(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how a script was launched, and the random seed."""
+    """Adds the flags that say how a script was launched."""
     add = parser.add_argument_group("processes").add_argument
     add(
         "--platform",
@@ -57,7 +57,6 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the run ends if a process hangs, or does not join the others, for this long",
     )
-    add("--random_seed", default=10, type=int, help="seed of weights, data order and dropout")
 
 
 @dataclass(frozen=True)

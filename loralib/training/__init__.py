@@ -1,1 +1,4 @@
-"""What both training loops stand on; begin at `process`, a script's run, `distributed`, `resume`."""
+"""What both training loops stand on.
+
+Begin at `process` (a script's run), `distributed` (its processes) and `resume`.
+"""

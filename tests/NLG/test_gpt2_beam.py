@@ -12,7 +12,7 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
-from exp_utils import context_digest
+from encoded import context_digest
 from family import TARGETS
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import gpt2_decode
+from encoded import context_digest
 from encoder import END_OF_TEXT_ID, get_encoder
-from exp_utils import context_digest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
 

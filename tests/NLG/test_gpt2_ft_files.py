@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import exp_utils
 import gpt2_ft
+import metrics_log
 from gpt2_ft_arguments import parse_args
 from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
@@ -124,7 +124,7 @@ def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
 def drawn(monkeypatch):
     """What pictures were drawn of, by panel and line; matplotlib is there."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(exp_utils, "is_matplotlib_available", lambda: True)
+    monkeypatch.setattr(metrics_log, "is_matplotlib_available", lambda: True)
     pictures, draw = [], curves._draw
 
     def note(panels):

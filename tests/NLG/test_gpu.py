@@ -82,7 +82,7 @@ def two_gpus(monkeypatch, joined):
 
 
 def test_defaults_of_the_flags():
-    expected = dict(local_rank=None, rank=0, device=0, world_size=0, random_seed=10)
+    expected = dict(local_rank=None, rank=0, device=0, world_size=0)
     expected["ddp_timeout"] = 1800
     assert vars(parse()) == {"platform": "k8s", **expected}
 
@@ -216,8 +216,9 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
 def test_flags_that_processes_have_to_share(monkeypatch):
     compared = []
     monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
-    args = parse("--random_seed", 3, "--local_rank", 1)
-    args.eval_interval, args.work_dir, args.resume = 5, "here", True
+    args = parse("--local_rank", 1)
+    args.random_seed, args.eval_interval = 3, 5
+    args.work_dir, args.resume = "here", True
     monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
     check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")), but=["resume"])
     check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")))
@@ -282,7 +283,7 @@ WORKER = """
 import argparse, json
 import torch
 from gpu import add_gpu_params, start
-from exp_utils import run
+from script import run
 from loralib.training.distributed import (
     barrier, gather_objects, gather_on_first, share_tensors, sum_over_processes
 )
