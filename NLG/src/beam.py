@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from encoded import END_OF_TEXT_ID
 from loralib.nn.packing import PackedRows, attend
 from model import Attend, GPT2LMModel
 
@@ -64,7 +65,7 @@ class BeamSettings:
     no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
     min_length: int = 0
-    eos_token_ids: tuple[int, ...] = (50256,)
+    eos_token_ids: tuple[int, ...] = (END_OF_TEXT_ID,)
 
     def __post_init__(self):
         lowest = {"beam": 1, "eval_len": 1, "no_repeat_ngram_size": 0, "min_length": 0}

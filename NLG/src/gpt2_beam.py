@@ -24,13 +24,12 @@ if __name__ == "__main__":
 
     begin()
 
-import torch
 from tqdm.auto import tqdm
 
 import loralib as lora
 from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
-from encoded import context_digest, read_encoded
+from encoded import END_OF_TEXT_ID, check_in_vocabulary, context_digest, read_encoded, token_ids
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from json_lines import write_json_lines
 from loralib.io.atomic import check_apart, check_folder_writable
@@ -41,14 +40,12 @@ from loralib.training import process, watch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
-from loralib.training.precision import check_precision
+from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
 from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
-
-_END_OF_TEXT = 50256
 
 Prompt = tuple[int, ...]
 
@@ -99,8 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--eos_token_id",
         action="append",
         type=int,
-        default=[_END_OF_TEXT],
-        help=f"a token that ends a text, in addition to {_END_OF_TEXT}, such as 628, a blank line; "
+        default=[END_OF_TEXT_ID],
+        help=f"a token that ends a text, besides {END_OF_TEXT_ID}, such as 628, a blank line; "
         "may be given several times",
     )
     parser.add_argument(
@@ -180,7 +177,7 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
     check_same_weights(model, dist_env.world_size)  # of merged ones, bits depend on the processor
-    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    dtype = compute_dtype(args.fp16, args.bf16)
     return lora.merge(model).to(dist_env.device, dtype).eval().requires_grad_(False)
 
 
@@ -243,17 +240,10 @@ def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt
 
 
 def _context_of(row: dict[str, Any], vocab_size: int, where: str) -> Prompt:
-    ids = row.get("context")
-    # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise ValueError(f'{where}: "context" is missing, or is not a list of token ids')
+    ids = token_ids(row, "context", where)
     if not ids:
         raise ValueError(f"{where}: the context is empty")
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f'{where}: "context" has token {token}, outside the vocabulary of {vocab_size}'
-            )
+    check_in_vocabulary(ids, vocab_size, where)
     return tuple(ids)
 
 
@@ -331,7 +321,7 @@ def main(argv: list[str] | None = None) -> None:
                 "id": number,
                 "predict": texts[prompt] + [0] * (args.eval_len - len(texts[prompt])),
                 "length": len(texts[prompt]),
-                "context_digest": context_digest(context, _END_OF_TEXT),
+                "context_digest": context_digest(context),
             }
             for number, (context, prompt) in enumerate(zip(contexts, prompts, strict=True))
         ),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from tqdm.auto import tqdm
 
-from encoder import END_OF_TEXT_ID, Encoder, get_encoder
+from encoded import END_OF_TEXT_ID
+from encoder import Encoder, get_encoder
 from formatted import Row, read_formatted
 from json_lines import write_json_lines
 from loralib.io.atomic import check_apart

@@ -163,7 +163,10 @@ def test_rows_outside_the_dataset(write, index):
         ('{"context": [], "completion": [100]}', "has token 100, outside"),
         ('{"context": [1], "completion": [99999999999]}', "has token 99999999999, outside"),
         (f'{{"context": [1], "completion": [{2**63}]}}', f"has token {2**63}, outside"),
-        (f'{{"context": [{-(2**63) - 1}]}}', "has token -9223372036854775809, outside"),
+        (
+            f'{{"context": [{-(2**63) - 1}], "completion": [1]}}',
+            "has token -9223372036854775809, outside",
+        ),
         (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside the vocabulary"),
     ],
 )
