@@ -60,19 +60,9 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class DistEnv:
-    """This process among those of a run.
+class DistEnv(Place):
+    """This process among those of a run: its place, and the `device` where it computes."""
 
-    Attributes:
-        rank: its number, from 0.
-        local_rank: its number on its machine.
-        world_size: how many processes there are.
-        device: where it computes.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
     device: torch.device
 
     @property
@@ -134,7 +124,7 @@ def start(args: argparse.Namespace) -> DistEnv:
     device = choose_device(local_rank)
     if world_size > 1 and not dist.is_initialized():
         join(device, args.ddp_timeout)
-    return DistEnv(rank, local_rank, world_size, device)
+    return DistEnv(rank, world_size, local_rank, device)
 
 
 def _place(args: argparse.Namespace) -> Place:

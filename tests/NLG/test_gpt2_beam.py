@@ -267,7 +267,7 @@ def test_a_model_to_decode_is_plain(files, tmp_path):
     args = gpt2_beam.parse_args(
         flags(files, tmp_path, files / "data.jsonl", "--lora_path", files / "lora.pt", "--bf16")
     )
-    run = gpt2_beam.DistEnv(0, 0, 1, torch.device("cpu"))
+    run = gpt2_beam.DistEnv(0, 1, 0, torch.device("cpu"))
     model = gpt2_beam.model_to_decode(args, run)
     assert not any("lora_" in name for name in model.state_dict())
     assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}

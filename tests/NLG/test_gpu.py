@@ -101,7 +101,7 @@ def test_an_unknown_platform_is_refused(capsys):
 @pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
 def test_plain_python_is_one_process(platform, joined):
     run = start(parse("--platform", platform))
-    assert run == DistEnv(0, 0, 1, torch.device("cpu"))
+    assert run == DistEnv(0, 1, 0, torch.device("cpu"))
     assert run.is_main
     assert joined == []
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(0, 1, 0)
@@ -112,7 +112,7 @@ def test_plain_python_is_one_process(platform, joined):
 def test_torchs_launcher(platform, environment, joined):
     environment({**torchrun(5, 6, 1), **MASTER})
     run = start(parse("--platform", platform))
-    assert run == DistEnv(5, 1, 6, torch.device("cpu"))
+    assert run == DistEnv(5, 6, 1, torch.device("cpu"))
     assert not run.is_main
     assert joined == [("gloo", {"rank": 5, "world_size": 6})]
 
@@ -120,7 +120,7 @@ def test_torchs_launcher(platform, environment, joined):
 def test_openmpi(environment, joined):
     # As left over from whatever started mpirun: on k8s it does not count.
     environment({**openmpi(2, 4, 1), **torchrun(0, 1, 0), **MASTER})
-    assert start(parse()) == DistEnv(2, 1, 4, torch.device("cpu"))
+    assert start(parse()) == DistEnv(2, 4, 1, torch.device("cpu"))
     assert joined == [("gloo", {"rank": 2, "world_size": 4})]
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(2, 4, 1)
 
@@ -179,7 +179,7 @@ def test_an_environment_that_does_not_fit(environment, joined, values, flags, me
 )
 def test_one_variable_of_a_single_process(environment, joined, left):
     environment(left)
-    assert start(parse()) == DistEnv(0, 0, 1, torch.device("cpu"))
+    assert start(parse()) == DistEnv(0, 1, 0, torch.device("cpu"))
     assert joined == []
 
 
@@ -197,7 +197,7 @@ def test_one_process_a_machine(environment, joined, monkeypatch):
 def test_each_process_has_a_gpu(environment, joined, two_gpus):
     environment({**torchrun(3, 4, 1), **MASTER})
     device = torch.device("cuda", 1)
-    assert start(parse("--world_size", 4)) == DistEnv(3, 1, 4, device)
+    assert start(parse("--world_size", 4)) == DistEnv(3, 4, 1, device)
     assert two_gpus == [device]
     assert joined == [("nccl", {"rank": 3, "world_size": 4, "device_id": device})]
 
@@ -220,8 +220,8 @@ def test_flags_that_processes_have_to_share(monkeypatch):
     args.random_seed, args.eval_interval = 3, 5
     args.work_dir, args.resume = "here", True
     monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
-    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")), but=["resume"])
-    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")))
+    check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")), but=["resume"])
+    check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")))
     alike = {"--random_seed": 3, "--eval_interval": 5}
     assert compared == [alike, {**alike, "--resume": True}]
 
@@ -248,7 +248,7 @@ def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) ->
 
 def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 0, None)
-    assert start(parse("--platform", "azure")) == DistEnv(0, 0, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(0, 4, 0, torch.device("cpu"))
     (host, port) = sent[1]
     assert host == os.environ["MASTER_ADDR"] == socket.gethostname()
     assert port == os.environ["MASTER_PORT"]
@@ -258,7 +258,7 @@ def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
 
 def test_horovod_brings_the_others_the_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 3, ("far.example", "77"))
-    assert start(parse("--platform", "azure")) == DistEnv(3, 1, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(3, 4, 1, torch.device("cpu"))
     assert sent == ["init", None]
     assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
 

@@ -15,7 +15,7 @@ from loralib.training.precision import Precision
 from optimizer import Scheduler
 from run_state import RESUME_NAME, read_run, restore_run, write_finished, write_run
 
-ALONE = DistEnv(0, 0, 1, torch.device("cpu"))
+ALONE = DistEnv(0, 1, 0, torch.device("cpu"))
 IDENTITY = {"--lr": 1e-3, "--clip": None, "base": "0123"}
 PLACE = {"step": 7, "epoch": 1, "batches_done": 3, "best_ppl": math.inf}
 
