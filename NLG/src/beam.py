@@ -141,7 +141,7 @@ class _Search:
         found: the sequences of prompts whose search has finished, by place.
     """
 
-    _OF_PROMPTS = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
+    _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
 
     def __init__(
         self, model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamSettings
@@ -248,7 +248,7 @@ class _Search:
             dtype=torch.int64,
             device=self.places.device,
         )
-        for name in self._OF_PROMPTS:
+        for name in self._PER_PROMPT:
             setattr(self, name, getattr(self, name)[kept])
         if len(kept):
             self.cache.keep(kept)

@@ -19,7 +19,7 @@ from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
 from loralib.training.process import Place, is_launched, launched_place
 
-_OF_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_OPENMPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
 
@@ -132,7 +132,7 @@ def _place(args: argparse.Namespace) -> Place:
     if args.platform == "azure":
         return _place_from_horovod()
     if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return launched_place(names=_OF_OPENMPI)
+        return launched_place(names=_OPENMPI_NAMES)
     if not is_launched():
         return Place(0, 1, args.local_rank or 0)
     return launched_place(None if "LOCAL_RANK" in os.environ else args.local_rank)

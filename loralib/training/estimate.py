@@ -230,7 +230,7 @@ class _Operations(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()
-        self.formulas = {**flop_registry, **_of_a_cpu()}
+        self.formulas = {**flop_registry, **_cpu_formulas()}
         self.total = 0
 
     def __torch_dispatch__(
@@ -244,7 +244,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-def _of_a_cpu() -> dict[Any, Callable[..., int]]:
+def _cpu_formulas() -> dict[Any, Callable[..., int]]:
     """Formulas for operations that PyTorch has none for."""
     from torch.utils.flop_counter import sdpa_flop_count
 

@@ -50,7 +50,7 @@ def joined(monkeypatch):
         given = {name: more[name] for name in ("rank", "world_size", "device_id")}
         calls.append((backend, {name: v for name, v in given.items() if v is not None}))
 
-    monkeypatch.setattr(distributed, "_attempts_store", lambda *_: ("attempt", HashStore()))
+    monkeypatch.setattr(distributed, "_attempt_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
     monkeypatch.setattr(watch.Watch, "start", lambda self: None)
     monkeypatch.setattr(watch, "_watch", None)  # which joining sets
