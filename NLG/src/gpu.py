@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
-from loralib.training.process import Place, is_launched, launched_place
+from loralib.training.launched import Place, is_launched, launched_place
 
 _OPENMPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError, first_line
-from .process import launched_address, launched_place, warnings_so_far
+from .launched import launched_address, launched_place
+from .process import warnings_so_far
 from .watch import start_watching
 
 logger = logging.getLogger(__name__)
