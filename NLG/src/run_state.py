@@ -6,10 +6,11 @@ are pending.
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,13 @@ _SAME_IN_A_RUN = (
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
+
+
+class Progress(NamedTuple):
+    """How far a run has come: its last step, and the best perplexity of its evaluations."""
+
+    step: int = 0
+    best_ppl: float = math.inf
 
 
 def identity_of(
@@ -185,7 +193,7 @@ def write_run(
     work_dir: str | os.PathLike,
     dist_env: DistEnv,
     identity: Mapping[str, Any],
-    place: Mapping[str, Any],
+    progress: Progress,
     model: nn.Module,
     parts: Mapping[str, Stateful],
 ) -> None:
@@ -195,7 +203,7 @@ def write_run(
         work_dir: the run's folder.
         dist_env: this process.
         identity: see `identity_of`.
-        place: the step, and what else the loop has to know there, as plain values.
+        progress: of the loop.
         model: of which the trained weights are kept, and all of LoRA's tensors.
         parts: optimizer, scheduler and precision.
 
@@ -209,7 +217,8 @@ def write_run(
         trained = _kept(model)
         check_finite(path, trained)
         states = {name: part.state_dict() for name, part in parts.items()}
-        state = {"run": dict(identity), "finished": False, **place, "trained": trained}
+        state = {"run": dict(identity), "finished": False, "trained": trained}
+        state |= progress._asdict()
         state["threads"] = torch.get_num_threads()
         write_torch(path, {**state, **states, **generators})
 
@@ -237,18 +246,13 @@ def restore_run(
     dist_env: DistEnv,
     identity: Mapping[str, Any],
     state: Mapping[str, Any],
-    place: Mapping[str, Any],
     model: nn.Module,
     parts: Mapping[str, Stateful],
-) -> dict[str, Any]:
+) -> Progress:
     """Puts a run where `write_run` left it; for arguments see there.
 
     Args:
         state: what `find_run` returned.
-        place: an example of what `write_run` was given.
-
-    Returns:
-        The place.
 
     Raises:
         CheckpointError: it is a run with other settings.
@@ -258,12 +262,12 @@ def restore_run(
     way_out = f"give the same to resume it, or begin a new run in {_ANOTHER_FOLDER}"
     check_same_run(work_dir, state["run"], identity, way_out)
     if state["finished"]:
-        return {**place, "step": state["step"]}
+        return Progress(state["step"])
     weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
     with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
         like = {name: weight.cpu() for name, weight in weights.items()}
-        check_like(state, {**place, **{name: {} for name in parts}})
+        check_like(state, {**Progress()._asdict(), **{name: {} for name in parts}})
         check_like(state, {"trained": like, "rng_state": generators, "threads": 1})
         for name, weight in weights.items():
             weight.copy_(state["trained"][name])
@@ -273,4 +277,4 @@ def restore_run(
         set_rng_state(state["rng_state"][dist_env.rank], dist_env.device)
     check_same_weights(model, dist_env.world_size, weights)
     warn_of_other_threads(state["threads"], dist_env.device)
-    return {name: state[name] for name in place}
+    return Progress(state["step"], state["best_ppl"])
