@@ -55,6 +55,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _add_data_params(parser)
+    _add_search_params(parser)
+    _add_precision_params(parser)
+    add_model_params(parser, default_card="gpt2.sm")
+    parser.add_argument_group("LoRA").add_argument(
+        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
+    )
+    add_gpu_params(parser)
+    add_log_level(parser)
+    group = parser.add_argument_group("accepted as in the release, where they have no effect")
+    group.add_argument("--random_seed", type=int, default=10)
+    return parser.parse_args(argv)
+
+
+def _add_data_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--data", default="../data/wikitext-103", help="lines as gpt2_encode.py writes them")
     add("--batch_size", type=int, default=10, help="contexts searched at a time, in each process")
@@ -70,6 +85,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder for the output; default: $PT_OUTPUT_DIR, or gpt2_model",
     )
     add("--output_file", default="beam_prediction.jsonl", help="the predictions, in --work_dir")
+
+
+def _add_search_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("search").add_argument
     add("--beam", type=int, default=1, help="beams a context; 1: greedy search")
     add("--eval_len", type=int, default=256, help="tokens of a text at most")
@@ -100,21 +118,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"a token that ends a text, besides {END_OF_TEXT_ID}, such as 628, a blank line; "
         "may be given several times",
     )
+
+
+def _add_precision_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)"
     )
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="compute in half precision (GPU)")
     half("--bf16", action="store_true", help="compute in bfloat16")
-    add_model_params(parser, default_card="gpt2.sm")
-    parser.add_argument_group("LoRA").add_argument(
-        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
-    )
-    add_gpu_params(parser)
-    add_log_level(parser)
-    group = parser.add_argument_group("accepted as in the release, where they have no effect")
-    group.add_argument("--random_seed", type=int, default=10)
-    return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> BeamSettings:
