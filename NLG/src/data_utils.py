@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from encoded import check_in_vocabulary, read_encoded, token_ids
 from gpu import DistEnv
+from loralib.io.command_line import check_bounds
 from loralib.nn.packing import PackedRows
 from loralib.training import launched
 
@@ -83,9 +84,8 @@ class FT_Dataset(Dataset):
         seed: int = 0,
         vocab_size: int = 50257,
     ):
-        for name, size in (("batch size", batch_size), ("sequence length", max_seq_length)):
-            if size < 1:
-                raise ValueError(f"the {name} has to be at least 1, but is {size}")
+        check_bounds("batch_size", batch_size, least=1)
+        check_bounds("max_seq_length", max_seq_length, least=1)
         if not os.path.exists(path):
             raise FileNotFoundError(
                 f"{path}: no such file; create_datasets.sh makes those of E2E, WebNLG and DART"

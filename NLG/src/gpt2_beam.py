@@ -28,12 +28,12 @@ from tqdm.auto import tqdm
 
 import loralib as lora
 from beam import BeamSettings, search
-from checkpoints import add_model_params, open_model
+from checkpoints import add_model_params, check_model_params, open_model
 from encoded import END_OF_TEXT_ID, check_in_vocabulary, context_digest, read_encoded, token_ids
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from json_lines import write_json_lines
 from loralib.io.atomic import check_apart, check_folder_writable
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
 from loralib.nn.products import use_products
 from loralib.training import launched, watch
@@ -51,7 +51,11 @@ Prompt = tuple[int, ...]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Reads the command line.
+
+    Raises:
+        ValueError: a number is out of its bounds.
+    """
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,7 +70,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_log_level(parser)
     group = parser.add_argument_group("accepted as in the release, where they have no effect")
     group.add_argument("--random_seed", type=int, default=10)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_bounds("--batch_size", args.batch_size, least=1)
+    check_model_params(args)
+    return args
 
 
 def _add_data_params(parser: argparse.ArgumentParser) -> None:
@@ -135,8 +142,6 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
     Raises:
         ValueError: a flag is out of its range.
     """
-    if args.batch_size < 1:
-        raise ValueError("--batch_size has to be at least 1")
     if args.seq_len <= args.eval_len:
         raise ValueError(
             f"--seq_len {args.seq_len} leaves no token for a context next to --eval_len "

@@ -4,26 +4,25 @@ import argparse
 import math
 import os
 
-from checkpoints import add_lora_params, add_model_params
+from checkpoints import add_lora_params, add_model_params, check_model_params
 from gpu import add_gpu_params
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.training.estimate import rate_of
 from metrics_log import REPORTERS, check_report_to
 from model import GPT2Config
 from optimizer import add_optimizer_params
 from script import add_log_level
 
-_MANY = 2**62
-_RANGES = {
-    **dict.fromkeys(("grad_acc", "log_interval", "eval_interval", "save_interval"), (1, _MANY)),
-    **dict.fromkeys(("max_step", "max_epoch"), (1, _MANY)),
-    **dict.fromkeys(("train_batch_size", "valid_batch_size", "seq_len"), (1, _MANY)),
-    **dict.fromkeys(("estimate_devices", "estimate_length"), (1, _MANY)),
-    **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
-    **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
-    **dict.fromkeys(("lr", "weight_decay", "adam_epislon"), (0, 1e30)),
-    **dict.fromkeys(("random_seed", "lora_dim", "warmup_step"), (0, _MANY)),
-}
+# The bounds of flags that are numbers, as `check_bounds` takes them.
+_BOUNDS: list[tuple[dict[str, float], tuple[str, ...]]] = [
+    ({"least": 1}, ("train_batch_size", "valid_batch_size", "grad_acc", "seq_len")),
+    ({"least": 1}, ("max_step", "max_epoch", "log_interval", "eval_interval", "save_interval")),
+    ({"least": 0}, ("warmup_step",)),
+    ({"least": 0, "most": 2**62}, ("random_seed",)),
+    ({"least": 0, "below": 1}, ("lora_dropout", "label_smooth", "adam_beta1", "adam_beta2")),
+    ({"least": 0, "below": math.inf}, ("clip", "lr", "weight_decay", "adam_epislon")),
+    ({"above": 0, "below": math.inf}, ("lora_plus_ratio",)),
+]
 
 
 def parse_args(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -49,21 +48,12 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add_log_level(parser)
     _add_params_without_effect(parser)
     args = parser.parse_args(argv)
-    for flag, (least, most) in _RANGES.items():
-        value = getattr(args, flag)
-        if value is not None and not least <= value <= most:
-            bound = f"at most {most:g}" if value > most else f"at least {least:g}"
-            raise ValueError(f"--{flag} has to be {bound}, but is {value}")
-        if flag in ("lora_dropout", "label_smooth") and value == 1:
-            raise ValueError(f"--{flag} 1 leaves nothing to learn from: give less")
-    for flag in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, flag) < 1:
-            value = getattr(args, flag)
-            raise ValueError(f"--{flag} has to be at least 0 and below 1, but is {value}")
+    for bounds, flags in _BOUNDS:
+        for flag in flags:
+            check_bounds(f"--{flag}", getattr(args, flag), **bounds)
+    check_model_params(args)
     check_report_to(args.report_to)
     _check_estimate(args)
-    if not 0 < args.lora_plus_ratio < math.inf:
-        raise ValueError(f"--lora_plus_ratio has to be above 0, but is {args.lora_plus_ratio}")
     return args
 
 
@@ -160,6 +150,8 @@ def _check_estimate(args: argparse.Namespace) -> None:
     for flag in ("estimate_devices", "estimate_rate", "estimate_length"):
         if getattr(args, flag) is not None and not args.estimate:
             raise ValueError(f"--{flag} needs --estimate")
+    check_bounds("--estimate_devices", args.estimate_devices, least=1)
+    check_bounds("--estimate_length", args.estimate_length, least=1)
     if args.estimate_rate is not None:
         try:
             args.estimate_rate = rate_of(args.estimate_rate)

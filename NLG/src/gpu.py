@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from loralib.io.command_line import check_bounds
 from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
 from loralib.training.launched import Place, is_launched, launched_place
@@ -111,8 +112,7 @@ def start(args: argparse.Namespace) -> DistEnv:
             is not there; or the platform is azure and horovod is not installed.
         TrainingError: not all processes are there within --ddp_timeout.
     """
-    if not 0 < args.ddp_timeout < math.inf:
-        raise ValueError(f"--ddp_timeout has to be positive, but is {args.ddp_timeout}")
+    check_bounds("--ddp_timeout", args.ddp_timeout, above=0, below=math.inf)
     place = _place(args)
     rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     if args.world_size not in (0, world_size):

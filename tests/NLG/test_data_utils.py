@@ -194,7 +194,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path, before):
 
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 8), (-1, 8), (8, 0)])
 def test_sizes_have_to_be_positive(write, batch_size, seq_len):
-    with pytest.raises(ValueError, match="has to be at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         FT_Dataset(write(([1], [2])), batch_size, seq_len)
 
 
