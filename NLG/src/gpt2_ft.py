@@ -58,7 +58,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
-from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches
+from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches, rate_of
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
@@ -477,7 +477,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
         device=device,
         dtype=compute_dtype(args.fp16, args.bf16),
         devices=devices,
-        rate=args.estimate_rate,
+        rate=rate_of(args.estimate_rate),
     )
     return estimate(plan)
 

@@ -7,7 +7,7 @@ import os
 from checkpoints import add_lora_params, add_model_params, check_model_params
 from gpu import add_gpu_params
 from loralib.io.command_line import ArgumentParser, check_bounds
-from loralib.training.estimate import rate_of
+from loralib.training.estimate import SETTINGS, check_settings
 from metrics_log import REPORTERS, check_report_to
 from model import GPT2Config
 from optimizer import add_optimizer_params
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
             check_bounds(f"--{flag}", getattr(args, flag), **bounds)
     check_model_params(args)
     check_report_to(args.report_to)
-    _check_estimate(args)
+    check_settings(args)
     return args
 
 
@@ -112,29 +112,10 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
 
 def _add_estimate_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("before a run").add_argument
-    add(
-        "--estimate",
-        action="store_true",
-        help="print how many parameters are trained, the memory of a device, arithmetic and time, "
-        "and exit without training; needs no weights",
-    )
-    add(
-        "--estimate_devices",
-        type=int,
-        help="devices that the run is to have; default: those that it has here",
-    )
-    add(
-        "--estimate_rate",
-        metavar="GFLOPS",
-        help="operations a second of a device, in GFLOP/s; default: measured, in steps of two "
-        "blocks here",
-    )
-    add(
-        "--estimate_length",
-        type=int,
-        help="tokens of each example, instead of those of the data; default, where the data is not "
-        "there: --seq_len",
-    )
+    add("--estimate", action="store_true", help=SETTINGS["estimate"])
+    add("--estimate_devices", type=int, help=SETTINGS["estimate_devices"])
+    add("--estimate_rate", metavar="GFLOPS", help=SETTINGS["estimate_rate"])
+    add("--estimate_length", type=int, help=SETTINGS["estimate_length"])
 
 
 def _add_params_without_effect(parser: argparse.ArgumentParser) -> None:
@@ -143,20 +124,6 @@ def _add_params_without_effect(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--roll_lr", type=float, default=0.00001)
     group.add_argument("--roll_step", type=int, default=100)
     group.add_argument("--eval_epoch", type=int, default=1)
-
-
-def _check_estimate(args: argparse.Namespace) -> None:
-    """Checks the flags of --estimate; a rate becomes a number."""
-    for flag in ("estimate_devices", "estimate_rate", "estimate_length"):
-        if getattr(args, flag) is not None and not args.estimate:
-            raise ValueError(f"--{flag} needs --estimate")
-    check_bounds("--estimate_devices", args.estimate_devices, least=1)
-    check_bounds("--estimate_length", args.estimate_length, least=1)
-    if args.estimate_rate is not None:
-        try:
-            args.estimate_rate = rate_of(args.estimate_rate)
-        except ValueError as error:
-            raise ValueError(f"--estimate_rate {error}") from error
 
 
 def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:
