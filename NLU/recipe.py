@@ -245,13 +245,18 @@ def check_small(folders: Sequence[str]) -> None:
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
-    """Checks that the LoRA weights that the recipe starts from exist.
+    """Checks that the LoRA weights that the recipe starts from exist, and are no full model.
 
     Raises:
-        FileNotFoundError: they are not; the message says which recipe makes them.
+        FileNotFoundError: they do not; the message says which recipe makes them.
+        ValueError: they are a full model's.
     """
     path = _given(recipe.arguments(extra), "--lora_path")
-    if path is None or os.path.exists(path):
+    if path is None:
+        return
+    if os.path.exists(path):
+        if recipe.after is not None:
+            _check_is_adapter(recipe, path)
         return
     if recipe.after is None or _given(extra, "--lora_path") is not None:
         raise FileNotFoundError(f"--lora_path {path}: no such file")
@@ -261,6 +266,33 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
         f"{path}: no such file; {first.script.name} makes it as {made}: run that, then "
         f"MNLI_CHECKPOINT={made} bash {_shown(recipe.script)}"
     )
+
+
+def _check_is_adapter(recipe: Recipe, path: str) -> None:
+    """Refuses a full model: what run_glue.py would say of it, a recipe cannot do.
+
+    Raises:
+        ValueError: it is one; the message says how to get LoRA weights.
+    """
+    from loralib.adapters.formats import read_adapter  # takes seconds
+    from loralib.errors import CheckpointError, FullModelError, ModelAsAdapterError
+
+    first = read_recipes()[recipe.after]
+    try:
+        read_adapter(path)
+    except ModelAsAdapterError as error:
+        raise ValueError(
+            f"{path}: is a model without LoRA, and the recipe starts from LoRA weights: "
+            f"{first.script.name} makes them as {first.output_dir}/pytorch_model_lora.bin"
+        ) from error
+    except FullModelError as error:
+        split = f"{_shown(HERE.parent / 'utils' / 'split_lora.py')} {shlex.quote(path)}"
+        raise ValueError(
+            f"{path}: holds a full model: python {split} mnli_lora.bin takes its LoRA weights out; "
+            f"then MNLI_CHECKPOINT=mnli_lora.bin bash {_shown(recipe.script)}"
+        ) from error
+    except CheckpointError:
+        return  # run_glue.py says what is wrong, and what to do about it
 
 
 def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
@@ -368,13 +400,18 @@ def chosen(args: argparse.Namespace) -> Recipe:
     return small(recipe, *args.small) if args.small else recipe
 
 
+def given_processes() -> str:
+    """NPROC; an empty one is none, as in a shell's ``${NPROC:-8}`` and in GPT-2's recipes."""
+    return os.environ.get("NPROC", "")
+
+
 def processes(recipe: Recipe) -> int:
     """On how many processes to run it: a number, or a word of PyTorch's launcher for one.
 
     Raises:
         ValueError: NPROC is neither, or there are no such devices.
     """
-    nproc = os.environ.get("NPROC", str(recipe.nproc))
+    nproc = given_processes() or str(recipe.nproc)
     if nproc in ("auto", "cpu", "gpu", "xpu"):
         from torch.distributed.run import determine_local_world_size  # takes seconds
 
@@ -404,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_run:
             check_start(recipe, extra)
         nproc = processes(recipe)
-        if is_run and "NPROC" not in os.environ:
+        if is_run and not given_processes():
             check_gpus(recipe, extra)
     except (OSError, ValueError) as error:
         sys.exit(f"{args.recipe}.sh: error: {error}")

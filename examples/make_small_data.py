@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.training import process
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Makes the data and writes it."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")

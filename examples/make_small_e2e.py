@@ -21,6 +21,7 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.training import process
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def _write(path: Path, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Makes the files that the module's head lists."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")

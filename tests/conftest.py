@@ -48,10 +48,10 @@ def pytest_configure_node(node):
 def pytest_collection_modifyitems(items):
     """Files that take longest go first: of several workers none ends alone with one of them."""
 
-    def files_with(marker):
-        return {item.path for item in items if item.get_closest_marker(marker)}
+    def files_with(*markers):
+        return {item.path for item in items if any(map(item.get_closest_marker, markers))}
 
-    distributed, slow = files_with("distributed"), files_with("slow")
+    distributed, slow = files_with("distributed"), files_with("slow", "fuzz")
     items.sort(key=lambda item: (item.path not in distributed, item.path not in slow))
 
 

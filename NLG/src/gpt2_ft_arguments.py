@@ -7,6 +7,7 @@ import os
 from checkpoints import add_lora_params, add_model_params, check_model_params
 from gpu import add_gpu_params
 from loralib.io.command_line import ArgumentParser, check_bounds
+from loralib.training.determinism import LARGEST_SEED
 from loralib.training.estimate import SETTINGS, check_settings
 from metrics_log import REPORTERS, check_report_to
 from model import GPT2Config
@@ -18,7 +19,7 @@ _BOUNDS: list[tuple[dict[str, float], tuple[str, ...]]] = [
     ({"least": 1}, ("train_batch_size", "valid_batch_size", "grad_acc", "seq_len")),
     ({"least": 1}, ("max_step", "max_epoch", "log_interval", "eval_interval", "save_interval")),
     ({"least": 0}, ("warmup_step",)),
-    ({"least": 0, "most": 2**62}, ("random_seed",)),
+    ({"least": 0, "most": LARGEST_SEED}, ("random_seed",)),
     ({"least": 0, "below": 1}, ("lora_dropout", "label_smooth", "adam_beta1", "adam_beta2")),
     ({"least": 0, "below": math.inf}, ("clip", "lr", "weight_decay", "adam_epislon")),
     ({"above": 0, "below": math.inf}, ("lora_plus_ratio",)),
@@ -107,7 +108,11 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
         "to learning_curves.png there at the end of the run; default: all that are installed "
         "(plot needs matplotlib)",
     )
-    add("--resume", action="store_true", help="resume the run in --work_dir that was killed")
+    add(
+        "--resume",
+        action="store_true",
+        help="resume the run in --work_dir that was killed; it may get another length",
+    )
 
 
 def _add_estimate_params(parser: argparse.ArgumentParser) -> None:

@@ -26,11 +26,13 @@ from loralib.training.determinism import rng_state, set_rng_state, warn_of_other
 from loralib.training.distributed import barrier, gather_on_first
 from loralib.training.resume import (
     Stateful,
+    check_not_beyond,
     check_same_run,
     damage_named,
     like_rng_state,
     read_state,
     restore,
+    warn_of_length,
 )
 from model import GPT2Config
 from weights import own_tensors
@@ -39,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
 _ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
+_TO_TRAIN_LONGER = (
+    "it is finished; to train it longer, begin a new run with its last model as --init_checkpoint, "
+    f"in {_ANOTHER_FOLDER}"
+)
 _WAY_OUT = "remove it and the model.*.pt beside it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
@@ -51,6 +57,8 @@ _SAME_IN_A_RUN = (
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
+# Where the schedule ends, and the run: those of a run that is not finished may change.
+_LENGTHS = ("last step", "number of steps")
 
 
 class Progress(NamedTuple):
@@ -68,7 +76,7 @@ def identity_of(
     last_step: int,
     base: str | None,
 ) -> dict[str, Any]:
-    """What has to be the same for a run to resume, by name.
+    """What has to be the same for a run to resume bit-exact, by name.
 
     Args:
         args: the flags.
@@ -255,14 +263,20 @@ def restore_run(
         state: what `find_run` returned.
 
     Raises:
-        CheckpointError: it is a run with other settings.
+        CheckpointError: it is a run with other settings, one that has made more steps than this
+            has, or a finished one of another length.
         DamagedStateError: the state is not built as this run's.
         TrainingError: another process has read other weights.
     """
-    way_out = f"give the same to resume it, or begin a new run in {_ANOTHER_FOLDER}"
-    check_same_run(work_dir, state["run"], identity, way_out)
+    new_run = f"begin a new run in {_ANOTHER_FOLDER}"
+    lengths = {name: identity[name] for name in _LENGTHS}
+    fixed = {name: value for name, value in identity.items() if name not in lengths}
+    check_same_run(work_dir, state["run"], fixed, f"give the same to resume it, or {new_run}")
     if state["finished"]:
+        check_same_run(work_dir, state["run"], lengths, _TO_TRAIN_LONGER)
         return Progress(state["step"])
+    check_not_beyond(work_dir, state["step"], identity["number of steps"], new_run)
+    warn_of_length(work_dir, state["run"]["last step"], identity["last step"])
     weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
     with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():

@@ -48,6 +48,7 @@ from transformers import (
 from transformers.data.text_files import load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
+from transformers.fine_tuning.script import check_scores
 from transformers.hf_argparser import flag
 from transformers.trainer_agreement import check_same_flags
 from transformers.trainer_estimate import EstimateArguments, estimate_run
@@ -287,6 +288,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     set_up_datasets(model_args.cache_dir)
     check_stages(model_args, data_args, args)
+    check_scores(args, ())  # perplexity is that of the last evaluation alone
     check_sources_kept(args, {"model_name_or_path": model_args.model_name_or_path})
     checkpoint = find_checkpoint(args)
     for file in filter(None, (data_args.train_file, data_args.validation_file)):

@@ -57,6 +57,7 @@ from transformers.fine_tuning.data_sets import load_tables
 from transformers.fine_tuning.script import (
     Prepared,
     begin,
+    check_scores,
     estimate_task,
     needed_splits,
     report,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags ne
 LONGEST = 512
 # The column that says of each row how many of its choices were cut.
 CUT = "cut"
+SCORE = "accuracy"
 
 
 @dataclass
@@ -100,6 +102,7 @@ def prepare(
     splits: Sequence[str],
 ) -> Prepared:
     """Reads settings, data and tokenizer, and checks that they belong together."""
+    check_scores(args, [SCORE])
     config = load_task_config(model_args, args, adapters)
     choices = check_choices(load_tables(data_args, splits, model_args.cache_dir, read_choices))
     tokenizer = open_tokenizer(model_args, config)
@@ -169,7 +172,7 @@ def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     """How many choices are right."""
-    return {"accuracy": simple_accuracy(evaluated.predictions.argmax(axis=1), evaluated.label_ids)}
+    return {SCORE: simple_accuracy(evaluated.predictions.argmax(axis=1), evaluated.label_ids)}
 
 
 def predict(trainer: Trainer, rows: Dataset) -> None:
@@ -190,7 +193,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForMultipleChoice.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(AutoModelForMultipleChoice, model_args, prepared.config, adapters, args)

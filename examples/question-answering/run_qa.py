@@ -53,6 +53,7 @@ from transformers.fine_tuning.questions import (
     Question,
     check_questions,
     check_room,
+    names_of_scores,
     read_questions,
     scores_of,
     write_answers,
@@ -60,6 +61,7 @@ from transformers.fine_tuning.questions import (
 from transformers.fine_tuning.script import (
     Prepared,
     begin,
+    check_scores,
     estimate_task,
     needed_splits,
     report,
@@ -143,6 +145,7 @@ def prepare(
             "--label_smoothing_factor smooths one label, and an answer has two, its start and its "
             "end: leave it out"
         )
+    check_scores(args, names_of_scores(data_args.version_2_with_negative))
     config = load_task_config(model_args, args, adapters)
     tables = load_tables(data_args, splits, model_args.cache_dir, read_questions)
     questions = check_questions(tables, data_args.version_2_with_negative)
@@ -297,7 +300,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForQuestionAnswering.role)
     args.label_names = POSITIONS
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)

@@ -28,6 +28,7 @@ The base is read once, and one batch holds rows of several adapters:
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -72,6 +73,7 @@ from transformers import (
 )
 from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
+from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
@@ -159,7 +161,7 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
                 f"two adapters have the name '{name}': {sources[name]} and {source}; "
                 "give one another name"
             )
-        sources[name] = source
+        sources[name] = os.path.expanduser(source)  # as the parser does with whole values
     return sources
 
 
@@ -209,14 +211,16 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     if not content:
         raise ValueError("is blank; only lines at the end may be")
     try:
-        line = json.loads(content)
+        line = json.loads(content, object_pairs_hook=without_repetition)
         # The answer repeats it in UTF-8, which cannot encode all that JSON can.
         _encoded(line)
+    except RepeatedKeyError:
+        raise
     except (ValueError, RecursionError) as error:
         # JSON's errors also count lines, from 1 in this very line: that would mislead.
         raise ValueError(
             f"is not JSON ({getattr(error, 'msg', error)}); a line is, for one, "
-            '{"adapter": "rte", "text": "A dog runs."}'
+            f'{{"adapter": {json.dumps(names[0])}, "text": "A dog runs."}}'
         ) from error
     if not isinstance(line, dict):
         raise ValueError(f"is not a JSON object ({content.decode():.40})")
@@ -235,6 +239,9 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     line.setdefault("adapter", names[0])
     if line["adapter"] not in names:
         adapter = json.dumps(line["adapter"], ensure_ascii=False)
+        if not isinstance(line["adapter"], str):
+            quoted_names = in_short(names, quote='"')
+            raise ValueError(f"its adapter is not a string ({adapter:.40}), such as {quoted_names}")
         raise ValueError(f"unknown adapter {adapter} (expected {in_short(names)})")
     return line
 

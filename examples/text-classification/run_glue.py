@@ -24,6 +24,7 @@ if __name__ == "__main__":
     begin()
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from loralib.adapters.adapter import Adapter
 from loralib.errors import in_short
@@ -77,6 +78,7 @@ from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.script import (
     begin,
     begin_estimate,
+    check_scores,
     needed_splits,
     print_estimate,
     start,
@@ -399,16 +401,20 @@ def tokenize(
 
 
 def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
-    """The task's metrics; for one's own data those of classes, or of scores."""
+    """What computes the metrics of an evaluation."""
 
     def compute(evaluated: EvalPrediction) -> dict[str, float]:
-        predictions = _predictions(evaluated.predictions, data)
-        if data.task is not None:
-            return glue_compute_metrics(data.task.name, predictions, evaluated.label_ids)
-        own_metrics = regression_metrics if data.is_regression else classification_metrics
-        return own_metrics(predictions, evaluated.label_ids)
+        return score(_predictions(evaluated.predictions, data), evaluated.label_ids, data)
 
     return compute
+
+
+def score(predictions: ArrayLike, labels: ArrayLike, data: TextData) -> dict[str, float]:
+    """The task's metrics; for one's own data those of classes, or of scores."""
+    if data.task is not None:
+        return glue_compute_metrics(data.task.name, predictions, labels)
+    own_metrics = regression_metrics if data.is_regression else classification_metrics
+    return own_metrics(predictions, labels)
 
 
 def _predictions(logits: np.ndarray, data: TextData) -> np.ndarray:
@@ -519,6 +525,8 @@ def prepare(
     else:
         data = load_own_files(data_args, splits, origin, model_args.cache_dir)
     check_task(data, origin, args.do_train)
+    if args.metric_for_best_model not in (None, "loss"):  # else sklearn need not be imported yet
+        check_scores(args, score([0, 1], [0, 1], data))
 
     tokenizer = open_tokenizer(model_args, config)
     is_pair = len(data.text_keys) == 2
@@ -542,7 +550,7 @@ def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForSequenceClassification.role)
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets
@@ -589,7 +597,7 @@ def estimate(
 
     Data in files is read, for the lengths of its texts. Weights are not, nor data on the hub.
     """
-    adapters = begin_estimate(model_args, args)
+    adapters = begin_estimate(model_args, args, AutoModelForSequenceClassification.role)
     if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
         set_up_datasets(model_args.cache_dir)
         prepared = prepare(model_args, data_args, args, adapters, ["train"])

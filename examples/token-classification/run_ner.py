@@ -58,6 +58,7 @@ from transformers.fine_tuning.data_sets import Table, load_tables
 from transformers.fine_tuning.script import (
     Prepared,
     begin,
+    check_scores,
     estimate_task,
     needed_splits,
     report,
@@ -77,6 +78,8 @@ logger = logging.getLogger(__name__)
 LONGEST = 512
 # Columns beside what the model takes: whether a row was cut, and its words' first tokens.
 CUT, FIRSTS = "cut", "first_tokens"
+# What is scored of all types together.
+OVERALL = ("precision", "recall", "f1", "accuracy")
 
 
 @dataclass
@@ -141,6 +144,7 @@ def prepare(
     data = check_sentences(tables, words, tags, data_args.task_name, origin.labels)
     origin.check_task(data_args.task_name, args.do_train)
     origin.check_labels(data.labels, args.do_train)
+    check_scores(args, names_of_scores(data.labels, data_args.return_entity_level_metrics))
 
     tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
     if not getattr(tokenizer, "add_prefix_space", True):
@@ -225,11 +229,15 @@ def metrics_for(
         scores = entity_metrics(*tags_of_labels(logits, labels_of_words(labels, firsts), names))
         if each_type:
             return flat(scores)
-        return {
-            name: scores[f"overall_{name}"] for name in ("precision", "recall", "f1", "accuracy")
-        }
+        return {name: scores[f"overall_{name}"] for name in OVERALL}
 
     return compute
+
+
+def names_of_scores(labels: Sequence[str], each_type: bool) -> Sequence[str]:
+    """What `metrics_for` gives, of all types that the tags are of."""
+    tags = [conll_tags(labels)]
+    return list(flat(entity_metrics(tags, tags))) if each_type else OVERALL
 
 
 def flat(scores: dict[str, Any]) -> dict[str, float]:
@@ -274,7 +282,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForTokenClassification.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(

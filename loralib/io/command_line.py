@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -28,6 +29,15 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """A flag's value from its text; argparse has no public method for it.
+
+        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too.
+        """
+        if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
+            arg_string = os.path.expanduser(arg_string)
+        return super()._get_value(action, arg_string)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

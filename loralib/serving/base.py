@@ -6,6 +6,7 @@ changed, values are compared: the same weights may have been loaded again.
 """
 
 from collections.abc import Collection
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,8 @@ from ..adapters.families import top_module
 from ..adapters.fingerprint import is_readable, sampled
 from ..adapters.loading import same_when_rounded
 from ..steps import latest_step
+
+_writes_to = attrgetter("_version")
 
 
 class CheckedBase:
@@ -31,22 +34,25 @@ class CheckedBase:
     def note_state(self, model: nn.Module) -> None:
         """Notes the counts, parameters and modules of a model that was compared, with wrappers."""
         self._step = latest_step()
-        self._places = [
-            (held_in, name, value)
+        places: list[tuple[dict[str, Any], str]] = [
+            (held_in, name)
             for module in model.modules()
             for held_in in (module._modules, module._parameters)
-            for name, value in held_in.items()
+            for name in held_in
         ]
+        self._owners = [held_in for held_in, _ in places]
+        self._names = [name for _, name in places]
+        self._held = list(map(dict.get, self._owners, self._names))
         self._counted = [p for p in model.parameters() if not p.is_inference()]
-        self._writes = [parameter._version for parameter in self._counted]
+        self._writes = list(map(_writes_to, self._counted))
 
     def may_differ(self) -> bool:
         """Whether there was a step, a write to a parameter, or something put into a place since."""
         return (
             bool(self._differing)
             or self._step is not latest_step()
-            or [parameter._version for parameter in self._counted] != self._writes
-            or any(_holds_another(*place) for place in self._places)
+            or list(map(_writes_to, self._counted)) != self._writes
+            or not all(map(is_, map(dict.get, self._owners, self._names), self._held))
         )
 
     def difference(self, model: nn.Module, heads: Collection[str]) -> str | None:
@@ -74,7 +80,3 @@ class CheckedBase:
         sample = self._samples[name]
         now = sampled(parameter)
         return now.shape == sample.shape and same_when_rounded(now, sample)
-
-
-def _holds_another(held_in: dict[str, Any], name: str, value: Any) -> bool:
-    return held_in.get(name) is not value

@@ -55,6 +55,10 @@ def _forget_fp32_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
+# PyTorch takes seeds of 64 bits; epochs, steps and processes are added to a run's.
+LARGEST_SEED = 2**62
+
+
 def set_seed(seed: int) -> None:
     """Seeds Python, NumPy and PyTorch on all devices; for weights, which all processes share."""
     random.seed(seed)

@@ -6,6 +6,7 @@ generators. A training loop decides into which files it goes, each written by `w
 `replacing_folder`, so that a kill leaves the old state or the new one.
 """
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from ..io.digests import shown
 from ..io.likeness import check_like
 from ..io.tensors import verify_archive
 from .determinism import rng_state
+
+logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -124,6 +127,41 @@ def check_same_run(
             raise CheckpointError(
                 f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
             )
+
+
+def check_not_beyond(where: str | os.PathLike, done: int, steps: int, way_out: str) -> None:
+    """Checks that a run which resumes has not made more steps than it is to have.
+
+    Args:
+        where: the file or folder that it resumes from.
+        done: the steps that it has made.
+        steps: those that it is to have.
+        way_out: what a user can do besides giving it its length.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    if done > steps:
+        raise CheckpointError(
+            f"{where}: has made {done} steps, and this run ends after {steps}: give the length "
+            f"that it began with, or {way_out}"
+        )
+
+
+def warn_of_length(where: str | os.PathLike, before: int, now: int) -> None:
+    """Warns where a run resumes with another schedule than it began with.
+
+    Args:
+        where: the file or folder that it resumes from.
+        before: the steps of its schedule.
+        now: those that it has by now.
+    """
+    if before != now:
+        logger.warning(
+            "%s is of a run of %d steps, this one has %d: from here on the learning rate follows "
+            "the new length so that, unless it is constant, the result is that of neither",
+            *(where, before, now),
+        )
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

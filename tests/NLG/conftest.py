@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpt2_trial import Trial
-from launches import under_launcher
+from launches import run_launcher
 from places import HELPERS, ROOT
 
 NLG = ROOT / "NLG"
@@ -101,7 +101,7 @@ def one_process(monkeypatch):
 def launch():
     """Runs a script on several processes: ``launch(module, script, *arguments)``.
 
-    With `forks`, they are forks of the launcher; see `under_launcher`.
+    With `forks`, they and the launcher are forks; see `run_launcher`.
     """
 
     def run(
@@ -111,12 +111,7 @@ def launch():
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         flags = [f"--nproc_per_node={processes}", f"--master_port={port}"]
-        return subprocess.run(
-            under_launcher(module, *flags, *command, tree="NLG" if forks else None),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return run_launcher(module, *flags, *command, tree="NLG" if forks else None, timeout=120)
 
     return run
 

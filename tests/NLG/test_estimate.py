@@ -3,11 +3,10 @@
 import argparse
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launches import quick_python
 from measured_memory import measured_peak
 from places import ROOT
 
@@ -144,7 +143,7 @@ def test_a_shape_with_another_number_of_blocks(blocks):
 def test_a_recipe_needs_no_files():
     script, flags = ROOT / "NLG" / "e2e_gpt2_md.sh", "--estimate --estimate_rate 9 "
     flags += "--estimate_length 4"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{quick_python().parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", script, *flags.split()],
         env={**os.environ, "PATH": path, "NPROC": "3"},

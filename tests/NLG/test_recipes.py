@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launches import quick_python
 from places import ROOT
 from torch.distributed.run import determine_local_world_size
 
@@ -41,7 +42,7 @@ def test_help_wherever_it_is_asked_for_ends_the_recipe(flags):
 
 
 def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{quick_python().parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "e2e_gpt2_md.sh", *flags],
         cwd=ROOT / "NLG",
@@ -166,39 +167,31 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     assert shlex.split(command) == ["cd", str(clone)]
 
 
-@pytest.mark.parametrize(("left", "status"), [([], 1), (["model.3.pt"], 0)])
-def test_a_finished_run_whose_model_is_gone(tmp_path, left, status):
+def with_common(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Shell code that has what recipes share, and these arguments."""
+    return subprocess.run(
+        ["bash", "-c", f"source recipes/common.sh md; {code}", "e2e.sh", *arguments],
+        cwd=ROOT / "NLG",
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("left", [[], ["model.3.pt"], ["model.3.pt", "resume.pt"]])
+def test_a_recipe_resumes_where_there_is_something_to_resume(tmp_path, left):
+    """Else a first run would warn that there is nothing. What it leaves has to be a model."""
     for name in left:
         (tmp_path / name).touch()
-    code = "source recipes/common.sh md; out=$1; launch() { :; }; train; echo decodes"
-    ended = subprocess.run(
-        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
-        cwd=ROOT / "NLG",
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stdout) == (status, "" if status else "decodes\n")
-    says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
-    assert (says in ended.stderr) == bool(status)
-
-
-@pytest.mark.parametrize("left", [None, "resume.pt"])
-def test_a_recipe_resumes_where_there_is_something_to_resume(tmp_path, left):
-    """Else each first run would begin with a warning that there is nothing."""
-    (tmp_path / "model.3.pt").touch()
+    ended = with_common("out=$1; launch() { echo $@; }; train --lr 1; echo decodes", str(tmp_path))
+    command, *after = ended.stdout.splitlines()
+    assert ("--resume" in command.split()) == ("resume.pt" in left)
+    assert command.endswith(" --lr 1")
     if left:
-        (tmp_path / left).touch()
-    code = "source recipes/common.sh md; out=$1; launch() { echo $@; }; train --lr 1"
-    ended = subprocess.run(
-        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
-        cwd=ROOT / "NLG",
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    words = ended.stdout.split()
-    assert ("--resume" in words) == bool(left)
-    assert words[-2:] == ["--lr", "1"]
+        assert (ended.returncode, after, ended.stderr) == (0, ["decodes"], "")
+        return
+    says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
+    assert (ended.returncode, after) == (1, [])
+    assert says in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])
@@ -209,13 +202,7 @@ def test_the_last_checkpoint_of_any_folder(tmp_path, name, steps):
     for step in steps:
         (folder / f"model.{step}.pt").touch()
         (folder / f"model.{step}.pt.half").touch()
-    code = 'source recipes/common.sh md; cd "$1"; last_checkpoint "$2"'
     for where, given in ((str(ROOT), str(folder)), (str(tmp_path), name)):
-        ended = subprocess.run(
-            ["bash", "-c", code, "bash", where, given],
-            cwd=ROOT / "NLG",
-            capture_output=True,
-            text=True,
-        )
+        ended = with_common('cd "$1"; last_checkpoint "$2"', where, given)
         assert ended.stderr == ""
         assert ended.stdout == (f"{given}/model.{max(steps)}.pt\n" if steps else "")

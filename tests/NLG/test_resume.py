@@ -266,7 +266,6 @@ def killed(tiny, tmp_path, monkeypatch):
         ("--scheduler cosine", "--scheduler linear, not cosine"),
         ("--seq_len 11", "--seq_len 12, not 11"),
         ("--train_batch_size 2", "--train_batch_size 4, not 2"),
-        ("--max_epoch 4", "last step 12, not 16"),
         ("--train_data {folder}/valid.jsonl --max_step 12", "training data"),
         ("--init_checkpoint {folder}/other.pt", "base"),
         ("--init_checkpoint {folder}/base.pt --lora_dim 1", "--lora_dim 2, not 1"),
@@ -435,17 +434,44 @@ def test_a_run_that_was_killed_before_its_first_model_may_be_another(tiny, tmp_p
     assert read_run(tmp_path / "run")["run"]["--lr"] == 0.01
 
 
-def test_where_a_run_ends_is_its_own(tiny, tmp_path, monkeypatch, error_of):
+@pytest.mark.parametrize(("scheduler", "steps"), [("linear", 16), ("linear", 10), ("constant", 16)])
+def test_a_run_resumes_with_another_length(
+    tiny, tmp_path, monkeypatch, caplog, result_of, read_metrics, scheduler, steps
+):
+    """Its rate follows the new length from there on; a constant one makes the longer run."""
+    more = f"--save_interval 5 --lora_dropout 0.2 --lr 0.01 --scheduler {scheduler} --max_step"
+    argv, whole = (tiny.flags(tmp_path / name, *more.split()) for name in ("run", "whole"))
+    gpt2_ft.main([*whole, str(steps)])
+    run_until([*argv, "12"], STEP, 12, monkeypatch)
+    caplog.clear()
+    gpt2_ft.main([*argv, str(steps), "--resume"])
+    told = f"{tmp_path / 'run'} is of a run of 12 steps, this one has {steps}: from here on"
+    assert told in caplog.text
+    rates = [[row["lr"] for row in read_metrics(tmp_path / name)[0]] for name in ("run", "whole")]
+    assert rates[0][10:] == rates[1][10:]
+    assert len(rates[0]) == steps
+    assert (tmp_path / "run" / f"model.{steps}.pt").is_file()
+    assert read_run(tmp_path / "run")["finished"]
+    assert (result_of(tmp_path / "run") == result_of(tmp_path / "whole")) == (
+        scheduler == "constant"
+    )
+
+
+def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypatch, error_of):
     """Another --max_epoch below --max_step would end it at once, or call it finished."""
     argv = tiny.flags(
         tmp_path / "run", *["--max_step", "40", "--max_epoch", "3", "--save_interval", "3"]
     )
     run_until(argv, STEP, 8, monkeypatch)
     line = error_of([*argv, "--max_epoch", "1", "--resume"])
-    assert "is of a run with number of steps 12, not 4" in line
+    assert f"{tmp_path / 'run'}: has made 6 steps, and this run ends after 4: give the leng" in line
     gpt2_ft.main([*argv, "--resume"])
     line = error_of([*argv, "--max_epoch", "4", "--resume"])
-    assert "is of a run with number of steps 12, not 16" in line
+    assert "is of a run with number of steps 12, not 16: it is finished; to train it longer" in line
+    (step,) = (tmp_path / "run").glob("model.12.pt")
+    longer = tiny.flags(tmp_path / "longer", "--max_step", "2", "--init_checkpoint", str(step))
+    gpt2_ft.main(longer)
+    assert (tmp_path / "longer" / "model.2.pt").is_file()
 
 
 def test_a_run_without_an_update_is_refused(tiny, tmp_path, error_of, caplog):

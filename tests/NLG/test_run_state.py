@@ -16,7 +16,7 @@ from optimizer import Scheduler
 from run_state import RESUME_NAME, Progress, read_run, restore_run, write_finished, write_run
 
 ALONE = DistEnv(0, 1, 0, torch.device("cpu"))
-IDENTITY = {"--lr": 1e-3, "--clip": None, "base": "0123"}
+IDENTITY = {"--lr": 1e-3, "base": "0123", "last step": 10, "number of steps": 10}
 PROGRESS = Progress(7, 12.5)
 
 

@@ -15,7 +15,7 @@ import time
 
 import pytest
 from compare import assert_same_bits
-from launches import under_launcher
+from launches import Fork, Prepared, with_forks
 from places import HELPERS
 
 from loralib.io.tensors import read_tensors
@@ -37,12 +37,12 @@ class Hosts:
 
     Args:
         tag: what tells their names from those of others.
-        folder: for logs.
     """
 
-    def __init__(self, tag, folder):
+    def __init__(self, tag):
         self.names = {host: f"lora-{tag}-{host}" for host in ADDRESSES}
-        self.folder, self.started = folder, []
+        self.makers = {}  # host -> what starts processes there
+        self.started = []
 
     def connect(self):
         for name in self.names.values():
@@ -53,50 +53,54 @@ class Hosts:
         for host, address in ADDRESSES.items():
             ip("-n", self.names[host], "addr", "add", f"{address}/24", "dev", "cable")
             self.set_link(host, "up")
+            self.makers[host] = Prepared("NLG", "ip", "netns", "exec", self.names[host])
 
     def set_link(self, host, state):
         ip("-n", self.names[host], "link", "set", "cable", state)
 
-    def launch(self, host, calls):
-        """Starts torchrun on a host, with two processes."""
+    def launch(self, host, calls) -> Fork:
+        """Starts torchrun on a host, with two processes; its log is beside the file of calls."""
         rendezvous = f"join_timeout=40,last_call_timeout=2,is_host={int(host == 'a')}"
         flags = [
             *("--nnodes=2", "--nproc_per_node=2", "--max_restarts=3"),
             *("--rdzv_backend=c10d", "--rdzv_id=run", f"--rdzv_conf={rendezvous}"),
             *(f"--rdzv_endpoint={ADDRESSES['a']}:29400", f"--local_addr={ADDRESSES[host]}"),
         ]
-        command = [
-            *("ip", "netns", "exec", self.names[host]),
-            *under_launcher("torch.distributed.run", *flags, TINY, calls, tree="NLG"),
-        ]
-        log = self.folder / f"{host}{len(self.started)}.log"
+        words = with_forks("torch.distributed.run", *flags, TINY, calls)
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with open(log, "wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        self.started.append(process)
+        log = calls.with_name(f"{host}{len(self.started)}.log")
+        process = self.makers[host].start(words, environment, [log, log])
         process.log = log
+        self.started.append(process)
         return process
 
     def lose(self, host):
-        """Kills everything that runs on a host, at once."""
-        for pid in ip("netns", "pids", self.names[host]).stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        """Kills everything that runs on a host, at once, but what starts processes there."""
+        for pid in map(int, ip("netns", "pids", self.names[host]).stdout.split()):
+            if pid != self.makers[host].process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
-    def close(self):
-        for host, name in self.names.items():
-            if name in ip("netns", "list").stdout:
-                self.lose(host)
-                ip("netns", "del", name, check=False)
+    def restore(self):
+        """As they were when they were connected."""
+        for host in self.makers:
+            self.lose(host)
+            self.set_link(host, "up")
         for process in self.started:
             process.wait(30)
 
+    def close(self):
+        for maker in self.makers.values():
+            maker.close()
+        for name in self.names.values():
+            ip("netns", "del", name, check=False)
 
-@pytest.fixture
-def hosts(tmp_path):
+
+@pytest.fixture(scope="module")
+def both_hosts():
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux, root and iproute2")
-    found = Hosts(os.getpid(), tmp_path)
+    found = Hosts(os.getpid())
     try:
         try:
             found.connect()
@@ -105,6 +109,12 @@ def hosts(tmp_path):
         yield found
     finally:
         found.close()
+
+
+@pytest.fixture
+def hosts(both_hosts):
+    yield both_hosts
+    both_hosts.restore()
 
 
 @pytest.fixture

@@ -159,6 +159,8 @@ def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, fam
     assert names[0] == names[1]
     assert not any("_orig_mod" in name for name in names[0])
 
+    if family == "deberta":  # resuming asks no family
+        return
     run("killed", torch_compile=True, callbacks=[Stopped])
     again = run("killed", str(tmp_path / "killed" / "checkpoint-3"), torch_compile=True)
     assert_same_bits(trained(again.model), trained(whole.model))

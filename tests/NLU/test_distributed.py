@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import under_launcher
+from launches import run_launcher
 from places import HELPERS
 
 from loralib.io.tensors import read_tensors
@@ -29,12 +29,8 @@ def free_port() -> int:
 def launch(launcher: str, *command: object, forks: bool = True) -> subprocess.CompletedProcess:
     """Runs a script on two processes, as the release's recipes do or as torchrun does."""
     flags = ["--nproc_per_node=2", f"--master_port={free_port()}"]
-    return subprocess.run(
-        under_launcher(launcher, *flags, *command, tree="NLU" if forks else None),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    tree = "NLU" if forks else None
+    return run_launcher(launcher, *flags, *command, tree=tree, timeout=240)
 
 
 def arguments(base: Path, glue: Path, out: Path, batch_size: int, *more: object) -> list[str]:

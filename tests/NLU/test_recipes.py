@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import quick_python
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[2]
 NLU = ROOT / "NLU"
@@ -168,7 +169,7 @@ def parsed(run_glue, arguments: list[str]) -> dict:
 
 
 def run_script(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
-    python = str(Path(sys.executable).parent)
+    python = str(quick_python().parent)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -261,10 +262,10 @@ def test_an_estimate_is_one_process_s_for_the_recipe_s_devices(run_glue, started
 # ---- processes ----
 
 
-@pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, None), (2, "2"), (0, "1"), (0, "3")])
+@pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, ""), (2, "2"), (0, "1"), (0, "3")])
 def test_processes(started, monkeypatch, gpus, nproc):
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
-    if nproc:
+    if nproc is not None:
         monkeypatch.setenv("NPROC", nproc)
     recipe.main(["roberta_base_mnli"])
     assert f"--nproc_per_node={nproc or 8}" in started[0][0]
@@ -288,6 +289,7 @@ def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
     """The advice, once followed, makes batches of the recipe's size."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
+    monkeypatch.setenv("NPROC", "")  # which says no more than none at all
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--seed", "1"])
     message = f"here are {gpus}; with the same batches: "
@@ -321,7 +323,7 @@ def test_gpus_where_there_are_none(started, monkeypatch):
     assert started == []
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
 def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
     monkeypatch.setenv("NPROC", nproc)
     with pytest.raises(SystemExit) as ended:
@@ -446,6 +448,29 @@ def test_weights_that_a_flag_names_have_to_be_there(run_glue, started, name):
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--lora_path", "none.bin"])
     assert ended.value.code == f"{name}.sh: error: --lora_path none.bin: no such file"
+
+
+def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
+    started, split_lora, tiny_base, monkeypatch
+):
+    monkeypatch.setenv("NPROC", "1")
+    settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16}
+    config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
+    RobertaForSequenceClassification(config).save_pretrained("full")
+    for path, said in (
+        (str(tiny_base), "is a model without LoRA, and the recipe starts from LoRA weights: rob"),
+        ("full/pytorch_model.bin", "full/pytorch_model.bin mnli_lora.bin takes its LoRA weights"),
+    ):
+        monkeypatch.setenv("MNLI_CHECKPOINT", path)
+        with pytest.raises(SystemExit) as ended:
+            recipe.main(["roberta_base_rte"])
+        assert ended.value.code.startswith(f"roberta_base_rte.sh: error: {path}: ")
+        assert said in ended.value.code
+        assert started == []
+    split_lora.main(["full/pytorch_model.bin", "mnli_lora.bin"])
+    monkeypatch.setenv("MNLI_CHECKPOINT", "mnli_lora.bin")
+    recipe.main(["roberta_base_rte"])
+    assert len(started) == 1
 
 
 def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):

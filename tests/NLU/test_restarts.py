@@ -59,20 +59,21 @@ def assert_same_run(out: Path, expected: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("processes", "rank", "at", "count", "forks"),
+    ("processes", "rank", "at", "count"),
     [
-        (3, 0, "beat", 8, True),  # in the second epoch, behind an evaluation
-        (3, 2, "beat", 6, True),  # in the evaluation of the first
-        (3, 0, "sync", 28, True),  # while the second checkpoint is written
-        (1, 0, "beat", 20, False),
+        (3, 0, "beat", 8),  # in the second epoch, behind an evaluation
+        (3, 2, "beat", 6),  # in the evaluation of the first
+        (3, 0, "sync", 28),  # while the second checkpoint is written
+        (1, 0, "beat", 20),
     ],
     ids=["rank 0 in a step", "rank 2 in an evaluation", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count, forks):
+def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count):
+    """Processes that each start Python are restarted in the tests of GPT-2."""
     mark = tmp_path / "killed"
     out = tmp_path / "out"
     command = [*killed(mark, rank, at, count), SCRIPT, *arguments(tiny_base, tiny_glue, out)]
-    result = launch(processes, *command, tree="NLU" if forks else None)
+    result = launch(processes, *command, tree="NLU")
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr

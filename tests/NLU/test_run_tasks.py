@@ -13,6 +13,7 @@ from places import load_script
 from task_runs import SCRIPTS, choice_rows, command, question_rows, sentence_rows, write_data
 
 from loralib.adapters.formats import read_adapter
+from loralib.errors import TrainingError
 
 pytestmark = pytest.mark.slow
 
@@ -419,14 +420,22 @@ def test_every_flag_of_4_4_is_there(scripts, task):
 # ---- what does not go together ----
 
 
-def test_heads_of_other_tasks_are_refused(learned, call, tmp_path):
+def test_heads_of_other_tasks_are_refused(learned, call, tiny_base, tmp_path):
     out, _ = learned("ner", "tiny_base")
     data = write_data("qa", tmp_path / "data")
-    with pytest.raises(ValueError, match="token"):
-        call("qa", "other", *data, "--do_eval", "--lora_path", out)
+    said = "trained for token classification, and this script is for question answering: give it to"
+    for flags in (["--do_eval"], ["--do_train"], ["--do_train", "--estimate"]):
+        with pytest.raises(ValueError, match=rf"{said} run_ner\.py$"):
+            call("qa", "other", *data, *flags, "--lora_path", out)
     tags = [{**row, "ner_tags": ["O"] * len(row["tokens"])} for row in rows_of_words()]
     dev = write(tmp_path / "dev.json", tags)
     train = ["--train_file", dev, "--do_eval", "--validation_file", dev]
+    glue = load_script("examples/text-classification/run_glue.py")
+    flags = ["--do_predict", "--test_file", write(tmp_path / "texts.csv", [{"text": "a b"}])]
+    with pytest.raises(
+        ValueError, match=r"this script is for sequence class.*: give it to run_ner"
+    ):
+        glue.main([*map(str, command(tiny_base, tmp_path / "o", *flags, "--lora_path", out))])
     out = call("ner", "fine", *train, "--lora_path", out)  # fewer tags are no other tags
     assert results(out)["eval_recall"] == 0
 
@@ -474,13 +483,43 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
         ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
+        ("swag", ["--metric_for_best_model", "f1"], "gives eval_f1; known: loss, accuracy"),
+        ("qa", ["--metric_for_best_model", "em"], "gives eval_em; known: loss, exact_match, f1"),
+        ("ner", ["--metric_for_best_model", "f2"], "known: loss, precision, recall, f1, accuracy"),
+        (
+            "ner",
+            ["--metric_for_best_model", "f1", "--return_entity_level_metrics"],
+            "gives eval_f1; known: loss, ANI_precision, ANI_recall, ANI_f1, ANI_number, PLA_prec",
+        ),
+        (
+            "qa",
+            ["--metric_for_best_model", "f1", "--prediction_loss_only"],
+            "gives eval_f1; known: loss",
+        ),
     ],
 )
 def test_wrong_flags(call, tmp_path, capsys, task, flags, message):
     data = write_data(task, tmp_path / "data")[:2]
-    with pytest.raises((ValueError, OSError, SystemExit)) as raised:
+    with pytest.raises((ValueError, OSError, TrainingError, SystemExit)) as raised:
         call(task, "out", *data, "--do_train", *flags)
     assert message in str(raised.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "score", "more"),
+    [
+        ("swag", "accuracy", []),
+        ("qa", "eval_f1", []),
+        ("qa", "HasAns_f1", ["--version_2_with_negative"]),
+        ("ner", "f1", []),
+        ("ner", "ANI_f1", ["--return_entity_level_metrics"]),
+        ("ner", "loss", []),
+    ],
+)
+def test_the_scores_of_a_task_can_be_compared(call, tmp_path, task, score, more):
+    flags = "--do_train --do_eval --num_train_epochs 1 --evaluation_strategy epoch"
+    best = ["--load_best_model_at_end", "--metric_for_best_model", score]
+    call(task, "out", *write_data(task, tmp_path / "data")[:4], *flags.split(), *best, *more)
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

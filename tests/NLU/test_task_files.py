@@ -82,8 +82,8 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; --text_column"),
-        (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; --text_c"),
+        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; name the"),
+        (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; name"),
         (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
     ],
 )

@@ -148,6 +148,18 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
         ('{"data": [{"text": "a", "label": 1}]}', "is one object, which has its rows in the list "),
         ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write that list alone, or"),
         ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write that list alone"),
+        (
+            '{"text": ["a", "b"], "label": [0, 1]}',
+            r"is one object of 2 keys \(text, label\), which",
+        ),
+        ('{"text": {"0": "a"}, "label": {"0": 1}}', "is read as one row: write an object a row, "),
+        (
+            json.dumps({f"a text {n}": n % 2 for n in range(40)}),
+            r"is one object of 40 keys \(a text 0, a text 1, .* and 34 more\), which is read as",
+        ),
+        ('{"a": "x", "b": "y", "c": "z", "label": 1}', r"has 3 text columns \(a, b, c\)"),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}]', "an object has the key 'text' 2 times"),
+        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, of which"),
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write that list alone"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
@@ -157,6 +169,26 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
 def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
     with pytest.raises(ValueError, match=rf"rows\.json: .*{message}"):
         read(tmp_path / "rows.json", content)
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "is_warned"),
+    [
+        ("a film\nbad\n", ("text",), True),
+        ("film, really\nbad,bad\n", ("text",), True),
+        ("film\nbad\n", ("text",), False),
+        ("a film\nbad\n", (), False),
+        ("a film\nbad\n", ("a film",), False),
+        ("a film,label\nbad,0\n", ("text",), False),
+    ],
+)
+def test_a_row_in_the_place_of_names_may_be_a_text(tmp_path, caplog, content, known, is_warned):
+    """Of a model that was trained on texts of another name."""
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    choose_columns(read_table(str(path)), str(path), known_texts=known)
+    said = "has it none? Then write one before it: text"
+    assert (said in caplog.text) is is_warned
 
 
 def test_a_row_may_have_objects_beside_its_text(tmp_path):
@@ -187,6 +219,55 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
     caplog.clear()
     choose_columns(read_table(str(path)), str(path), texts=("text", "kind"))
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "mark"),
+    [
+        ("date", ["2024-03-12", "2024-03-13"], "dates"),
+        ("date", ["2024-03-12T10:00:00.5Z", "2024-03-13 08:15"], "dates"),
+        ("date", ["12/03/2024", "13.3.24 9:05 pm"], "dates"),
+        ("date", ["12 March 2024", "Mar 13th 2024"], "dates"),
+        ("link", ["https://a.org/x", "HTTP://b.org"], "URLs"),
+        ("case", ["x1", "x2"], "identifiers"),
+    ],
+)
+def test_columns_by_which_rows_are_told_are_no_texts(tmp_path, caplog, name, values, mark):
+    rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
+    with caplog.at_level("INFO"):
+        columns, _ = read(tmp_path / "rows.csv", "\n".join([f"{name},said,label", *rows]))
+        assert columns.texts == ("said",)
+        said = f"not taken for texts are {name} ({mark}); --text_columns names others"
+        assert said in caplog.text
+        # Alone they are what there is to read.
+        columns, _ = read(tmp_path / "rows.csv", f"{name},label\n{values[0]},0\n{values[1]},1\n")
+    assert columns.texts == (name,)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_warned"),
+    [
+        (["2024-03-12", "on 2024-03-13"], False),
+        (["https://a.org", "see https://b.org"], False),
+        (["x1", "x1"], True),
+        (["affix", "suffix"], True),
+    ],
+)
+def test_columns_of_which_some_rows_are_texts_are_texts(tmp_path, caplog, values, is_warned):
+    """Single words are warned of: they may be terms, or the names of users."""
+    rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
+    columns, _ = read(tmp_path / "rows.csv", "\n".join(["which,said,label", *rows]))
+    assert columns.texts == ("which", "said")
+    warned = f"which is taken for text, and has single words ({values[0]}"
+    assert (warned in caplog.text) is is_warned
+
+
+def test_words_beside_several_columns_are_for_the_user_to_judge(tmp_path, caplog):
+    head = "date,user,url,text,label\n"
+    rows = "2024-03-12,ann,https://a.org,a b,0\n2024-03-13,ann,https://b.org,b c,1\n"
+    with pytest.raises(ValueError, match=r"has 4 text columns \(date, user, url, text\)"):
+        read(tmp_path / "rows.csv", head + rows)
+    assert read(tmp_path / "rows.csv", (head + rows).replace("ann", "5"))[0].texts == ("text",)
 
 
 def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
@@ -224,7 +305,10 @@ def classes_of(labels, texts=None):
         (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
         (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
-        (["nan", "inf", "up"], []),
+        (["inf", "up"], []),
+        (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which is a class of its own: if"]),
+        (["-", "nan", "up"], ["label of 4 rows is '-', row 1 first, which is a class of its own"]),
+        (["none", "for", "against"], []),
         (["1", "nan"], ["numbers (1) and words (nan): each is a class"]),
         (["1", "2", "3"], []),
         (["bad", "good", "1st", "2nd"], []),
@@ -236,6 +320,15 @@ def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
     assert len(caplog.messages) == len(said)
     for message, part in zip(caplog.messages, said, strict=True):
         assert part in message
+
+
+def test_a_blank_label_is_none(tmp_path):
+    for suffix, content in (
+        ("csv", 'text,label\na,x\nb," "\n'),
+        ("json", '{"text": "b", "label": " "}'),
+    ):
+        with pytest.raises(ValueError, match=r"row \d: has no label"):
+            read(tmp_path / f"rows.{suffix}", content)
 
 
 def test_labels_in_two_codings_are_one_short_line(caplog):

@@ -378,11 +378,18 @@ def test_a_user_s_deterministic_mode_stays_on(make_trainer):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("learning_rate", -1.0), ("learning_rate", float("inf")), ("weight_decay", -0.1),
-     ("num_train_epochs", 0.0), ("num_train_epochs", -2.0), ("warmup_steps", -1)],
+     ("max_steps", 0), ("num_train_epochs", 0.0), ("num_train_epochs", -2.0), ("warmup_steps", -1)],
 )  # fmt: skip
 def test_settings_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"--{name} must be"):
         TrainingArguments(output_dir="out", **{name: value})
+
+
+@pytest.mark.parametrize(("rate", "is_warned"), [(0.0, True), (1e-3, False)])
+def test_a_rate_of_0_is_warned_of(make_trainer, caplog, rate, is_warned):
+    """Not the 0 that a warmup begins with."""
+    make_trainer(max_steps=1, learning_rate=rate, warmup_steps=1).train()
+    assert ("the learning rate is 0: nothing is trained" in caplog.text) is is_warned
 
 
 def test_a_model_without_trainable_parameters(make_trainer, make_model):

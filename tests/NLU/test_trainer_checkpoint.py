@@ -484,7 +484,7 @@ def test_other_accumulation_begins_with_a_whole_update(make_trainer, checkpoint)
 def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
-    told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: the learning rate"
+    told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: from here on"
     assert (told in caplog.text) is says
 
 

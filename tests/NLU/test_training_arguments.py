@@ -201,14 +201,6 @@ def test_a_state_is_what_was_saved(tmp_path):
     assert TrainerState.load_from_json(tmp_path / "state.json") == state
 
 
-def test_a_state_from_before_it_had_all_of_4_4_2_s_fields(tmp_path):
-    state = dataclasses.asdict(TrainerState(global_step=3))
-    for name in ("total_flos", "is_local_process_zero", "trial_name", "trial_params"):
-        del state[name]
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    assert TrainerState.load_from_json(tmp_path / "state.json") == TrainerState(global_step=3)
-
-
 def test_a_state_of_4_4_2_s_own(tmp_path):
     """As that writes it after three updates."""
     written = {

@@ -1,10 +1,12 @@
 import importlib
 import importlib.util
-import subprocess
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from launches import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -70,14 +72,43 @@ def read_table():
 
 
 @pytest.fixture
-def run_quickly(read_table):
-    """Name of a benchmark, flags -> the table of a run of this project alone, on a tiny shape."""
+def forked_workers(monkeypatch, contest):
+    """Workers are forks of a process that has their imports, which take most of their time.
+
+    A machine's rate, which takes seconds, is measured once for each kind of product.
+    """
+    run_worker, rates = contest.run_worker, {}
+
+    def run(command, env, **_settings):
+        python, *words = map(str, command)
+        assert python == sys.executable
+        return prepared("NLU").run(words, env, timeout=300)
+
+    def run_once(python, name, plan):
+        if name != "matrix_rate_ours":
+            return run_worker(python, name, plan)
+        key = json.dumps(plan)
+        if key not in rates:
+            rates[key] = run_worker(python, name, plan)
+        return rates[key]
+
+    monkeypatch.setattr(contest, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(contest, "run_worker", run_once)
+
+
+@pytest.fixture
+def run_quickly(load_script, forked_workers, read_table, capsys):
+    """Name of a benchmark, flags -> the table of a run of this project alone, on a tiny shape.
+
+    One that is run from the command line is in test_gpt2_beam.py.
+    """
 
     def run(name, *flags):
-        command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--threads", "1", *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return read_table(done.stdout)
+        script = load_script(name)
+        status = script.contest.main(script.BENCHMARK, ["--quick", "--threads", "1", *flags])
+        printed = capsys.readouterr()
+        assert status == 0, printed
+        return read_table(printed.out)
 
     return run
 

@@ -1,5 +1,6 @@
 """The beam search's benchmark: a tiny run of this project alone, its table, its prompts."""
 
+import subprocess
 import sys
 
 import pytest
@@ -18,8 +19,12 @@ def e2e(load_script):
 
 
 @pytest.mark.slow
-def test_quick_run_of_this_project_alone(run_quickly):
-    rows = run_quickly("gpt2_beam", "--rounds", "1", "--prompts", "2")
+def test_quick_run_of_this_project_alone(script, read_table):
+    """From the command line, with workers that each start Python."""
+    flags = ["--quick", "--threads", "1", "--rounds", "1", "--prompts", "2"]
+    done = subprocess.run([sys.executable, script.__file__, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_table(done.stdout)
     assert [(row["contestant"], row["precision"]) for row in rows] == [
         ("this project", "float32"),
         ("this project", "bfloat16 weights"),

@@ -20,8 +20,8 @@ def load_worker(script, monkeypatch):
 
 
 @pytest.mark.slow
-def test_quick_run_of_this_project_alone(script, read_table, monkeypatch, capsys):
-    """One precision of each: every worker takes its seconds to start."""
+def test_quick_run_of_this_project_alone(script, forked_workers, read_table, monkeypatch, capsys):
+    """One precision of each."""
     chosen = [
         script.ours(measured)[precision]
         for measured, precision in (

@@ -1,7 +1,5 @@
 """Where a step's time goes: parts of real steps, and how nested ones are counted."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -48,10 +46,9 @@ def worker(monkeypatch):
 @pytest.mark.parametrize(
     ("step", "own"), [("deberta_step", set()), ("gpt2_step", {"the head's cross-entropy"})]
 )
-def test_parts_of_a_step(read_table, step, own):
-    command = [sys.executable, BENCHMARKS / "step_parts.py", step, "--quick", "--steps", "2"]
-    done = subprocess.run([*command, "--threads", "1"], capture_output=True, text=True, check=True)
-    rows = {row.pop("ms"): row for row in read_table(done.stdout)}
+def test_parts_of_a_step(script, forked_workers, read_table, capsys, step, own):
+    script.main([step, "--quick", "--steps", "2", "--threads", "1"])
+    rows = {row.pop("ms"): row for row in read_table(capsys.readouterr().out)}
     kernels, wholes = KERNELS | own, {"a step, profiled", "a step"}
     wholes |= {"kernels: all but rests", "its arithmetic at the machine's rate"}
     shares = {"as a share of a step": "a step"}

@@ -1,15 +1,25 @@
 """A folder that looks like the project's, in which a page's commands can be run."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launches import Prepared
 from page_runs import clean_environment, copy_project, run_bash, shortened
 
 
 @pytest.fixture(scope="session")
-def new_user(tmp_path_factory) -> dict[str, str]:
-    """The variables of somebody who has just installed the project, with an empty home."""
-    return clean_environment(tmp_path_factory.mktemp("home"))
+def new_user(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """The variables of somebody who has just installed the project, with an empty home.
+
+    Their python has imported what is not the project's; see `Prepared.command`.
+    """
+    environment = clean_environment(tmp_path_factory.mktemp("home"))
+    prepared = Prepared("others", environment=environment)
+    python = prepared.command()
+    yield {**environment, "PATH": f"{python.parent}{os.pathsep}{environment['PATH']}"}
+    prepared.close()
 
 
 @pytest.fixture(scope="session")

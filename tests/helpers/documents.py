@@ -8,16 +8,17 @@ A block of bash or Python runs as it stands, unless the line before it says why 
 """
 
 import functools
+import os
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from launches import prepared
 from places import ROOT
 
 # What lies in the project's folder and is not of the project.
@@ -212,8 +213,11 @@ def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
     own = script.read_text(encoding="utf-8")
     if script.suffix == ".sh" and not _RECIPE.search(own):
         return frozenset(_FLAG.findall(own))
-    program = "bash" if script.suffix == ".sh" else sys.executable
-    process = subprocess.run([program, script, "--help"], capture_output=True, text=True)
+    if script.suffix == ".sh":
+        command = ["bash", script, "--help"]
+        process = subprocess.run(command, capture_output=True, text=True)
+    else:
+        process = prepared("others").run([script, "--help"], os.environ, timeout=120)
     if process.returncode:
         raise AssertionError(f"{script} --help: {process.stderr}")
     flags = set(_FLAG.findall(process.stdout)) | {"--help"}

@@ -1,36 +1,129 @@
-"""PyTorch's launcher, with processes that are forks of it: what they import is imported once.
+"""Scripts and PyTorch's launcher in processes that are forks: what they import is imported once.
 
-    forked_processes.py [--imports MODULE,…] LAUNCHER FLAGS… forked_processes.py SCRIPT ARGUMENTS…
+    forked_processes.py MODULE,… SOCKET
+
+imports the modules, and forks a process for each call at the socket, see `serve`. A call has what
+the command line of Python has: a script, or -m or -c, with arguments; or
+
+    LAUNCHER FLAGS… forked_processes.py SCRIPT ARGUMENTS…
 
 LAUNCHER is torch.distributed.run or torch.distributed.launch. Its agent, its store and its restarts
 are as ever, and so is what a process finds in its environment. It starts this file once more in
 each process, for the one thing that differs there: a process that is done has to return.
 """
 
+import atexit
+import contextlib
+import gc
 import importlib
+import json
 import logging
 import os
 import runpy
+import select
 import signal
+import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 
-def launch(arguments: list[str]) -> None:
-    if arguments[0] == "--imports":
-        for name in arguments[1].split(","):
-            importlib.import_module(name)
-        arguments = arguments[2:]
+def serve(path: str) -> list[str]:
+    """Forks a process for each call, and answers with its number, and its status once it has ended.
+
+    A call is a byte with three file descriptors, its standard streams, and a line of JSON: its
+    arguments, environment and folder, and what its ``sys.executable`` is, if that is another.
+    Ends with its own standard input.
+
+    Returns:
+        In each fork, the arguments.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    running: dict[int, socket.socket] = {}
+
+    def answer_for_ended(*_) -> None:
+        for number in list(running):
+            ended, status = os.waitpid(number, os.WNOHANG)
+            if ended:
+                _answer(running[number], os.waitstatus_to_exitcode(status))
+                running.pop(number).close()
+
+    signal.signal(signal.SIGCHLD, answer_for_ended)
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        caller, _ = listener.accept()
+        said, streams, _, _ = socket.recv_fds(caller, 1, 3)
+        if not said:  # it has only seen that somebody is there
+            caller.close()
+            continue
+        with caller.makefile("rb") as lines:
+            call = json.loads(lines.readline())
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is in `running`
+        number = os.fork()
+        if number == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            for connection in (listener, caller, *running.values()):
+                connection.close()
+            _take(call, streams)
+            return call["arguments"]
+        for stream in streams:
+            os.close(stream)
+        _answer(caller, number)
+        running[number] = caller
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _answer(caller: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        caller.sendall(f"{number}\n".encode())
+
+
+def _take(call: dict, streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    for stream in streams:
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    os.chdir(call["folder"])
+    sys.executable = call.get("executable", sys.executable)
+
+
+def launch(launcher: str, arguments: list[str]) -> None:
     # It logs the end of a process that was forked with a traceback of its own.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    launcher, *arguments = arguments
     sys.argv[0] = launcher
     importlib.import_module(launcher).main(["--run_path", "--start_method=fork", *arguments])
 
 
-def run(arguments: list[str]) -> None:
-    """Runs a script as the command line does."""
+def run_as_python(words: list[str]) -> None:
+    """Does what ``python WORDS…`` does."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = ["", *filter(None, paths)]
+    kind, *rest = words
+    if kind.endswith(".py"):
+        sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(kind))
+        runpy.run_path(kind, run_name="__main__")
+    elif kind == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        real = Path(sys.prefix, "bin", "python")
+        os.execv(real, [str(real), *words])
+
+
+def run_launched(arguments: list[str]) -> None:
+    """Runs a script as the command line does, in a launcher's process."""
     # torch.distributed.launch puts a flag of its own before the script.
     at = next(at for at, word in enumerate(arguments) if not word.startswith("--local"))
     script = arguments.pop(at)
@@ -51,5 +144,38 @@ def run(arguments: list[str]) -> None:
         os._exit = leave
 
 
+def main() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        run_launched(sys.argv[1:])
+        return
+    modules, path = sys.argv[1:]
+    for name in modules.split(","):
+        importlib.import_module(name)
+    gc.freeze()  # no fork looks through what is imported, which would copy it
+    words = serve(path)
+    try:
+        if words[0].startswith("torch.distributed."):
+            launch(words[0], words[1:])
+        else:
+            run_as_python(words)
+        end(0)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        end(1)
+
+
+def end(status: int) -> NoReturn:
+    """Ends as Python does, but does not take apart what is imported, for a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    (run if "TORCHELASTIC_RUN_ID" in os.environ else launch)(sys.argv[1:])
+    main()

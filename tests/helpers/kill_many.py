@@ -134,7 +134,8 @@ def gpt2_tree(folder: Path) -> Tree:
         import checkpoints
         import gpt2_ft
 
-        sys.modules["tensorboard"] = None  # which takes seconds to start
+        # Which take seconds to start, and matplotlib more where it has no cache yet.
+        sys.modules["tensorboard"] = sys.modules["matplotlib"] = None
         checkpoints.config_of = tiny.tiny_config_of
         gpt2_ft.main(argv)
 

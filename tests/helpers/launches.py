@@ -1,35 +1,231 @@
-"""Running scripts under PyTorch's launcher, for the tests of both trees."""
+"""Running scripts under PyTorch's launcher, and in processes that need not import everything."""
 
+import atexit
 import json
 import os
+import select
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 KILLED = Path(__file__).with_name("killed_run.py")
 FORKED = Path(__file__).with_name("forked_processes.py")
 # What a process of a run needs that takes long to import; DDP needs the compiler.
+OF_OTHERS = ("torch.distributed.run", "torch._dynamo")
 IMPORTS = {
-    "NLG": ("torch._dynamo", "loralib.training.ddp"),
-    "NLU": ("torch._dynamo", "loralib.training.ddp", "datasets", "transformers.trainer"),
+    "NLG": (*OF_OTHERS, "loralib.training.ddp"),
+    "NLU": (*OF_OTHERS, "loralib.training.ddp", "datasets", "transformers.trainer"),
+    # For whatever copy of the project.
+    "others": (*OF_OTHERS, "datasets", "safetensors.torch", "tokenizers", "matplotlib.pyplot"),
 }
 
+# A command that has `Prepared` do what ``python ARGUMENTS…`` does.
+_COMMAND = """#!{python} -IS
+import json, os, signal, socket, sys
 
-def under_launcher(launcher: str, *arguments: object, tree: str | None = None) -> list[str]:
-    """The command line that starts a launcher.
+server = socket.socket(socket.AF_UNIX)
+server.connect({path!r})
+call = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
+socket.send_fds(server, [b"c"], [0, 1, 2])
+server.sendall(json.dumps({{**call, "executable": sys.argv[0]}}).encode() + b"\\n")
+answers = server.makefile()
+number = int(answers.readline())
+for passed_on in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(passed_on, lambda this, _: os.kill(number, this))
+status = int(answers.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class Prepared:
+    """A process that has done imports; its forks go on from there.
+
+    They have one hash seed: that no result depends on the order of a set shows elsewhere.
+
+    Args:
+        name: of what is imported, see `IMPORTS`.
+        under: words of a command that starts it, such as ``ip netns exec NAME``.
+        environment: its variables, which a module may read when it is imported; this process's.
+    """
+
+    def __init__(self, name: str, *under: str, environment: Mapping[str, str] | None = None):
+        self._folder = tempfile.mkdtemp(prefix="forks-")
+        self._path = os.path.join(self._folder, "socket")
+        self.process = subprocess.Popen(
+            [*under, sys.executable, FORKED, ",".join(IMPORTS[name]), self._path],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends it; what it has started goes on."""
+        self.process.stdin.close()
+        self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(
+        self, words: Sequence[object], variables: Mapping[str, str], paths: Sequence[Path]
+    ) -> "Fork":
+        """Starts what ``python WORDS…`` does, or a launcher by `with_forks`.
+
+        Args:
+            words: the arguments.
+            variables: its whole environment.
+            paths: the files for its standard output and standard error.
+        """
+        call = {"arguments": list(map(str, words)), "environment": dict(variables)}
+        server = self._connect()
+        streams = [os.open(os.devnull, os.O_RDONLY)]
+        streams += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in paths]
+        socket.send_fds(server, [b"c"], streams)
+        for stream in streams:
+            os.close(stream)
+        server.sendall(json.dumps({**call, "folder": os.getcwd()}).encode() + b"\n")
+        return Fork(server, call["arguments"])
+
+    def _connect(self) -> socket.socket:
+        """Once it has imported."""
+        while True:
+            server = socket.socket(socket.AF_UNIX)
+            try:
+                server.connect(self._path)
+                return server
+            except (FileNotFoundError, ConnectionRefusedError):
+                server.close()
+                assert self.process.poll() is None, "it has ended before its first call"
+                time.sleep(0.05)
+
+    def run(
+        self, words: Sequence[object], variables: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess:
+        """The same to its end; after `timeout` seconds it is killed, as by `subprocess.run`."""
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, name) for name in ("stdout", "stderr")]
+            fork = self.start(words, variables, paths)
+            try:
+                status = fork.wait(timeout)
+            except BaseException:
+                fork.kill()
+                raise
+            said = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+        return subprocess.CompletedProcess(words, status, *said)
+
+    def command(self) -> Path:
+        """Makes a command called python, in a folder of its own, by which others start forks."""
+        path = Path(self._folder, "python")
+        path.write_text(_COMMAND.format(python=sys.executable, path=self._path))
+        path.chmod(0o755)
+        self._connect().close()
+        return path
+
+
+class Fork:
+    """A fork that runs, with what `subprocess.Popen` has of this.
+
+    Args:
+        server: where its number and its status come from.
+        words: what it was started by.
+    """
+
+    def __init__(self, server: socket.socket, words: Sequence[str]):
+        self._server, self._words = server, words
+        self.pid = self._answer()
+        self.returncode: int | None = None
+
+    def _answer(self) -> int:
+        said = b""
+        while not said.endswith(b"\n"):  # byte by byte: `poll` sees what is still to come
+            byte = self._server.recv(1)
+            assert byte, "the process that forks has ended"
+            said += byte
+        return int(said)
+
+    def poll(self, seconds: float = 0) -> int | None:
+        """Its status once it has ended, waited for so long."""
+        if self.returncode is None and select.select([self._server], [], [], seconds)[0]:
+            self.returncode = self._answer()
+            self._server.close()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Its status; raises `subprocess.TimeoutExpired`."""
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired(self._words, timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kills it, if it is still there."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(30)
+
+
+@cache
+def prepared(name: str) -> Prepared:
+    """The one of this session."""
+    return Prepared(name)
+
+
+@cache
+def quick_python() -> Path:
+    """A python, in a folder of its own, that has imported what is not the project's.
+
+    For what is not about how Python starts, or what is imported when.
+    """
+    return prepared("others").command()
+
+
+def with_forks(launcher: str, *arguments: object) -> list[str]:
+    """What has a launcher's processes be forks of it, for `Prepared`.
 
     Args:
         launcher: its module.
         arguments: its own, then a script's absolute path, and the script's arguments.
-        tree: the processes are forks of the launcher, in which this tree's imports are done; None
-            for processes that each start Python.
     """
     words = list(map(str, arguments))
-    if tree is None:
-        return [sys.executable, "-m", launcher, *words]
     at = next(at for at, word in enumerate(words) if not word.startswith("--"))
-    imports = ["--imports", ",".join(IMPORTS[tree])]
-    return [sys.executable, str(FORKED), *imports, launcher, *words[:at], str(FORKED), *words[at:]]
+    return [launcher, *words[:at], str(FORKED), *words[at:]]
+
+
+def run_launcher(
+    launcher: str,
+    *arguments: object,
+    tree: str | None = None,
+    timeout: float = 300,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess:
+    """Runs a launcher to its end.
+
+    Args:
+        launcher: its module.
+        arguments: its own, then a script's absolute path, and the script's arguments.
+        tree: the processes are forks of the launcher, which is one of a process that has done this
+            tree's imports for all tests of this session; None where each starts Python.
+        timeout: seconds after which it is killed.
+        environment: variables to add.
+    """
+    variables = {**os.environ, **(environment or {})}
+    if tree is not None:
+        words = with_forks(launcher, *arguments)
+        return prepared(tree).run(words, variables, timeout)
+    return subprocess.run(
+        [sys.executable, "-m", launcher, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=variables,
+    )
 
 
 def launch(
@@ -46,17 +242,11 @@ def launch(
         processes: how many.
         command: the script and its arguments.
         restarts: how often the launcher starts the processes again.
-        launcher, tree: as for `under_launcher`.
+        launcher, tree: as for `run_launcher`.
         environment: variables to add.
     """
     flags = ["--standalone", f"--nproc_per_node={processes}", f"--max_restarts={restarts}"]
-    return subprocess.run(
-        under_launcher(launcher, *flags, *command, tree=tree),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
+    return run_launcher(launcher, *flags, *command, tree=tree, environment=environment)
 
 
 def killed(mark: Path, rank: int, at: str, count: int, **more: object) -> list[str]:

@@ -201,6 +201,18 @@ CALLS = {
             "--max_seq_length 33: the model has 32 positions",
         ),
         (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --seed 18446744073709551616",
+            "--seed must lie in [0, 4611686018427387904], not 18446744073709551616",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --max_steps 0",
+            "--max_steps must be at least 1, not 0: leave it out to train for --num_train_epochs",
+        ),
+        (
+            "{rte} --metric_for_best_model f1",
+            "--metric_for_best_model: no evaluation gives eval_f1; known: loss, accuracy",
+        ),
+        (
             "{rte} --text_columns a",
             "--text_columns is for files of your own, not for --task_name",
         ),
@@ -276,6 +288,10 @@ CALLS = {
         (
             "--train_file {good}/corpus.txt --do_eval",
             "--do_eval needs --validation_file",
+        ),
+        (
+            "--train_file {good}/corpus.txt --metric_for_best_model perplexity",
+            "--metric_for_best_model: no evaluation gives eval_perplexity; known: loss",
         ),
         (
             "--train_file {good}/corpus.txt --do_train False",
@@ -385,8 +401,8 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; --text_column_name and "
-            "--label_column_name say others",
+            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; name the columns with "
+            "--text_column_name and --label_column_name",
         ),
         (
             "--train_file {bad}/latin",

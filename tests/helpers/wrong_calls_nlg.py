@@ -52,6 +52,10 @@ CALLS = {
             "--lora_dim must be at least 0, not -1",
         ),
         (
+            "--train_data {good}/encoded.jsonl --random_seed 18446744073709551616",
+            "--random_seed must lie in [0, 4611686018427387904], not 18446744073709551616",
+        ),
+        (
             "--train_data {good}/encoded.jsonl --seq_len 0",
             "--seq_len must be at least 1, not 0",
         ),

@@ -30,7 +30,7 @@ from loralib.training.determinism import set_dropout_seed, set_seed, set_up_devi
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
-from loralib.training.resume import first_not_finite
+from loralib.training.resume import check_not_beyond, first_not_finite, warn_of_length
 from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -50,6 +50,7 @@ from .trainer_callback import (
     TrainerState,
 )
 from .trainer_checkpoint import (
+    NEW_RUN,
     Checkpoints,
     Progress,
     RunState,
@@ -412,7 +413,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._warm_up(passes)
         checkpoint = self._begin(checkpoint, passes)
         if checkpoint:
-            self._compare_length(checkpoint, max_steps)
+            check_not_beyond(checkpoint, self.state.global_step, max_steps, NEW_RUN)
+            warn_of_length(checkpoint, self.state.max_steps, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._log_beginning(passes.examples, max_steps, checkpoint)
@@ -519,26 +521,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             steps = passes.length or sys.maxsize
             self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
         return checkpoint
-
-    def _compare_length(self, checkpoint: str, max_steps: int) -> None:
-        """Warns where a resumed run has another length than it began with.
-
-        Raises:
-            CheckpointError: the checkpoint is beyond the run's end.
-        """
-        before, done = self.state.max_steps, self.state.global_step
-        if done > max_steps:
-            raise CheckpointError(
-                f"{checkpoint}: has made {done} steps, and this run ends after {max_steps}: give "
-                "the length that it began with, or begin a new run with another --output_dir or "
-                "--overwrite_output_dir"
-            )
-        if before != max_steps:
-            logger.warning(
-                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
-                "length from here on, so that the result is that of neither",
-                *(checkpoint, before, max_steps),
-            )
 
     def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
         args, progress = self.args, self._progress

@@ -12,7 +12,7 @@ state of its random generators.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +105,8 @@ _SAME_OF_A_BASE = (
     *("share_att_key", "norm_rel_ebd"),
 )
 
-_NEW_RUN = (
-    "give the same setting to resume it, or begin a new run with another --output_dir or "
-    "--overwrite_output_dir"
-)
+NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
+_SAME_SETTING = f"give the same setting to resume it, or {NEW_RUN}"
 
 # What a process's progress counts of batches with targets.
 _COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
@@ -374,7 +372,7 @@ class Checkpoints:
         if isinstance(model, PreTrainedModel):
             of_model = _model_settings(model, path)
             settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
-        check_same_run(path, *settings, _NEW_RUN)
+        check_same_run(path, *settings, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
         """Puts this process's place in the data, gradients and generators where they were.
@@ -389,11 +387,10 @@ class Checkpoints:
         if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
             raise CheckpointError(
                 f"{path}: is of a run on as many examples of other data: give the same data, and "
-                "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
-                "--overwrite_output_dir"
+                f"--max_seq_length, to resume it, or {NEW_RUN}"
             )
         collator = own["collator"]
-        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _NEW_RUN)
+        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
         differ = [name for name in now if before[name] != now[name]]
         # With as many examples a step, an epoch has the same steps in any number of processes.
         others = [name for name in differ if name != "processes"]
@@ -514,6 +511,26 @@ def _damage_named(path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------
 
 
+def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
+    """Refuses a metric that no evaluation gives; for a task's script before it trains.
+
+    Args:
+        args: say what is compared, if anything.
+        metrics: the names of those that an evaluation gives.
+
+    Raises:
+        TrainingError: it is none of them.
+    """
+    if args.metric_for_best_model is None:
+        return
+    known = [name.removeprefix("eval_") for name in metrics]
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if name not in known:
+        raise TrainingError(
+            f"--metric_for_best_model: no evaluation gives eval_{name}; known: {', '.join(known)}"
+        )
+
+
 def note_best(
     state: TrainerState, args: TrainingArguments, metrics: dict[str, float], folder: Path
 ) -> None:
@@ -524,10 +541,8 @@ def note_best(
     """
     if args.metric_for_best_model is None:
         return
+    check_best_metric(args, metrics)
     name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    if name not in metrics:
-        known = ", ".join(key.removeprefix("eval_") for key in metrics)
-        raise TrainingError(f"--metric_for_best_model: no evaluation gives {name}; known: {known}")
     value, best = metrics[name], state.best_metric
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)

@@ -38,6 +38,7 @@ class TrainerRecords:
     state: TrainerState
     model: nn.Module
     eval_dataset: Any
+    optimizer: Any
     callback_handler: CallbackHandler
     _progress: Progress
     _counted: tuple[nn.Module, int] | None = None  # a model, and its weights beside embeddings
@@ -55,6 +56,13 @@ class TrainerRecords:
         All processes have to call it, as `share_warnings` has them meet.
         """
         args = self.args
+        groups = self.optimizer.param_groups
+        # A scheduler has noted the peak, and may begin at 0.
+        if all(group.get("initial_lr", group.get("lr")) == 0 for group in groups):
+            logger.warning(
+                "the learning rate is 0: nothing is trained, and what is saved is what the run "
+                "begins with; give a --learning_rate"
+            )
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
             rows = [*self._about_model(), *self._about_data(examples, max_steps)]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from loralib.io.console import is_terminal
+from loralib.training.determinism import LARGEST_SEED
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.launched import is_launched, launched_place, rank
@@ -125,7 +126,12 @@ class TrainingArguments:
         "whole model",
     )
     no_cuda: bool = flag(False, "stay on the CPU even where there is a GPU")
-    seed: int = flag(42, "seed of new weights, of the data's order and of dropout")
+    seed: int = flag(
+        42,
+        "seed of new weights, of the data's order and of dropout",
+        least=0,
+        most=LARGEST_SEED,
+    )
     fp16: bool = flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
     bf16: bool = flag(False, "the same in bfloat16, on a GPU or a CPU")
     fp16_opt_level: str = flag("O1", "apex's; not read", choices=["O0", "O1", "O2", "O3"])
@@ -273,6 +279,11 @@ class TrainingArguments:
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be a number from 0 on, not {getattr(self, name)}")
+        if self.max_steps == 0:
+            raise ValueError(
+                "--max_steps must be at least 1, not 0: leave it out to train for "
+                "--num_train_epochs, and --do_train to train nothing"
+            )
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
         for name in ("warmup_ratio", "label_smoothing_factor"):

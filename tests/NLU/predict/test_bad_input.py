@@ -21,7 +21,8 @@ BAD_LINES = {
     "blank": ("", "line 2: is blank; only lines at the end may be"),
     "half": (
         '{"adapter": "rte", "text": "a',
-        "line 2: is not JSON (Unterminated string starting at)",
+        "line 2: is not JSON (Unterminated string starting at); a line is, for one, "
+        '{"adapter": "rte", ',
     ),
     "no object": ('["rte", "a dog"]', 'line 2: is not a JSON object (["rte", "a dog"])'),
     "no text": ('{"adapter": "rte", "id": 3}', "line 2: has no text"),
@@ -43,7 +44,15 @@ BAD_LINES = {
     ),
     "adapter of another type": (
         '{"adapter": ["rte"], "text": "a"}',
-        'line 2: unknown adapter ["rte"] (expected rte, mnli, stsb)',
+        'line 2: its adapter is not a string (["rte"]), such as "rte", "mnli", "stsb"',
+    ),
+    "adapter as a number": (
+        '{"adapter": 1, "text": "a"}',
+        'line 2: its adapter is not a string (1), such as "rte", "mnli", "stsb"',
+    ),
+    "a key twice": (
+        '{"adapter": "rte", "text": "a", "text": "b"}',
+        'line 2: has the key \'text\' 2 times, of which one would be read: "a", "b"',
     ),
     "no adapter": ('{"text": "a"}', "line 2: does not say its adapter, one of rte, mnli, stsb"),
     **{

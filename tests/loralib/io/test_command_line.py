@@ -1,7 +1,9 @@
 """The parser of all scripts' flags."""
 
 import math
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,16 @@ def test_whole_flags_are_taken(parser):
     assert parser.parse_args(["--data=x", "--lora_rank_pattern", "a=1"]).lora_rank_pattern == [
         "a=1"
     ]
+
+
+def test_the_home_folder_is_that_of_the_user(parser, monkeypatch):
+    parser.add_argument("--out", type=Path)
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, "home")
+    args = parser.parse_args(["--data=~/x", "--lora_rank_pattern", "~", "a~/b", "~x", "--out=~/y"])
+    assert args.data == os.path.join("home", "x").replace("\\", "/")
+    assert args.lora_rank_pattern == ["home", "a~/b", "~x"]
+    assert args.out == Path("home/y")
 
 
 def test_a_script_may_take_abbreviations():

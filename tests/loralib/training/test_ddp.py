@@ -1,11 +1,11 @@
 """DDP: warmed up without a trace, and gradients that are summed where an update follows."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from launches import quick_python
 from places import ROOT
 from torch import nn
 from torch.distributed import HashStore
@@ -92,7 +92,7 @@ end_at_once(0)
 @pytest.mark.parametrize(("kind", "kept"), [("constant", 11.0), ("batch norm", 10.0)])
 def test_buffers_are_sent_in_every_pass_where_some_can_change(tmp_path, kind, kept):
     """LoRA's own are constant: they are sent once, at the beginning."""
-    command = [sys.executable, "-c", BUFFERS, f"file://{tmp_path}/store"]
+    command = [quick_python(), "-c", BUFFERS, f"file://{tmp_path}/store"]
     processes = [
         subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for number in range(2)

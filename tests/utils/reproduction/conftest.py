@@ -1,8 +1,10 @@
 """The recipes of both trees, with an output folder of the test's own."""
 
+import sys
 from pathlib import Path
 
 import pytest
+from launches import quick_python
 
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
@@ -16,6 +18,12 @@ def _own_surroundings(monkeypatch, tmp_path):
     for name in ("NPROC", "MNLI_CHECKPOINT", "MASTER_PORT", "SEED", "RUN_DIR", "TRIAL_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def quick_start(monkeypatch) -> None:
+    """What is started has imported what is not the project's."""
+    monkeypatch.setattr(sys, "executable", str(quick_python()))
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_trial_of_a_glue_row_and_of_e2e(out, called, capsys):
+def test_a_trial_of_a_glue_row_and_of_e2e(out, called, capsys, quick_start):
     asked = [
         "roberta-base LoRA",
         "e2e_gpt2_md",

@@ -225,7 +225,7 @@ def test_the_encoders_study_resumes_and_reports(run, out):
 
 
 @pytest.mark.slow
-def test_gpt2s_study_runs_and_reports(run, out):
+def test_gpt2s_study_runs_and_reports(run, out, quick_start):
     assert f"| {ONE_GPT2_RATE.name} |" in run(ONE_GPT2_RATE.name, "--seeds", "0")
     (line,) = (out / "gpt2" / "runs.jsonl").read_text().splitlines()
     results = json.loads(line)["results"]

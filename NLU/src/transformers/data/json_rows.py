@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
+from loralib.errors import in_short
+
 _SPACES = re.compile(r"\s*")
 # JSON's names of Python's types.
 KINDS: dict[type, str] = {
@@ -47,9 +49,13 @@ def begins_with_rows(path: str) -> bool:
 
     The library is not to be given others: ``null`` ends the process by a segmentation fault.
     """
+    return _first_byte(path) in (b"", b"{", b"[")
+
+
+def _first_byte(path: str) -> bytes:
+    """The first one that is not blank; none where many are."""
     with open(path, "rb") as file:
-        begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-    return begin[:1] in (b"", b"{", b"[")
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
 def find_fault(path: str, in_pieces: bool) -> None:
@@ -151,7 +157,7 @@ def _line_value(line: str, place: str) -> Any:
     """
     _check_utf8(line, place)
     try:
-        value = json.loads(line, object_pairs_hook=_without_repetition)
+        value = json.loads(line, object_pairs_hook=without_repetition)
     except json.JSONDecodeError as error:  # its own text counts lines within this one
         raise ValueError(f"{place}: is not JSON ({error.msg})") from error
     except ValueError as error:
@@ -167,15 +173,17 @@ def _placed_values(text: str, path: str) -> Iterator[tuple[str, Any]]:
     """As `_placed_rows`, of the text of a file whose lines are not rows."""
     for number, line in enumerate(text.split("\n"), start=1):
         _check_utf8(line, f"{path}: line {number}")
+    decoder = json.JSONDecoder(object_pairs_hook=without_repetition)
+    has_surrogates = _SURROGATE.search(text) is not None
     try:
-        decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
-        has_surrogates = _SURROGATE.search(text) is not None
         for row, value in enumerate(_values(text, decoder), start=1):
             if has_surrogates:
                 _check_characters(value, f"{path}: row {row}")
             yield f"row {row}", value
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno}: is not JSON ({error.msg})") from error
+    except RepeatedKeyError as error:
+        raise ValueError(f"{path}: an object {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path}: a row is nested too deep") from error
 
@@ -200,9 +208,33 @@ def _has_surrogates(text: str) -> bool:
     return False
 
 
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"has the key '{name}' {names.count(name)} times")
-    return dict(pairs)
+class RepeatedKeyError(ValueError):
+    """An object in JSON has a key twice, of which Python's json takes the last one."""
+
+
+def without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these keys and values, for json's ``object_pairs_hook``.
+
+    Raises:
+        RepeatedKeyError: a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(
+            f"has the key '{name:.60}' {names.count(name)} times, of which one would be read: "
+            f"{in_short(json.dumps(v, ensure_ascii=False) for n, v in pairs if n == name)}"
+        )
+    return found
+
+
+def check_keys(path: str) -> None:
+    """Refuses a list of objects of which one has a key twice; other files the library refuses.
+
+    Raises:
+        ValueError: it is such a list.
+    """
+    if _first_byte(path) == b"[":
+        for _ in _placed_rows(path):
+            pass

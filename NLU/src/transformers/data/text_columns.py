@@ -32,9 +32,22 @@ STRINGS = ("string", "large_string")
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 # Values of a column, each of them ten times or more, that may be names rather than texts.
 _FEW = 10
-# What tables have where a number is missing.
+# Columns of a row without a label; one object with more holds a value of each row.
+_MOST_OF_A_ROW = 20
+# What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
+_URL = re.compile(r"\s*https?://\S+\s*", re.IGNORECASE)
+_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_DATE = re.compile(
+    rf"""\s*
+    (\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}            # 2024-03-12, 12/03/2024, 12.3.24
+    | \d{{1,2}}\.?[ -]{_MONTH},?[ -]\d{{2,4}}         # 12 March 2024
+    | {_MONTH}[ ]\d{{1,2}}(st|nd|rd|th)?,?[ ]\d{{4}})  # March 12, 2024
+    (,?[ T]\d{{1,2}}:\d\d(:\d\d([.,]\d+)?)?([ ]?[ap]\.?m\.?)?)?
+    ([ ]?(z|utc|gmt|[+-]\d\d:?\d\d))?\s*""",
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +74,8 @@ def choose_columns(
     """Which columns are texts: those asked for, or those that can be nothing else.
 
     Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
-    or one or two columns of strings other than the label's: no numbers, and no column that is named
-    like an identifier.
+    or one or two columns of strings other than the label's: no numbers, no column that is named
+    like an identifier, and, where another column is left, none of dates, URLs or identifiers alone.
 
     Args:
         data: the file's rows.
@@ -95,7 +108,10 @@ def choose_columns(
     found = [name for name, reason in reasons.items() if reason is None]
     if {"sentence1", "sentence2"} <= set(found):
         found = ["sentence1", "sentence2"]
+    elif len(found) > 1:
+        found = _without_marks(data, path, found)
     if not 1 <= len(found) <= 2:
+        _refuse_object_of_rows(data, path, label)
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
         if not found:
             _refuse_unusable(data, path, others)
@@ -113,6 +129,12 @@ def choose_columns(
                 f"has to name the columns, as in text,{label}; where it does, name the texts with "
                 "--text_columns"
             )
+    if is_unclear and known_texts and any(" " in name for name in found):
+        logger.warning(
+            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
+            "before it: %s",
+            *(path, quoted(found), ",".join(known_texts)),
+        )
     # Those of several kinds `take_columns` refuses.
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
@@ -122,20 +144,96 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
+    words = [n for n in of_texts if _is_of_words(data, n)]
     for name in of_texts:
-        _warn_of_few(data, path, name)
+        _warn_of_few(data, path, name, is_of_words=name in words and len(words) < len(found))
     return Columns(tuple(found), label)
 
 
-def _warn_of_few(data: Dataset, path: str, name: str) -> None:
-    """Warns of a column of texts that may be none, such as the names of the labels' numbers."""
+def _without_marks(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
+    """Those of several columns that are not of dates, URLs or identifiers alone; all if none is.
+
+    Of more than two, others than texts may be left: it is then for the user to say.
+    """
+    marks = {name: mark for name in names if (mark := _mark(data, name))}
+    left = [name for name in names if name not in marks]
+    if not marks or not left:
+        return list(names)
+    if len(names) > 2 and any(_is_of_words(data, name) for name in left):
+        return list(names)
+    logger.info(
+        "%s: not taken for texts are %s; --text_columns names others",
+        *(path, ", ".join(f"{name} ({mark})" for name, mark in marks.items())),
+    )
+    return left
+
+
+def _mark(data: Dataset, name: str) -> str | None:
+    """What a column has in each row in place of a text, to tell it by or to find it."""
+    values = _strings(data, name)
+    if values and all(map(_URL.fullmatch, values)):
+        return "URLs"
+    if values and all(map(_DATE.fullmatch, values)):
+        return "dates"
+    # Of words without digits they may be terms, beside what is said of them.
+    if 1 < len(values) == len({*values}) and all(
+        _is_word(value) and any(map(str.isdigit, value)) for value in values
+    ):
+        return "identifiers"
+    return None
+
+
+def _is_of_words(data: Dataset, name: str) -> bool:
+    """Whether a column has one word in each row."""
+    values = _strings(data, name)
+    return bool(values) and all(map(_is_word, values))
+
+
+def _is_word(text: str) -> bool:
+    return len(text.split()) == 1
+
+
+def _strings(data: Dataset, name: str) -> list[str]:
+    """The values of a column that are not empty; none where some are not strings."""
+    if getattr(data.features[name], "dtype", None) not in STRINGS:
+        return []
+    return [value for value in data[name][:] if value]
+
+
+def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None:
+    """Warns of a column of texts that may be none, such as the names of the labels' numbers.
+
+    Args:
+        data, path: the file.
+        name: the column.
+        is_of_words: it has one word in each row, as names of users are, and another has more.
+    """
     values = [str(value) for value in data.unique(name)]
-    if len(values) <= _FEW and len(data) >= 10 * len(values):
-        count = f"{len(values)} values in {len(data):,} rows"
+    is_few = len(values) <= _FEW and len(data) >= 10 * len(values)
+    if is_few or is_of_words:
+        count = f"{len(values):,} values in {len(data):,} rows" if is_few else "single words"
         logger.warning(
             "%s: %s is taken for text, and has %s (%s): if it is none, name the texts with "
             "--text_columns",
             *(path, name, count, in_short(values, width=60)),
+        )
+
+
+def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
+    """Refuses a JSON file of one object that holds all rows, as columns or by their names.
+
+    Raises:
+        ValueError: it is such a file: all values are lists or objects, or they are many, and none
+            is a label.
+    """
+    if path.endswith(".csv") or len(data) != 1:
+        return
+    row = data[0]
+    of_columns = len(row) > 1 and all(isinstance(value, list | dict) for value in row.values())
+    if of_columns or (label not in row and len(row) > _MOST_OF_A_ROW):
+        raise ValueError(
+            f"{path}: is one object of {len(row):,} keys ({in_short(row, width=60)}), which is "
+            f'read as one row: write an object a row, such as {{"text": "…", "{label}": "…"}}'
         )
 
 
@@ -308,7 +406,7 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
     values = _as_written(data, path, name)
     for row, value in enumerate(values, start=1):
         # NaN alone differs from itself.
-        if value is None or value == "" or value != value:
+        if value is None or value != value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str | int | float):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
@@ -342,7 +440,7 @@ def _check_numerals(path: str, name: str) -> None:
 def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
     """Refuses words that stand for a missing number, which would make a class of each number."""
     words = {value for value in values if isinstance(value, str)}
-    missing = {word for word in words if word.strip().lower() in _MISSING}
+    missing = {word for word in words if may_be_missing(word)}
     if missing and words != missing and all(map(is_number, words - missing)):
         row = next(row for row, value in enumerate(values, start=1) if value in missing)
         raise ValueError(
@@ -351,6 +449,11 @@ def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
         )
     if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
         raise ValueError(f"{path}: {name} has decimal commas ({values[0]}): write points")
+
+
+def may_be_missing(label: str) -> bool:
+    """Whether a label is what tables have where there is none."""
+    return label.strip().lower() in _MISSING
 
 
 def check_not_empty(train: Dataset, columns: Columns, path: str) -> None:

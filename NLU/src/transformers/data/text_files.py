@@ -18,7 +18,7 @@ from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
 
 from .csv_rows import check_rows, csv_header, types_of_all_rows
-from .json_rows import begins_with_rows, find_fault, json_rows
+from .json_rows import begins_with_rows, check_keys, find_fault, json_rows
 from .text_columns import are_words, why_no_text
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
@@ -43,7 +43,7 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not of this kind, has a column twice, or no rows.
+        ValueError: it is not of this kind, has a column or a key twice, or no rows.
     """
     from datasets.exceptions import DatasetGenerationError
     from pyarrow import ArrowInvalid
@@ -85,6 +85,7 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
     if kind == "csv":
         return rows
+    check_keys(path)
     _refuse_one_object(rows, path)
     return _with_texts(rows, path)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from loralib.errors import in_short, quoted
 
-from .text_columns import LABEL, STRINGS, TEXT_KEYS, Columns, is_number
+from .text_columns import LABEL, STRINGS, TEXT_KEYS, Columns, is_number, may_be_missing
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -93,7 +93,21 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
             "them alike",
             *(path, in_short(numbers, width=70), in_short(words, width=70)),
         )
+    else:
+        _warn_of_missing(train, path)
     _warn_of_spellings(labels, path)
+
+
+def _warn_of_missing(train: Dataset, path: str) -> None:
+    """Warns of words that stand for a missing label, but for "none", as classes are called."""
+    values = [str(value) for value in train[LABEL][:]]
+    missing = [v for v in values if may_be_missing(v) and v.strip().lower() != "none"]
+    if missing:
+        logger.warning(
+            "%s: the label of %d rows is '%s', row %d first, which is a class of its own: if it "
+            "stands for no label, leave the rows out",
+            *(path, values.count(missing[0]), missing[0], values.index(missing[0]) + 1),
+        )
 
 
 def _is_finite(text: str) -> bool:

@@ -47,6 +47,13 @@ ADAPTATIONS = {
 }
 # What to give where a base alone is not enough.
 WITH_ADAPTER = "--apply_lora --lora_path with an adapter"
+# The script that trains and evaluates each head with adapters.
+SCRIPTS = {
+    "sequence_classification": "run_glue.py",
+    "token_classification": "run_ner.py",
+    "question_answering": "run_qa.py",
+    "multiple_choice": "run_swag.py",
+}
 # What words of the command line are as settings.
 FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
     "lora_layers": partial(layers_of_words, "--lora_layers"),
@@ -74,6 +81,27 @@ def _read_adapter(path: str, kind: Kind, where: Mapping[str, Any]) -> Adapter:
             f"{path}: holds what --{other.switch} has trained: give it as --{other.switch} "
             f"--{PATHS[other]}, and {without(kind)}"
         ) from error
+
+
+def check_heads(adapters: Sequence[Adapter], head: str) -> None:
+    """Refuses adapters that say that they are another task's, before its data is read.
+
+    Args:
+        adapters: those that the flags name.
+        head: the task's, a key of `SCRIPTS`.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for adapter in adapters:
+        theirs = adapter.metadata.head if adapter.metadata else None
+        if theirs in (None, head):
+            continue
+        way_out = f": give it to {SCRIPTS[theirs]}" if theirs in SCRIPTS else ""
+        trained, needed = (name.replace("_", " ") for name in (theirs, head))
+        raise CheckpointError(
+            f"{adapter.source}: was trained for {trained}, and this script is for {needed}{way_out}"
+        )
 
 
 def check_arguments(

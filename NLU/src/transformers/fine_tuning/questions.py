@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.io.encoding import refuse_utf16_file
 
+from ..data.json_rows import without_repetition
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
 from ..data.text_columns import warn_of_empty_texts
@@ -86,7 +87,7 @@ def _object_in(path: str) -> dict[str, Any] | None:
     refuse_utf16_file(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            whole = json.load(file)
+            whole = json.load(file, object_pairs_hook=without_repetition)
     except (ValueError, RecursionError):
         return None  # several lines, or what read_table says is wrong
     is_one = isinstance(whole, dict) and isinstance(whole.get("data"), list)
@@ -265,6 +266,13 @@ def scores_of(
         return squad_metrics(predictions, true)
     odds = {name: answer.null_odds for name, answer in zip(names, answers, strict=True)}
     return squad_v2_metrics(predictions, true, odds)
+
+
+def names_of_scores(may_have_none: bool) -> list[str]:
+    """What `scores_of` gives of a set, where questions may have none also of such."""
+    if not may_have_none:
+        return list(squad_metrics({"a": ""}, {"a": ["a"]}))
+    return list(squad_v2_metrics({"a": "", "b": ""}, {"a": ["a"], "b": []}, {"a": 0.0, "b": 0.0}))
 
 
 def write_answers(

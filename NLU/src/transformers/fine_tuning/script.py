@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..modeling_utils import PreTrainedModel
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer import Trainer
 from ..trainer_agreement import check_same_flags
+from ..trainer_checkpoint import check_best_metric
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
@@ -36,6 +37,7 @@ from ..utils.cli import (
 )
 from .adapted_model import (
     check_arguments,
+    check_heads,
     keep_to_layers,
     leave_out_missing,
     load_config,
@@ -130,15 +132,21 @@ class Prepared:
 
 
 def begin(
-    model_args: AdaptedModelArguments, args: TrainingArguments
+    model_args: AdaptedModelArguments, args: TrainingArguments, head: str
 ) -> tuple[str | None, list[Adapter]]:
-    """The checkpoint to resume from, if there is one, and the adapters that the flags name."""
+    """The checkpoint to resume from, if there is one, and the adapters that the flags name.
+
+    Args:
+        model_args, args: the flags.
+        head: the task's, such as "token_classification".
+    """
     set_up_datasets(model_args.cache_dir)
     check_sources_kept(args, model_args.sources)
     checkpoint = find_checkpoint(args)
     if not args.do_train:  # else the summary before the training says it
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)
+    check_heads(adapters, head)
     check_arguments(model_args, args, adapters)
     return checkpoint, adapters
 
@@ -147,6 +155,22 @@ def needed_splits(args: TrainingArguments) -> list[str]:
     """Names of the splits that a run uses."""
     stages = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
     return [name for name, wanted in stages.items() if wanted]
+
+
+def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
+    """Refuses a --metric_for_best_model that is neither a score of the task nor the loss.
+
+    Else a run would find out at its first evaluation.
+
+    Args:
+        args: the settings.
+        scores: the names of the task's scores.
+
+    Raises:
+        TrainingError: it is none.
+    """
+    if args.do_train:
+        check_best_metric(args, ["loss", *([] if args.prediction_loss_only else scores)])
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
@@ -166,11 +190,13 @@ def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Si
     trainer.save_metrics(stage, metrics)
 
 
-def begin_estimate(model_args: AdaptedModelArguments, args: TrainingArguments) -> list[Adapter]:
-    """The adapters whose shapes an estimate takes over.
+def begin_estimate(
+    model_args: AdaptedModelArguments, args: TrainingArguments, head: str
+) -> list[Adapter]:
+    """The adapters whose shapes an estimate takes over; the arguments are those of `begin`.
 
     Raises:
-        ValueError: nothing is to be trained, or flags clash.
+        ValueError: nothing is to be trained, an adapter is another task's, or flags clash.
     """
     if not args.do_train:
         raise ValueError("--estimate says what training takes: add --do_train")
@@ -178,6 +204,7 @@ def begin_estimate(model_args: AdaptedModelArguments, args: TrainingArguments) -
         model_args.config_name = published_settings(model_args.model_name_or_path)
     leave_out_missing(model_args)
     adapters = read_adapters(model_args)
+    check_heads(adapters, head)
     check_arguments(model_args, args, adapters)
     return adapters
 
@@ -202,7 +229,7 @@ def estimate_task(
     Raises:
         ValueError: there is no file to read, and no length given.
     """
-    adapters = begin_estimate(model_args, args)
+    adapters = begin_estimate(model_args, args, auto_class.role)
     new_model = partial(untrained_model, auto_class)
     if asked.estimate_length is not None:
         keep_to_layers(model_args, load_config(model_args), adapters)

@@ -25,7 +25,7 @@ WORDS, TAGS = "words", "tags"
 # Names of columns that say what they are, and are not where such columns are looked for.
 _NAMES_OF_WORDS = ("words", "tokens")
 _ENDS_WITH_TAGS = re.compile(r"(.*[^a-z])?(tags?|labels?)", re.IGNORECASE)  # and not hashtags
-_SAY_OTHERS = "--text_column_name and --label_column_name say others"
+_SAY_OTHERS = "name the columns with --text_column_name and --label_column_name"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,32 @@
+import io
+import zipfile
+from importlib.util import find_spec
+
+import pytest
+
+from loralib.io.archives import DAMAGED
+
+METHODS = {
+    "stored": (zipfile.ZIP_STORED, "zipfile"),
+    "deflated": (zipfile.ZIP_DEFLATED, "zlib"),
+    "lzma": (zipfile.ZIP_LZMA, "lzma"),
+    "zstandard": (93, "compression"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_flipped_byte_is_known_for_damage(name):
+    method, module = METHODS[name]
+    if find_spec(module) is None:
+        pytest.skip("this Python is built without it")
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("rows.tsv", "".join(f"{row}\t{row * row}\n" for row in range(999)))
+    whole = file.getvalue()
+    assert zipfile.ZipFile(io.BytesIO(whole)).read("rows.tsv").startswith(b"0\t0\n")
+    end = whole.index(b"PK\x01\x02")  # of its compressed bytes
+    for place in range(40, end, end // 20):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        with pytest.raises(DAMAGED):
+            zipfile.ZipFile(io.BytesIO(damaged)).read("rows.tsv")
