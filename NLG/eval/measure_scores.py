@@ -76,57 +76,70 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=f"E2E: {_scales(E2E)}. WebNLG and DART: {_scales(WEBNLG_AND_DART)}. METEOR, ROUGE_L "
         "and CIDEr need Java and requirements-java.txt, and are skipped without.",
     )
-    parser.add_argument(
-        "references", nargs="?", help="E2E: one reference a line, a blank line after each group"
-    )
-    parser.add_argument(
-        "predictions", nargs="?", help="E2E: one prediction a line, in the order of the groups"
-    )
-    parser.add_argument(
-        "-p",
-        "--python",
-        action="store_true",
-        help="accepted as in the release: BLEU and NIST are always computed in Python",
-    )
-    parser.add_argument(
+    _add_files(parser)
+    _add_scores(parser)
+    _add_fixed(parser)
+    args = parser.parse_args(argv)
+    _check(args)
+    return args
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("references", nargs="?", help="E2E: one reference a line, a blank line after each group")
+    add("predictions", nargs="?", help="E2E: one prediction a line, in the order of the groups")
+    add(
         "-R",
         "--reference",
         metavar="PREFIX",
         help="WebNLG, DART: the references are the files PREFIX0, PREFIX1 and so on",
     )
-    parser.add_argument(
-        "-H", "--hypothesis", metavar="FILE", help="WebNLG, DART: one prediction a line"
-    )
-    parser.add_argument(
-        "-nr", "--num_refs", type=int, default=4, help="number of reference files (default: 4)"
-    )
-    parser.add_argument(
+    add("-H", "--hypothesis", metavar="FILE", help="WebNLG, DART: one prediction a line")
+    add("-nr", "--num_refs", type=int, default=4, help="number of reference files (default: 4)")
+
+
+def _add_scores(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "-m",
         "--metrics",
         help=f"some of {','.join(E2E)} with two files, of {','.join(WEBNLG_AND_DART)} with -R and "
         "-H (default: all of them)",
     )
-    parser.add_argument(
+    add(
         "--json",
         metavar="FILE",
         help="write the scores to this file, unrounded, null where skipped; scores that it "
         "holds under other labels are kept",
     )
-    parser.add_argument(
+    add(
         "--label",
         default="all",
         help="what these scores are called in the JSON file and the table, such as all, seen, "
         "unseen (default: all)",
     )
+
+
+def _add_fixed(parser: argparse.ArgumentParser) -> None:
+    """Adds the release's flags that change nothing."""
+    add = parser.add_argument
+    add(
+        "-p",
+        "--python",
+        action="store_true",
+        help="accepted as in the release: BLEU and NIST are always computed in Python",
+    )
     for flags, (value, meaning) in _FIXED.items():
-        parser.add_argument(
+        add(
             *flags,
             default=value,
             type=type(value),
             metavar=str(value).upper(),
             help=f"{meaning}; accepted as in the release, and nothing but {value}",
         )
-    args = parser.parse_args(argv)
+
+
+def _check(args: argparse.Namespace) -> None:
     for flags, (value, _) in _FIXED.items():
         if getattr(args, flags[-1].lstrip("-")) != value:
             raise ValueError(f"{flags[0]}: can be {value} alone")
@@ -135,7 +148,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     given = [args.references, args.predictions, args.reference, args.hypothesis]
     if two_files == with_flags or sum(path is not None for path in given) != 2:
         raise ValueError("give either REFERENCES PREDICTIONS, or -R PREFIX -H PREDICTIONS")
-    return args
 
 
 def _scales(metrics: Mapping[str, Metric]) -> str:

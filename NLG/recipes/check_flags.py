@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints import check_is_one_file
-from exp_utils import run, seen_from
 from gpt2_ft_arguments import parse_args
 from loralib.training.distributed import choose_device
 from loralib.training.precision import check_precision
+from script import run, seen_from
 
 # What a recipe gives itself, and gpt2_ft.py asks for; there, whatever the recipe's is.
-_OF_RECIPES = ["--train_data", os.devnull, "--valid_data", os.devnull]
+_RECIPE_FLAGS = ["--train_data", os.devnull, "--valid_data", os.devnull]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         OSError, ValueError: one is not there, or cannot be.
     """
     flags = sys.argv[1:] if argv is None else argv
-    args = parse_args([*_OF_RECIPES, *flags])
+    args = parse_args([*_RECIPE_FLAGS, *flags])
     if args.estimate:
         return  # which needs none of these
     check_precision(args.fp16, args.bf16, choose_device(0))

@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from encoded import END_OF_TEXT_ID
+from loralib.io.command_line import check_bounds
 from loralib.nn.packing import PackedRows, attend
 from model import Attend, GPT2LMModel
 
@@ -64,22 +66,15 @@ class BeamSettings:
     no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
     min_length: int = 0
-    eos_token_ids: tuple[int, ...] = (50256,)
+    eos_token_ids: tuple[int, ...] = (END_OF_TEXT_ID,)
 
     def __post_init__(self):
         lowest = {"beam": 1, "eval_len": 1, "no_repeat_ngram_size": 0, "min_length": 0}
         for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} has to be at least {least}, but is {getattr(self, name)}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty has to be above 0, but is {self.repetition_penalty}"
-            )
+            check_bounds(name, getattr(self, name), least=least)
+        check_bounds("repetition_penalty", self.repetition_penalty, above=0, below=math.inf)
         # Beyond, powers of a length leave the range of a floating-point number.
-        if not -50 <= self.length_penalty <= 50:
-            raise ValueError(
-                f"length_penalty has to be between -50 and 50, but is {self.length_penalty}"
-            )
+        check_bounds("length_penalty", self.length_penalty, least=-50, most=50)
 
 
 @torch.inference_mode()
@@ -140,7 +135,7 @@ class _Search:
         found: the sequences of prompts whose search has finished, by place.
     """
 
-    _OF_PROMPTS = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
+    _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
 
     def __init__(
         self, model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamSettings
@@ -247,7 +242,7 @@ class _Search:
             dtype=torch.int64,
             device=self.places.device,
         )
-        for name in self._OF_PROMPTS:
+        for name in self._PER_PROMPT:
             setattr(self, name, getattr(self, name)[kept])
         if len(kept):
             self.cache.keep(kept)

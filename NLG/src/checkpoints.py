@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exp_utils import seen_from
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
@@ -26,11 +25,13 @@ from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
+from loralib.io.command_line import check_bounds
 from loralib.io.tensors import first_not_finite, index_of, read_tensors, write_wrapped_tensors
 from loralib.lora_layer import lora_layers
 from loralib.targets import pattern_of_words
 from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
+from script import seen_from
 from settings_beside import check_settings_beside
 from weights import canonical_names, load_base, own_tensors
 
@@ -75,6 +76,16 @@ def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.
         help="LoRA's update is scaled by alpha / rank; default: the file's, or "
         f"{_FLAGS['lora_alpha'][1]}",
     )
+
+
+def check_model_params(args: argparse.Namespace) -> None:
+    """Checks the numbers of the flags that `add_model_params` adds.
+
+    Raises:
+        ValueError: one is out of its bounds.
+    """
+    check_bounds("--lora_dim", args.lora_dim, least=0)
+    check_bounds("--lora_alpha", args.lora_alpha, above=0, below=math.inf)
 
 
 def add_lora_params(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +148,7 @@ class Base:
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows.
+    """Reads a base's file, under any of the naming schemes that `weights.canonical_names` knows.
 
     Raises:
         CheckpointError: it cannot be read, or the config.json beside it is of another model.
@@ -344,10 +355,6 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
                 f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    if args.lora_dim < 0:
-        raise ValueError(f"--lora_dim has to be at least 0, but is {args.lora_dim}")
-    if not 0 < args.lora_alpha < math.inf:
-        raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
     trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:

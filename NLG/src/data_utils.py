@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from exp_utils import read_encoded
+from encoded import check_in_vocabulary, read_encoded, token_ids
 from gpu import DistEnv
+from loralib.io.command_line import check_bounds
 from loralib.nn.packing import PackedRows
-from loralib.training import process
+from loralib.training import launched
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,8 @@ class FT_Dataset(Dataset):
         seed: int = 0,
         vocab_size: int = 50257,
     ):
-        for name, size in (("batch size", batch_size), ("sequence length", max_seq_length)):
-            if size < 1:
-                raise ValueError(f"the {name} has to be at least 1, but is {size}")
+        check_bounds("batch_size", batch_size, least=1)
+        check_bounds("max_seq_length", max_seq_length, least=1)
         if not os.path.exists(path):
             raise FileNotFoundError(
                 f"{path}: no such file; create_datasets.sh makes those of E2E, WebNLG and DART"
@@ -100,7 +100,7 @@ class FT_Dataset(Dataset):
                 f"{path}: no example has a token to learn within {max_seq_length} positions"
             )
         cut = int((np.diff(ends) > max_seq_length).sum())
-        if cut and process.rank() == 0:
+        if cut and launched.rank() == 0:
             logger.warning(
                 "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
                 "the whole completion",
@@ -160,41 +160,24 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
     """
     tokens, ends, contexts = array("q"), array("q", [0]), array("q")
     for number, row in enumerate(read_encoded(path), start=1):
-        ids: list[int] = []
+        where = f"{path}:{number}"
+        context, completion = (token_ids(row, name, where) for name in ("context", "completion"))
+        if not completion:
+            raise ValueError(f"{where}: the completion is empty")
         try:
-            ids = _ids_of(row, "context")
-            tokens.fromlist(ids)
-            contexts.append(len(ids))
-            ids = _ids_of(row, "completion")
-            tokens.fromlist(ids)
-        except OverflowError as error:  # an id of more than 64 bits
-            raise _outside(f"{path}:{number}", ids, vocab_size) from error
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-        if not ids:
-            raise ValueError(f"{path}:{number}: the completion is empty")
+            tokens.fromlist(context)
+            tokens.fromlist(completion)
+        except OverflowError:  # an id of more than 64 bits
+            check_in_vocabulary([*context, *completion], vocab_size, where)
+            raise
+        contexts.append(len(context))
         ends.append(len(tokens))
     all_ids, bounds = np.frombuffer(tokens, dtype=np.int64), np.frombuffer(ends, dtype=np.int64)
     outside = np.flatnonzero((all_ids < 0) | (all_ids >= vocab_size))
     if outside.size:
         number = int(np.searchsorted(bounds, outside[0], side="right"))
-        raise _outside(f"{path}:{number}", all_ids[outside[:1]].tolist(), vocab_size)
+        check_in_vocabulary(all_ids[outside[:1]].tolist(), vocab_size, f"{path}:{number}")
     return all_ids.astype(np.int32), bounds, np.frombuffer(contexts, dtype=np.int64)
-
-
-def _outside(where: str, ids: Sequence[int], vocab_size: int) -> ValueError:
-    token = next(token for token in ids if not 0 <= token < vocab_size)
-    return ValueError(f"{where}: has token {token}, outside the vocabulary of {vocab_size}")
-
-
-def _ids_of(row: dict[str, Any], field: str) -> list[int]:
-    if field not in row:
-        raise ValueError(f'has no "{field}"')
-    ids = row[field]
-    # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
-    if not isinstance(ids, list) or set(map(type, ids)) - {int}:
-        raise ValueError(f'"{field}" has to be a list of token ids')
-    return ids
 
 
 # What a batch has by name: tensors, and where its tokens are.

@@ -21,7 +21,6 @@ from urllib.request import urlopen
 
 from tqdm.auto import tqdm
 
-from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
 from loralib.io.archives import ZIP_ERRORS
@@ -29,6 +28,7 @@ from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.training.process import error_in_words
+from script import run
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from encoded import END_OF_TEXT_ID
 from hub import hub_files
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 50256
-"""The one special token, first and last of a text. Its id is fixed, whatever the vocabulary."""
 
 FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",))
 """The formats in which a vocabulary comes: OpenAI's, and the hub's two."""

@@ -6,8 +6,8 @@
 Relations are lower-cased.
 """
 
-from exp_utils import run
 from formatted import Row, convert, join_triples, make_row, read_json
+from script import run
 
 
 def read_rows(path: str) -> list[Row]:

@@ -14,8 +14,9 @@ import csv
 import os
 import re
 
-from exp_utils import read_lines, run
 from formatted import Row, convert, make_row
+from json_lines import read_lines
+from script import run
 
 ATTRIBUTES = {"eatType": "Type", "familyFriendly": "family friendly", "priceRange": "price"}
 """The release's names of the attributes that it renames."""

@@ -8,8 +8,8 @@ Rows carry "cate": whether the entry's category is one of those that the trainin
 
 import logging
 
-from exp_utils import run
 from formatted import Row, convert, join_triples, make_row, read_json
+from script import run
 
 logger = logging.getLogger(__name__)
 

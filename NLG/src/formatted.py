@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from exp_utils import read_json_lines, write_json_lines
+from json_lines import read_json_lines, write_json_lines
 from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file

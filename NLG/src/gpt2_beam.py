@@ -24,45 +24,59 @@ if __name__ == "__main__":
 
     begin()
 
-import torch
 from tqdm.auto import tqdm
 
 import loralib as lora
 from beam import BeamSettings, search
-from checkpoints import add_model_params, open_model
-from exp_utils import (
-    add_log_level,
-    context_digest,
-    read_encoded,
-    run,
-    set_up_logging,
-    write_json_lines,
-)
+from checkpoints import add_model_params, check_model_params, open_model
+from encoded import END_OF_TEXT_ID, check_in_vocabulary, context_digest, read_encoded, token_ids
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
+from json_lines import write_json_lines
 from loralib.io.atomic import check_apart, check_folder_writable
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
 from loralib.nn.products import use_products
-from loralib.training import process, watch
+from loralib.training import launched, watch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
-from loralib.training.precision import check_precision
+from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
+from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
-
-_END_OF_TEXT = 50256
 
 Prompt = tuple[int, ...]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Reads the command line.
+
+    Raises:
+        ValueError: a number is out of its bounds.
+    """
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _add_data_params(parser)
+    _add_search_params(parser)
+    _add_precision_params(parser)
+    add_model_params(parser, default_card="gpt2.sm")
+    parser.add_argument_group("LoRA").add_argument(
+        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
+    )
+    add_gpu_params(parser)
+    add_log_level(parser)
+    group = parser.add_argument_group("accepted as in the release, where they have no effect")
+    group.add_argument("--random_seed", type=int, default=10)
+    args = parser.parse_args(argv)
+    check_bounds("--batch_size", args.batch_size, least=1)
+    check_model_params(args)
+    return args
+
+
+def _add_data_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--data", default="../data/wikitext-103", help="lines as gpt2_encode.py writes them")
     add("--batch_size", type=int, default=10, help="contexts searched at a time, in each process")
@@ -78,6 +92,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder for the output; default: $PT_OUTPUT_DIR, or gpt2_model",
     )
     add("--output_file", default="beam_prediction.jsonl", help="the predictions, in --work_dir")
+
+
+def _add_search_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("search").add_argument
     add("--beam", type=int, default=1, help="beams a context; 1: greedy search")
     add("--eval_len", type=int, default=256, help="tokens of a text at most")
@@ -104,23 +121,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--eos_token_id",
         action="append",
         type=int,
-        default=[_END_OF_TEXT],
-        help=f"a token that ends a text, in addition to {_END_OF_TEXT}, such as 628, a blank line; "
+        default=[END_OF_TEXT_ID],
+        help=f"a token that ends a text, besides {END_OF_TEXT_ID}, such as 628, a blank line; "
         "may be given several times",
     )
+
+
+def _add_precision_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)"
     )
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="compute in half precision (GPU)")
     half("--bf16", action="store_true", help="compute in bfloat16")
-    add_model_params(parser, default_card="gpt2.sm")
-    parser.add_argument_group("LoRA").add_argument(
-        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
-    )
-    add_gpu_params(parser)
-    add_log_level(parser)
-    return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> BeamSettings:
@@ -129,8 +142,6 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
     Raises:
         ValueError: a flag is out of its range.
     """
-    if args.batch_size < 1:
-        raise ValueError("--batch_size has to be at least 1")
     if args.seq_len <= args.eval_len:
         raise ValueError(
             f"--seq_len {args.seq_len} leaves no token for a context next to --eval_len "
@@ -183,7 +194,7 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
     check_same_weights(model, dist_env.world_size)  # of merged ones, bits depend on the processor
-    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    dtype = compute_dtype(args.fp16, args.bf16)
     return lora.merge(model).to(dist_env.device, dtype).eval().requires_grad_(False)
 
 
@@ -236,7 +247,7 @@ def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt
         path: for the warning.
     """
     cut = sum(len(context) > longest for context in contexts)
-    if cut and process.rank() == 0:
+    if cut and launched.rank() == 0:
         logger.warning(
             "%s: %d of %d contexts are longer than --seq_len - --eval_len = %d tokens, and lost "
             "their beginning",
@@ -246,17 +257,10 @@ def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt
 
 
 def _context_of(row: dict[str, Any], vocab_size: int, where: str) -> Prompt:
-    ids = row.get("context")
-    # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise ValueError(f'{where}: "context" is missing, or is not a list of token ids')
+    ids = token_ids(row, "context", where)
     if not ids:
         raise ValueError(f"{where}: the context is empty")
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f'{where}: "context" has token {token}, outside the vocabulary of {vocab_size}'
-            )
+    check_in_vocabulary(ids, vocab_size, where)
     return tuple(ids)
 
 
@@ -334,7 +338,7 @@ def main(argv: list[str] | None = None) -> None:
                 "id": number,
                 "predict": texts[prompt] + [0] * (args.eval_len - len(texts[prompt])),
                 "length": len(texts[prompt]),
-                "context_digest": context_digest(context, _END_OF_TEXT),
+                "context_digest": context_digest(context),
             }
             for number, (context, prompt) in enumerate(zip(contexts, prompts, strict=True))
         ),

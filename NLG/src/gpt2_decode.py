@@ -24,18 +24,13 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from encoder import END_OF_TEXT, END_OF_TEXT_ID, Encoder, get_encoder
-from exp_utils import (
-    add_log_level,
-    context_digest,
-    read_json_lines,
-    read_lines,
-    run,
-    set_up_logging,
-)
+from encoded import context_digest, token_ids
+from encoder import END_OF_TEXT, Encoder, get_encoder
 from formatted import Row, read_formatted
+from json_lines import read_json_lines, read_lines
 from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
+from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -181,18 +176,17 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
     """
     found: dict[int, Prediction] = {}
     for number, line in enumerate(read_json_lines(path), start=1):
-        row, ids = line.get("id"), line.get("predict")
-        if type(row) is not int or not isinstance(ids, list):
-            raise ValueError(f'{path}:{number}: not a line {{"id": number, "predict": [ids]}}')
-        if not all(type(token) is int for token in ids):
-            raise ValueError(f'{path}:{number}: "predict" holds more than token ids')
+        where, row = f"{path}:{number}", line.get("id")
+        if type(row) is not int:
+            raise ValueError(f'{where}: not a line {{"id": number, "predict": [ids]}}')
+        ids = token_ids(line, "predict", where)
         if not 0 <= row < rows:
-            raise ValueError(f"{path}:{number}: id {row}, but the input's rows are 0 to {rows - 1}")
+            raise ValueError(f"{where}: id {row}, but the input's rows are 0 to {rows - 1}")
         if row in found:
-            raise ValueError(f"{path}:{number}: another prediction of id {row}")
+            raise ValueError(f"{where}: another prediction of id {row}")
         length = line.get("length", len(ids))
         if type(length) is not int or not 0 <= length <= len(ids):
-            raise ValueError(f'{path}:{number}: "length" is not a number of ids of "predict"')
+            raise ValueError(f'{where}: "length" is not a number of ids of "predict"')
         found[row] = Prediction(ids[:length], line.get("context_digest"))
     missing = [row for row in range(rows) if row not in found]
     if missing:
@@ -213,7 +207,7 @@ def check_contexts(
     others = [
         number
         for number, (prediction, ids) in enumerate(zip(predictions, contexts, strict=True))
-        if prediction.context not in (None, context_digest(ids, END_OF_TEXT_ID))
+        if prediction.context not in (None, context_digest(ids))
     ]
     if others:
         raise ValueError(

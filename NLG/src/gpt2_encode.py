@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 from tqdm.auto import tqdm
 
-from encoder import END_OF_TEXT_ID, Encoder, get_encoder
-from exp_utils import run, write_json_lines
+from encoded import END_OF_TEXT_ID
+from encoder import Encoder, get_encoder
 from formatted import Row, read_formatted
+from json_lines import write_json_lines
 from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
+from script import run
 
 BATCH = 1024  # rows that are encoded at once
 

@@ -19,7 +19,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -28,9 +30,11 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 import loralib as lora
+import script
 from checkpoints import Base, config_of_flags, open_model, save_model
 from data_utils import (
     Batch,
@@ -43,7 +47,6 @@ from data_utils import (
     short_batch,
     validation_batches,
 )
-from exp_utils import MetricsLog, run, set_up_logging
 from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, check_same_flags, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
@@ -55,7 +58,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
-from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches
+from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches, rate_of
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
@@ -67,10 +70,13 @@ from loralib.training.precision import (
     hold_frozen_in,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
+from loralib.training.resume import Stateful
+from metrics_log import MetricsLog
 from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
     RESUME_NAME,
+    Progress,
     begin_run,
     check_same_start,
     find_run,
@@ -88,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says."""
     args = parse_args(argv, __doc__)
     dist_env = start(args)
-    set_up_logging(args.log_level)  # not before: the launcher's RANK may be known by now alone
+    script.set_up_logging(
+        args.log_level
+    )  # not before: the launcher's RANK may be known by now alone
     # Whether a run resumes depends on what is in its folder, too; see `check_same_start`.
     check_same_flags(args, dist_env, but=["resume"])
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
@@ -101,151 +109,239 @@ def main(argv: list[str] | None = None) -> None:
         train(args, dist_env)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a run is made of, from its first step to its last.
+
+    Attributes:
+        args: the flags.
+        dist_env: this process.
+        train_data, valid_data: to train on, and to evaluate on.
+        model: what is trained.
+        base: what it started from.
+        optimizer, scheduler, precision: how it is trained.
+        epoch_steps, last_step: steps of an epoch, and the run's last one.
+        identity: what has to be the same for the run to resume, see `identity_of`.
+        loss_of: see `loss_function`.
+    """
+
+    args: argparse.Namespace
+    dist_env: DistEnv
+    train_data: FT_Dataset
+    valid_data: FT_Dataset
+    model: GPT2LMModel
+    base: Base
+    optimizer: Optimizer
+    scheduler: Scheduler
+    precision: Precision
+    epoch_steps: int
+    last_step: int
+    identity: dict[str, Any]
+    loss_of: Callable[..., Tensor]
+
+    @property
+    def work_dir(self) -> Path:
+        """The folder for all that is written."""
+        return Path(self.args.work_dir)
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What has a state of its own, besides the model."""
+        names = ("optimizer", "scheduler", "precision")
+        return {name: getattr(self, name) for name in names}
+
+
 def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """A run, from its data to its last checkpoint."""
-    begun, device, work_dir = time.perf_counter(), dist_env.device, Path(args.work_dir)
-    check_precision(args.fp16, args.bf16, device)
-
-    # ---- a new run, or one that was killed ----
+    begun = time.perf_counter()
+    check_precision(args.fp16, args.bf16, dist_env.device)
+    work_dir = Path(args.work_dir)
     launch = find_launch(work_dir, dist_env.world_size)
     args.resume |= launch.is_restart  # the launcher repeats the first attempt's command
     resumed = find_run(work_dir, args.resume)
 
-    # ---- data ----
+    run = build_run(args, dist_env, *read_data(args, dist_env), new_lora=resumed is None)
+    check_same_start(args, dist_env, run.identity, resumed)
+    agree_on_weights(run.model, run.base.tensors, dist_env.world_size)
+    ddp_model = set_up_model(run)
+    progress = Progress()
+    if resumed is None:
+        begin_run(args, dist_env, run.identity)
+    else:
+        progress = restore_run(work_dir, dist_env, run.identity, resumed, run.model, run.parts)
+    if dist_env.is_main:
+        launch.begin()
+    if resumed is not None and resumed["finished"]:
+        logger.info("%s: this run is finished", work_dir)
+        return
+
+    metrics = MetricsLog(work_dir, progress.step, dist_env.is_main, args.report_to)
+    share_warnings(dist_env.rank, dist_env.world_size)
+    if dist_env.is_main:
+        show_beginning(run, progress.step)
+    best_ppl = take_steps(run, ddp_model, progress, metrics)
+    write_model(run, run.last_step, lora_only=args.save_lora_only)
+    curves = metrics.draw()  # before the run counts as finished, and is left alone
+    write_finished(work_dir, dist_env, run.identity, run.last_step)
+    share_warnings(dist_env.rank, dist_env.world_size)
+    if dist_env.is_main:
+        show_end(run, best_ppl, begun, curves)
+
+
+def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, FT_Dataset]:
+    """The examples to train on, and those to evaluate on."""
     length, seed = args.seq_len, args.random_seed
     train_data = FT_Dataset(args.train_data, args.train_batch_size, length, args.obj == "jlm", seed)
     # Judged by its completions, whatever it is trained on.
     valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, length, False, seed)
     if dist_env.is_main and args.obj == "clm":
         warn_of_ends({args.train_data: train_data, args.valid_data: valid_data})
+    return train_data, valid_data
+
+
+def build_run(
+    args: argparse.Namespace,
+    dist_env: DistEnv,
+    train_data: FT_Dataset,
+    valid_data: FT_Dataset,
+    new_lora: bool,
+) -> Run:
+    """A run at its beginning; sets --max_step from --max_epoch, if that alone is given.
+
+    Args:
+        args, dist_env, train_data, valid_data: the run's.
+        new_lora: whether LoRA is initialized: not where a state is going to be restored.
+
+    Raises:
+        CheckpointError: the base cannot be read, or does not fit the flags.
+        ValueError: a flag does not fit the model or the data.
+    """
     epoch_steps = batches_per_epoch(train_data, dist_env)
     if args.max_step is None and args.max_epoch is not None:
         args.max_step = math.ceil(args.max_epoch * train_data.num_batches / dist_env.world_size)
 
-    # ---- model ----
     set_seed(args.random_seed)
     held_in = compute_dtype(args.fp16, args.bf16)
     model, base = open_model(
-        args, lora_dropout=args.lora_dropout, new_lora=resumed is None, held_in=held_in
+        args, lora_dropout=args.lora_dropout, new_lora=new_lora, held_in=held_in
     )
     check_fits(args, model.config)
     choose_trained(model, args.lora_dim)
     hold_frozen_in(model, held_in)
-    model.to(device)
+    model.to(dist_env.device)
     set_dropout_seed(args.random_seed, dist_env.rank)
 
-    # ---- optimizer and precision ----
     optimizer = create_adam_optimizer(model, args)
     scheduler = create_optimizer_scheduler(optimizer, args)
-    precision = Precision(held_in, device.type)
+    precision = Precision(held_in, dist_env.device.type)
 
-    # ---- what has to be the same in all processes ----
     last_step = max_step = scheduler.max_step
     if args.max_epoch is not None:
         last_step = min(max_step, args.max_epoch * epoch_steps)
     check_updates(args.grad_acc, last_step)
-    ends = max_step, last_step
-    identity = identity_of(args, model.config, dist_env, *ends, base.fingerprint)
-    check_same_start(args, dist_env, identity, resumed)
-    agree_on_weights(model, base.tensors, dist_env.world_size)
+    return Run(
+        args,
+        dist_env,
+        train_data,
+        valid_data,
+        model,
+        base,
+        optimizer,
+        scheduler,
+        precision,
+        epoch_steps,
+        last_step,
+        identity=identity_of(args, model.config, dist_env, max_step, last_step, base.fingerprint),
+        loss_of=loss_function(precision, dist_env.device),
+    )
 
-    # ---- how it computes ----
-    if device.type == "cpu":
-        choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
+
+def set_up_model(run: Run) -> nn.Module:
+    """Sets up how the model computes, once all processes have the same one; returns it in DDP."""
+    args, dist_env = run.args, run.dist_env
+    if dist_env.device.type == "cpu":
+        choose_products(frozen_weights(run.model), run.precision.dtype, dist_env.world_size)
     if args.torch_compile:
-        compile_layers(model.transformer.h, device)
-    # All processes have the same model by now.
-    ddp_model = wrap_ddp(model, device, dist_env.world_size, init_sync=False)
-    loss_of = loss_function(precision, device)
-    warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, short_batch()).backward())
+        compile_layers(run.model.transformer.h, dist_env.device)
+    ddp_model = wrap_ddp(run.model, dist_env.device, dist_env.world_size, init_sync=False)
+    warm_up_ddp(ddp_model, lambda: run.loss_of(ddp_model, short_batch()).backward())
+    return ddp_model
 
-    # ---- a new run, or where it was ----
-    parts = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision}
-    place = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
-    if resumed is None:
-        begin_run(args, dist_env, identity)
-    else:
-        place = restore_run(work_dir, dist_env, identity, resumed, place, model, parts)
-    if dist_env.is_main:
-        launch.begin()
-    if resumed is not None and resumed["finished"]:
-        logger.info("%s: this run is finished", work_dir)
-        return
-    step, best_ppl = place["step"], place["best_ppl"]
-    metrics = MetricsLog(work_dir, step, dist_env.is_main, args.report_to)
 
-    # ---- the loop ----
-    share_warnings(dist_env.rank, dist_env.world_size)
-    if dist_env.is_main:
-        show_beginning(args, dist_env, model, (train_data, valid_data), step, last_step)
-    pace = Pace(step, last_step)
+def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: MetricsLog) -> float:
+    """Trains from a step on to the last one; returns the best perplexity of the evaluations."""
+    args, dist_env, optimizer = run.args, run.dist_env, run.optimizer
+    step, best_ppl = progress
+    pace = Pace(step, run.last_step)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    on_gpu = device.type == "cuda"
-    batches = batches_from(train_data, dist_env, args.random_seed, step, pin=on_gpu)
+    on_gpu = dist_env.device.type == "cuda"
+    batches = batches_from(run.train_data, dist_env, args.random_seed, step, pin=on_gpu)
     bar = tqdm(
-        range(step + 1, last_step + 1),
-        total=last_step,
+        range(step + 1, run.last_step + 1),
+        total=run.last_step,
         initial=step,
         unit="step",
         disable=not dist_env.is_main or None,  # None: where there is no terminal
     )
-    model.train()
+    run.model.train()
     losses = PendingLosses()
     tokens, since, resume_is_due = 0, time.perf_counter(), False
     for step in bar:
         batch = next(batches)
-        scheduler.step()
+        run.scheduler.step()
         update_is_due = step % args.grad_acc == 0
         with sync_gradients(ddp_model, due=update_is_due):
-            loss = loss_of(ddp_model, batch, args.label_smooth)
-            precision.backward(loss / args.grad_acc)
+            loss = run.loss_of(ddp_model, batch, args.label_smooth)
+            run.precision.backward(loss / args.grad_acc)
         losses.add(step, loss)
         if losses.are_due:
-            check_losses(losses, scheduler)
+            check_losses(losses, run.scheduler)
         if update_is_due:
-            precision.step(optimizer, trained, args.clip)
+            run.precision.step(optimizer, trained, args.clip)
             optimizer.zero_grad()
         tokens += count_tokens(batch)
         watch.beat()
 
         if step % args.log_interval == 0:
-            check_losses(losses, scheduler)
+            check_losses(losses, run.scheduler)
             speed = tokens / (time.perf_counter() - since)
             tokens, since = 0, time.perf_counter()
-            show_step(bar, step, losses.last, scheduler.lr, pace)
-            metrics.write(step, loss=losses.last, lr=scheduler.lr, tokens_per_second=speed)
+            show_step(bar, step, losses.last, run.scheduler.lr, pace)
+            metrics.write(step, loss=losses.last, lr=run.scheduler.lr, tokens_per_second=speed)
 
         if step % args.eval_interval == 0:
-            check_losses(losses, scheduler)
+            check_losses(losses, run.scheduler)
             paused = time.perf_counter()
-            valid_loss = evaluate(model, loss_of, valid_data, dist_env)
-            if not math.isfinite(valid_loss):
-                raise TrainingError(f"the validation loss after step {step} is {valid_loss}")
-            ppl = math.exp(min(valid_loss, 700))  # exp(710) overflows
-            best_ppl = min(best_ppl, ppl)
-            show_evaluation(step, last_step, valid_loss, ppl, best_ppl)
-            metrics.write(step, valid_loss=valid_loss, valid_ppl=ppl, best_ppl=best_ppl)
+            best_ppl = evaluate_step(run, step, best_ppl, metrics)
             since += time.perf_counter() - paused  # evaluation does not count towards the speed
 
-        if step < last_step and (step % args.save_interval == 0 or step % epoch_steps == 0):
-            check_losses(losses, scheduler)
-            write_model(args, dist_env, step, model, base, lora_only=args.lora_dim > 0)
+        if step < run.last_step and (step % args.save_interval == 0 or step % run.epoch_steps == 0):
+            check_losses(losses, run.scheduler)
+            write_model(run, step, lora_only=args.lora_dim > 0)
             resume_is_due = True
         if resume_is_due and update_is_due:  # no gradients are pending
-            check_losses(losses, scheduler)
-            epoch, batches_done = divmod(step, epoch_steps)
-            place = {"step": step, "epoch": epoch, "batches_done": batches_done}
-            place["best_ppl"] = best_ppl
-            write_run(work_dir, dist_env, identity, place, model, parts)
+            check_losses(losses, run.scheduler)
+            now = Progress(step, best_ppl)
+            write_run(run.work_dir, dist_env, run.identity, now, run.model, run.parts)
             resume_is_due = False
+    check_losses(losses, run.scheduler)
+    return best_ppl
 
-    check_losses(losses, scheduler)
-    write_model(args, dist_env, step, model, base, lora_only=args.save_lora_only)
-    curves = metrics.draw()  # before the run counts as finished, and is left alone
-    write_finished(work_dir, dist_env, identity, step)
-    share_warnings(dist_env.rank, dist_env.world_size)
-    if dist_env.is_main:
-        show_end(work_dir, model, step, best_ppl, begun, curves)
+
+def evaluate_step(run: Run, step: int, best_ppl: float, metrics: MetricsLog) -> float:
+    """Evaluates after a step, shows and records it; returns the best perplexity so far.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+    valid_loss = evaluate(run.model, run.loss_of, run.valid_data, run.dist_env)
+    if not math.isfinite(valid_loss):
+        raise TrainingError(f"the validation loss after step {step} is {valid_loss}")
+    ppl = math.exp(min(valid_loss, 700))  # exp(710) overflows
+    best_ppl = min(best_ppl, ppl)
+    show_evaluation(step, run.last_step, valid_loss, ppl, best_ppl)
+    metrics.write(step, valid_loss=valid_loss, valid_ppl=ppl, best_ppl=best_ppl)
+    return best_ppl
 
 
 def agree_on_weights(model: nn.Module, read: Collection[str], world_size: int) -> None:
@@ -381,7 +477,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
         device=device,
         dtype=compute_dtype(args.fp16, args.bf16),
         devices=devices,
-        rate=args.estimate_rate,
+        rate=rate_of(args.estimate_rate),
     )
     return estimate(plan)
 
@@ -397,7 +493,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 
 
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
-    """What a step is made of; see `train`."""
+    """What a step is made of; see `take_steps`."""
     choose_trained(model, args.lora_dim)
     hold_frozen_in(model, compute_dtype(args.fp16, args.bf16))
     optimizer = create_adam_optimizer(model, args)
@@ -415,37 +511,21 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     return Training(model, optimizer, add_gradients, update)
 
 
-def show_beginning(
-    args: argparse.Namespace,
-    dist_env: DistEnv,
-    model: nn.Module,
-    data: tuple[FT_Dataset, FT_Dataset],
-    step: int,
-    last_step: int,
-) -> None:
-    """Says what is trained, on what and where.
-
-    Args:
-        args: the flags.
-        dist_env: this process.
-        model: in training.
-        data: to train on, and to evaluate on.
-        step: which the run resumes from; 0 for a new one.
-        last_step: of the run.
-    """
-    adapted = lora_in_words(model)
+def show_beginning(run: Run, step: int) -> None:
+    """Says what is trained, on what and where, from a step on; 0 for a new run."""
+    args, dist_env = run.args, run.dist_env
+    adapted = lora_in_words(run.model)
     batch = args.train_batch_size * dist_env.world_size
     accumulated = f", the optimizer's every {args.grad_acc}" if args.grad_acc > 1 else ""
-    dtype = compute_dtype(args.fp16, args.bf16)
     rows = [
         ("model", f"{args.model_card}, {args.init_checkpoint or 'initialized at random'}"),
         ("adapted by", f"LoRA of {adapted}" if adapted else "nothing"),
-        ("trained", trained_in_words(model)),
-        ("precision", str(dtype).removeprefix("torch.")),
+        ("trained", trained_in_words(run.model)),
+        ("precision", str(run.precision.dtype).removeprefix("torch.")),
         ("devices", devices_in_words(dist_env.device, dist_env.world_size)),
-        ("training set", counted(data[0].num_examples, "example")),
-        ("evaluated on", counted(data[1].num_examples, "example")),
-        ("steps", f"{steps_in_words(last_step, batch)}{accumulated}"),
+        ("training set", counted(run.train_data.num_examples, "example")),
+        ("evaluated on", counted(run.valid_data.num_examples, "example")),
+        ("steps", f"{steps_in_words(run.last_step, batch)}{accumulated}"),
         ("learning rate", f"{args.lr:g}"),
         ("output", os.path.abspath(args.work_dir)),
     ]
@@ -468,48 +548,38 @@ def show_evaluation(step: int, last_step: int, loss: float, ppl: float, best_ppl
     logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
 
 
-def show_end(
-    work_dir: Path,
-    model: nn.Module,
-    step: int,
-    best_ppl: float,
-    begun: float,
-    curves: Path | None,
-) -> None:
+def show_end(run: Run, best_ppl: float, begun: float, curves: Path | None) -> None:
     """Says what a run has come to, and where its files are.
 
     Args:
-        work_dir: its folder.
-        model: that was trained.
-        step: the last one.
+        run: which has ended.
         best_ppl: of its evaluations; infinite where there was none.
         begun: by `time.perf_counter`.
         curves: the picture, if there is one.
     """
     took = in_words(time.perf_counter() - begun)
-    rows = [("trained", f"{trained_in_words(model)}; {counted(step, 'step')} in {took}")]
+    steps = counted(run.last_step, "step")
+    rows = [("trained", f"{trained_in_words(run.model)}; {steps} in {took}")]
     if best_ppl < math.inf:
         rows.append(("best", f"valid_ppl {best_ppl:.3f}"))
-    rows.append(("model", os.path.abspath(work_dir / f"model.{step}.pt")))
+    rows.append(("model", os.path.abspath(model_path(run, run.last_step))))
     if curves is not None:
         rows.append(("curves", os.path.abspath(curves)))
     logger.info("finished\n%s", table(rows, indent="  "))
 
 
-def write_model(
-    args: argparse.Namespace,
-    dist_env: DistEnv,
-    step: int,
-    model: nn.Module,
-    base: Base,
-    lora_only: bool,
-) -> None:
+def model_path(run: Run, step: int) -> Path:
+    """The file of the model after a step."""
+    return run.work_dir / f"model.{step}.pt"
+
+
+def write_model(run: Run, step: int, lora_only: bool) -> None:
     """Writes ``model.<step>.pt``, in the main process."""
-    if dist_env.is_main:
-        path = Path(args.work_dir, f"model.{step}.pt")
-        save_model(path, model, base, lora_only)
+    if run.dist_env.is_main:
+        path = model_path(run, step)
+        save_model(path, run.model, run.base, lora_only)
         logger.info("wrote %s", path)
 
 
 if __name__ == "__main__":
-    run(main)
+    script.run(main)

@@ -4,27 +4,26 @@ import argparse
 import math
 import os
 
-from checkpoints import add_lora_params, add_model_params
-from exp_utils import REPORTERS, add_log_level, check_report_to
+from checkpoints import add_lora_params, add_model_params, check_model_params
 from gpu import add_gpu_params
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.training.determinism import LARGEST_SEED
-from loralib.training.estimate import rate_of
+from loralib.training.estimate import SETTINGS, check_settings
+from metrics_log import REPORTERS, check_report_to
 from model import GPT2Config
 from optimizer import add_optimizer_params
+from script import add_log_level
 
-_MANY = 2**62
-_RANGES = {
-    **dict.fromkeys(("grad_acc", "log_interval", "eval_interval", "save_interval"), (1, _MANY)),
-    **dict.fromkeys(("max_step", "max_epoch"), (1, _MANY)),
-    **dict.fromkeys(("train_batch_size", "valid_batch_size", "seq_len"), (1, _MANY)),
-    **dict.fromkeys(("estimate_devices", "estimate_length"), (1, _MANY)),
-    **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
-    **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
-    **dict.fromkeys(("lr", "weight_decay", "adam_epislon"), (0, 1e30)),
-    **dict.fromkeys(("lora_dim", "warmup_step"), (0, _MANY)),
-    "random_seed": (0, LARGEST_SEED),
-}
+# The bounds of flags that are numbers, as `check_bounds` takes them.
+_BOUNDS: list[tuple[dict[str, float], tuple[str, ...]]] = [
+    ({"least": 1}, ("train_batch_size", "valid_batch_size", "grad_acc", "seq_len")),
+    ({"least": 1}, ("max_step", "max_epoch", "log_interval", "eval_interval", "save_interval")),
+    ({"least": 0}, ("warmup_step",)),
+    ({"least": 0, "most": LARGEST_SEED}, ("random_seed",)),
+    ({"least": 0, "below": 1}, ("lora_dropout", "label_smooth", "adam_beta1", "adam_beta2")),
+    ({"least": 0, "below": math.inf}, ("clip", "lr", "weight_decay", "adam_epislon")),
+    ({"above": 0, "below": math.inf}, ("lora_plus_ratio",)),
+]
 
 
 def parse_args(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -50,21 +49,12 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add_log_level(parser)
     _add_params_without_effect(parser)
     args = parser.parse_args(argv)
-    for flag, (least, most) in _RANGES.items():
-        value = getattr(args, flag)
-        if value is not None and not least <= value <= most:
-            bound = f"at most {most}" if value > most else f"at least {least}"
-            raise ValueError(f"--{flag} has to be {bound}, but is {value}")
-        if flag in ("lora_dropout", "label_smooth") and value == 1:
-            raise ValueError(f"--{flag} 1 leaves nothing to learn from: give less")
-    for flag in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, flag) < 1:
-            value = getattr(args, flag)
-            raise ValueError(f"--{flag} has to be at least 0 and below 1, but is {value}")
+    for bounds, flags in _BOUNDS:
+        for flag in flags:
+            check_bounds(f"--{flag}", getattr(args, flag), **bounds)
+    check_model_params(args)
     check_report_to(args.report_to)
-    _check_estimate(args)
-    if not 0 < args.lora_plus_ratio < math.inf:
-        raise ValueError(f"--lora_plus_ratio has to be above 0, but is {args.lora_plus_ratio}")
+    check_settings(args)
     return args
 
 
@@ -80,6 +70,7 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add("--obj", default="clm", choices=["jlm", "clm"], help="learn completions, or contexts too")
     add("--lora_dropout", type=float, default=0.0, help="dropout on the input of LoRA's update")
     add("--label_smooth", type=float, default=0.0, help="probability spread over the vocabulary")
+    add("--random_seed", type=int, default=10, help="seed of weights, data order and dropout")
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="half precision (GPU)")
     half("--bf16", action="store_true", help="bfloat16; frozen weights are held in it")
@@ -126,29 +117,10 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
 
 def _add_estimate_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("before a run").add_argument
-    add(
-        "--estimate",
-        action="store_true",
-        help="print how many parameters are trained, the memory of a device, arithmetic and time, "
-        "and exit without training; needs no weights",
-    )
-    add(
-        "--estimate_devices",
-        type=int,
-        help="devices that the run is to have; default: those that it has here",
-    )
-    add(
-        "--estimate_rate",
-        metavar="GFLOPS",
-        help="operations a second of a device, in GFLOP/s; default: measured, in steps of two "
-        "blocks here",
-    )
-    add(
-        "--estimate_length",
-        type=int,
-        help="tokens of each example, instead of those of the data; default, where the data is not "
-        "there: --seq_len",
-    )
+    add("--estimate", action="store_true", help=SETTINGS["estimate"])
+    add("--estimate_devices", type=int, help=SETTINGS["estimate_devices"])
+    add("--estimate_rate", metavar="GFLOPS", help=SETTINGS["estimate_rate"])
+    add("--estimate_length", type=int, help=SETTINGS["estimate_length"])
 
 
 def _add_params_without_effect(parser: argparse.ArgumentParser) -> None:
@@ -157,18 +129,6 @@ def _add_params_without_effect(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--roll_lr", type=float, default=0.00001)
     group.add_argument("--roll_step", type=int, default=100)
     group.add_argument("--eval_epoch", type=int, default=1)
-
-
-def _check_estimate(args: argparse.Namespace) -> None:
-    """Checks the flags of --estimate; a rate becomes a number."""
-    for flag in ("estimate_devices", "estimate_rate", "estimate_length"):
-        if getattr(args, flag) is not None and not args.estimate:
-            raise ValueError(f"--{flag} needs --estimate")
-    if args.estimate_rate is not None:
-        try:
-            args.estimate_rate = rate_of(args.estimate_rate)
-        except ValueError as error:
-            raise ValueError(f"--estimate_rate {error}") from error
 
 
 def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:

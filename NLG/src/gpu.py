@@ -15,17 +15,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from loralib.io.command_line import check_bounds
 from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
-from loralib.training.process import Place, is_launched, launched_place
+from loralib.training.launched import Place, is_launched, launched_place
 
-_OF_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_OPENMPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
 
 
 def add_gpu_params(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how a script was launched, and the random seed."""
+    """Adds the flags that say how a script was launched."""
     add = parser.add_argument_group("processes").add_argument
     add(
         "--platform",
@@ -57,23 +58,12 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the run ends if a process hangs, or does not join the others, for this long",
     )
-    add("--random_seed", default=10, type=int, help="seed of weights, data order and dropout")
 
 
 @dataclass(frozen=True)
-class DistEnv:
-    """This process among those of a run.
+class DistEnv(Place):
+    """This process among those of a run: its place, and the `device` where it computes."""
 
-    Attributes:
-        rank: its number, from 0.
-        local_rank: its number on its machine.
-        world_size: how many processes there are.
-        device: where it computes.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
     device: torch.device
 
     @property
@@ -122,8 +112,7 @@ def start(args: argparse.Namespace) -> DistEnv:
             is not there; or the platform is azure and horovod is not installed.
         TrainingError: not all processes are there within --ddp_timeout.
     """
-    if not 0 < args.ddp_timeout < math.inf:
-        raise ValueError(f"--ddp_timeout has to be positive, but is {args.ddp_timeout}")
+    check_bounds("--ddp_timeout", args.ddp_timeout, above=0, below=math.inf)
     place = _place(args)
     rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     if args.world_size not in (0, world_size):
@@ -135,7 +124,7 @@ def start(args: argparse.Namespace) -> DistEnv:
     device = choose_device(local_rank)
     if world_size > 1 and not dist.is_initialized():
         join(device, args.ddp_timeout)
-    return DistEnv(rank, local_rank, world_size, device)
+    return DistEnv(rank, world_size, local_rank, device)
 
 
 def _place(args: argparse.Namespace) -> Place:
@@ -143,7 +132,7 @@ def _place(args: argparse.Namespace) -> Place:
     if args.platform == "azure":
         return _place_from_horovod()
     if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return launched_place(names=_OF_OPENMPI)
+        return launched_place(names=_OPENMPI_NAMES)
     if not is_launched():
         return Place(0, 1, args.local_rank or 0)
     return launched_place(None if "LOCAL_RANK" in os.environ else args.local_rank)

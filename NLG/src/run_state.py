@@ -6,10 +6,11 @@ are pending.
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,13 @@ _SAME_IN_A_RUN = (
 )
 # Where the schedule ends, and the run: those of a run that is not finished may change.
 _LENGTHS = ("last step", "number of steps")
+
+
+class Progress(NamedTuple):
+    """How far a run has come: its last step, and the best perplexity of its evaluations."""
+
+    step: int = 0
+    best_ppl: float = math.inf
 
 
 def identity_of(
@@ -193,7 +201,7 @@ def write_run(
     work_dir: str | os.PathLike,
     dist_env: DistEnv,
     identity: Mapping[str, Any],
-    place: Mapping[str, Any],
+    progress: Progress,
     model: nn.Module,
     parts: Mapping[str, Stateful],
 ) -> None:
@@ -203,7 +211,7 @@ def write_run(
         work_dir: the run's folder.
         dist_env: this process.
         identity: see `identity_of`.
-        place: the step, and what else the loop has to know there, as plain values.
+        progress: of the loop.
         model: of which the trained weights are kept, and all of LoRA's tensors.
         parts: optimizer, scheduler and precision.
 
@@ -217,7 +225,8 @@ def write_run(
         trained = _kept(model)
         check_finite(path, trained)
         states = {name: part.state_dict() for name, part in parts.items()}
-        state = {"run": dict(identity), "finished": False, **place, "trained": trained}
+        state = {"run": dict(identity), "finished": False, "trained": trained}
+        state |= progress._asdict()
         state["threads"] = torch.get_num_threads()
         write_torch(path, {**state, **states, **generators})
 
@@ -245,18 +254,13 @@ def restore_run(
     dist_env: DistEnv,
     identity: Mapping[str, Any],
     state: Mapping[str, Any],
-    place: Mapping[str, Any],
     model: nn.Module,
     parts: Mapping[str, Stateful],
-) -> dict[str, Any]:
+) -> Progress:
     """Puts a run where `write_run` left it; for arguments see there.
 
     Args:
         state: what `find_run` returned.
-        place: an example of what `write_run` was given.
-
-    Returns:
-        The place.
 
     Raises:
         CheckpointError: it is a run with other settings, one that has made more steps than this
@@ -270,14 +274,14 @@ def restore_run(
     check_same_run(work_dir, state["run"], fixed, f"give the same to resume it, or {new_run}")
     if state["finished"]:
         check_same_run(work_dir, state["run"], lengths, _TO_TRAIN_LONGER)
-        return {**place, "step": state["step"]}
+        return Progress(state["step"])
     check_not_beyond(work_dir, state["step"], identity["number of steps"], new_run)
     warn_of_length(work_dir, state["run"]["last step"], identity["last step"])
     weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
     with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
         like = {name: weight.cpu() for name, weight in weights.items()}
-        check_like(state, {**place, **{name: {} for name in parts}})
+        check_like(state, {**Progress()._asdict(), **{name: {} for name in parts}})
         check_like(state, {"trained": like, "rng_state": generators, "threads": 1})
         for name, weight in weights.items():
             weight.copy_(state["trained"][name])
@@ -287,4 +291,4 @@ def restore_run(
         set_rng_state(state["rng_state"][dist_env.rank], dist_env.device)
     check_same_weights(model, dist_env.world_size, weights)
     warn_of_other_threads(state["threads"], dist_env.device)
-    return {name: state[name] for name in place}
+    return Progress(state["step"], state["best_ppl"])

@@ -19,7 +19,7 @@ from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
 # What torch.compile puts into names.
-_OF_COMPILED = "_orig_mod."
+_COMPILED_PREFIX = "_orig_mod."
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 
@@ -36,7 +36,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     """
     named, head = {}, None
     for name, tensor in tensors.items():
-        short = name.replace(_OF_COMPILED, "").removeprefix("module.")
+        short = name.replace(_COMPILED_PREFIX, "").removeprefix("module.")
         if short in GPT2.tied:
             head = tensor
             continue

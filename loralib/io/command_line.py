@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -60,3 +61,37 @@ class ArgumentParser(argparse.ArgumentParser):
         line = f"{self.prog}: error: {message} (--help lists the flags)"
         tell_launcher(line)
         self.exit(2, f"{line}\n")
+
+
+def check_bounds(
+    name: str,
+    value: float | None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Checks that a flag's number is within its bounds.
+
+    Args:
+        name: the flag, or the setting.
+        value: its number; None, of a flag that is not given, is within any bounds.
+        least, above: the lower bound, included or not.
+        most, below: the upper bound likewise; `below` infinity asks for a finite number.
+
+    Raises:
+        ValueError: it is outside, or not a number.
+    """
+    if value is None:
+        return
+    is_within = (least is None or least <= value) and (above is None or above < value)
+    if is_within and (most is None or value <= most) and (below is None or value < below):
+        return
+    bounds = f"be above {above}" if least is None else f"be at least {least}"
+    bounds += "" if below is None else ", and finite"
+    if most is not None or below not in (None, math.inf):
+        begin = f"({above}" if least is None else f"[{least}"
+        end = f"{below})" if most is None else f"{most}]"
+        bounds = f"lie in {begin}, {end}"
+    raise ValueError(f"{name} must {bounds}, not {value}")

@@ -52,7 +52,7 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     for number, (host, other) in enumerate(others, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name), other.get(name)
-            # Not a number is no other than itself here.
+            # NaN equals NaN here.
             if ours != theirs and not (ours != ours and theirs != theirs):
                 raise TrainingError(
                     f"process {number} on {host} has {name} {short_digest(theirs)}, process 0 on "

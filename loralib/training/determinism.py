@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .process import rank
+from .launched import rank
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError
 from ..text import first_line
-from .process import launched_address, launched_place, warnings_so_far
+from .launched import launched_address, launched_place
+from .process import warnings_so_far
 from .watch import start_watching
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
         raise ValueError(f"the timeout has to be a positive number of seconds, not {timeout:g}")
     place = launched_place(local_rank=0)  # the device is chosen
     rank, world_size, address = place.rank, place.world_size, launched_address()
-    prefix, store = _attempts_store(address, rank, world_size, timeout)
+    prefix, store = _attempt_store(address, rank, world_size, timeout)
     on_gpu = device.type == "cuda"
     if not on_gpu:
         _choose_interface(address[0])
@@ -250,7 +251,7 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _attempts_store(
+def _attempt_store(
     address: tuple[str, int], rank: int, world_size: int, timeout: float
 ) -> tuple[str, Store]:
     """The prefix that all keys of this attempt have, and their store, at a host and port."""

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..io.command_line import check_bounds
 from ..io.console import counted, in_words, table
 from .product_choices import choose_products, frozen_weights
 
@@ -230,7 +231,7 @@ class _Operations(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()
-        self.formulas = {**flop_registry, **_of_a_cpu()}
+        self.formulas = {**flop_registry, **_cpu_formulas()}
         self.total = 0
 
     def __torch_dispatch__(
@@ -244,7 +245,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-def _of_a_cpu() -> dict[Any, Callable[..., int]]:
+def _cpu_formulas() -> dict[Any, Callable[..., int]]:
     """Formulas for operations that PyTorch has none for."""
     from torch.utils.flop_counter import sdpa_flop_count
 
@@ -268,18 +269,49 @@ def _of_a_cpu() -> dict[Any, Callable[..., int]]:
 # ---- the rate ----
 
 
-def rate_of(text: str) -> float:
-    """Operations a second, of text in GFLOP/s.
+SETTINGS = {
+    "estimate": "print how many parameters are trained, the memory of a device, arithmetic and "
+    "time, and exit without training; needs no weights",
+    "estimate_devices": "devices that the run is to have (default: those that it has here)",
+    "estimate_rate": "operations a second of a device, in GFLOP/s (default: measured, in steps of "
+    "two layers here)",
+    "estimate_length": "tokens of each text, instead of those of the data (default, where the data "
+    "is not here: the most that a text may have)",
+}
+"""What a script that estimates is told, by name -> its help; see `check_settings`."""
+
+
+def check_settings(args: Any) -> None:
+    """Checks what a script is told of an estimate.
+
+    Args:
+        args: with the names of `SETTINGS`; None for those that are not given.
+
+    Raises:
+        ValueError: one is given without `estimate`, or is out of its range.
+    """
+    for name in SETTINGS:
+        if not args.estimate and getattr(args, name) not in (None, False):
+            raise ValueError(f"{name} needs estimate")
+    check_bounds("estimate_devices", args.estimate_devices, least=1)
+    check_bounds("estimate_length", args.estimate_length, least=1)
+    rate_of(args.estimate_rate)
+
+
+def rate_of(text: str | None) -> float | None:
+    """Operations a second, of the setting `estimate_rate`, in GFLOP/s.
 
     Raises:
         ValueError: it is not a number above 0.
     """
+    if text is None:
+        return None
     try:
         rate = float(text)
     except ValueError:
         rate = math.nan
     if not 0 < rate < math.inf:
-        raise ValueError(f"has to be a number of GFLOP/s above 0, not {text}")
+        raise ValueError(f"estimate_rate has to be a number of GFLOP/s above 0, not {text}")
     return 1e9 * rate
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..io.atomic import atomic_write
 from .distributed import gather_objects
-from .process import parent_of, started
+from .locks import parent_of, started
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from filelock import FileLock, Timeout
 
 from ..errors import TrainingError
 from ..io.atomic import atomic_write
-from .process import started
 
 LOCK_NAME = ".lock"
 OWNER_NAME = ".lock.json"
@@ -31,6 +31,37 @@ _ORPHANS = 15.0
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
+def started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty where that cannot be known.
+
+    It tells a process from a later one of the same number.
+    """
+    try:
+        return _stat(pid)[19]
+    except OSError:
+        return ""
+
+
+def parent_of(pid: int) -> int | None:
+    """The process that has started another, or has taken its place; None where nobody knows."""
+    try:
+        return int(_stat(pid)[1])
+    except OSError:  # not Linux, or no such process
+        command = ["ps", "-o", "ppid=", "-p", str(pid)]
+    try:
+        said = subprocess.run(command, capture_output=True, check=True).stdout
+        return int(said)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on."""
+    # The command's name, in parentheses, may hold anything, as half of a letter of UTF-8.
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return stat.rpartition(b")")[2].decode("ascii").split()
+
+
 @dataclass(frozen=True)
 class Owner:
     """The process that holds a lock.
@@ -38,7 +69,7 @@ class Owner:
     Args:
         pid: its number on its host.
         host: the host's name.
-        started: what tells it from a later process of this number; see `process.started`.
+        started: what tells it from a later process of this number; see `started`.
         since: when it took the lock, local time.
         command: what it was called with.
     """

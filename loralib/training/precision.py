@@ -34,14 +34,14 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
         ValueError: it has not.
     """
     if fp16 and device.type != "cuda":
-        raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
+        raise ValueError("fp16 needs a GPU: use bf16, which works on a CPU as well")
     if not bf16 or device.type != "cuda":
         return
     # PyTorch would emulate it, which is slower than float32, and not for all operations.
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"--bf16 needs a GPU that has bfloat16, and {torch.cuda.get_device_name()} has not: "
-            "leave it out, or train with --fp16"
+            f"bf16 needs a GPU that has bfloat16, and {torch.cuda.get_device_name()} has not: "
+            "leave it out, or train with fp16"
         )
 
 

@@ -23,8 +23,8 @@ from ..io.atomic import atomic_write
 from ..nn import products
 from ..nn.products import FrozenWeight
 from .distributed import gather_objects
+from .launched import rank
 from .locks import means_no_locks
-from .process import rank
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Where a run's figures are reported to: the checks of --report_to, which both trees have."""
+"""Where a run's figures are reported to: what both trees check."""
 
 import importlib.util
 from collections.abc import Collection
@@ -17,7 +17,7 @@ def check_none_is_alone(asked: Collection[str]) -> None:
     """
     others = sorted({*asked} - {"none"})
     if "none" in asked and others:
-        raise ValueError(f"--report_to none: leave it out, or {', '.join(others)}")
+        raise ValueError(f"report_to none: leave it out, or {', '.join(others)}")
 
 
 def check_installed(package: str) -> None:
@@ -27,4 +27,4 @@ def check_installed(package: str) -> None:
         ValueError: it is not; the message says how to install it.
     """
     if not is_installed(package):
-        raise ValueError(f"--report_to {package}: it is not installed (pip install {package})")
+        raise ValueError(f"report_to {package}: it is not installed (pip install {package})")

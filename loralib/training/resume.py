@@ -3,7 +3,7 @@
 A resumable state is: the weights that are trained, the states of optimizer, schedule and gradient
 scaler, the place in the data, gradients that no update has used yet, and every process's random
 generators. A training loop decides into which files it goes, each written by `write_torch` or
-`atomic_folder`, so that a kill leaves the old state or the new one.
+`replacing_folder`, so that a kill leaves the old state or the new one.
 """
 
 import logging

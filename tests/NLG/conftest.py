@@ -86,14 +86,14 @@ def one_process(monkeypatch):
 
     TensorBoard and matplotlib, which take seconds to start, are not there.
     """
-    import exp_utils
     import gpt2_ft
+    import metrics_log
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr(exp_utils, "is_matplotlib_available", lambda: False)
+    monkeypatch.setattr(metrics_log, "is_matplotlib_available", lambda: False)
     monkeypatch.setattr(gpt2_ft, "tqdm", functools.partial(_no_bar, gpt2_ft.tqdm))
 
 
@@ -160,13 +160,13 @@ def plain_trainer():
 @pytest.fixture
 def error_of(capsys):
     """``error_of(argv)``: the one line with which gpt2_ft.py ends, with status 1."""
-    import exp_utils
     import gpt2_ft
+    import script
 
     def run(argv: list[str]) -> str:
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            exp_utils.run(lambda: gpt2_ft.main(argv))
+            script.run(lambda: gpt2_ft.main(argv))
         assert end.value.code == 1
         line, end = capsys.readouterr().err.split("\n")
         assert end == ""

@@ -452,14 +452,14 @@ def test_on_a_gpu(model, beams):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beam": 0}, "beam has to be at least 1"),
-        ({"eval_len": 0}, "eval_len has to be at least 1"),
-        ({"min_length": -1}, "min_length has to be at least 0"),
-        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size has to be at least 0, but is -2"),
-        ({"repetition_penalty": 0}, "repetition_penalty has to be above 0"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty has to be above 0"),
-        ({"length_penalty": math.nan}, "length_penalty has to be between"),
-        ({"length_penalty": 1000}, "length_penalty has to be between -50 and 50, but is 1000"),
+        ({"beam": 0}, "beam must be at least 1"),
+        ({"eval_len": 0}, "eval_len must be at least 1"),
+        ({"min_length": -1}, "min_length must be at least 0"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size must be at least 0, not -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be above 0"),
+        ({"length_penalty": math.nan}, r"length_penalty must lie in \[-50, 50\], not nan"),
+        ({"length_penalty": 1000}, r"length_penalty must lie in \[-50, 50\], not 1000"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -163,7 +163,10 @@ def test_rows_outside_the_dataset(write, index):
         ('{"context": [], "completion": [100]}', "has token 100, outside"),
         ('{"context": [1], "completion": [99999999999]}', "has token 99999999999, outside"),
         (f'{{"context": [1], "completion": [{2**63}]}}', f"has token {2**63}, outside"),
-        (f'{{"context": [{-(2**63) - 1}]}}', "has token -9223372036854775809, outside"),
+        (
+            f'{{"context": [{-(2**63) - 1}], "completion": [1]}}',
+            "has token -9223372036854775809, outside",
+        ),
         (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside the vocabulary"),
     ],
 )
@@ -191,7 +194,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path, before):
 
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 8), (-1, 8), (8, 0)])
 def test_sizes_have_to_be_positive(write, batch_size, seq_len):
-    with pytest.raises(ValueError, match="has to be at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         FT_Dataset(write(([1], [2])), batch_size, seq_len)
 
 

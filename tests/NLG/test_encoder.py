@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from encoder import END_OF_TEXT, END_OF_TEXT_ID, Encoder, get_encoder
+from encoded import END_OF_TEXT_ID
+from encoder import END_OF_TEXT, Encoder, get_encoder
 
 SRC = Path(__file__).parents[2] / "NLG" / "src"
 TWO_FILES = [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")]

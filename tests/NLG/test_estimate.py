@@ -163,11 +163,11 @@ def test_a_recipe_needs_no_files():
     ("more", "said"),
     [
         (["--estimate", "--estimate_rate", "0"], "a number of GFLOP/s above 0, not 0"),
-        (["--estimate", "--estimate_rate", "fast"], "--estimate_rate has to be a number of GFLOP"),
-        (["--estimate", "--estimate_devices", "0"], "--estimate_devices has to be at least 1"),
-        (["--estimate", "--estimate_length", "0"], "--estimate_length has to be at least 1"),
-        (["--estimate_rate", "5"], "--estimate_rate needs --estimate"),
-        (["--estimate_length", "5"], "--estimate_length needs --estimate"),
+        (["--estimate", "--estimate_rate", "fast"], "estimate_rate has to be a number of GFLOP"),
+        (["--estimate", "--estimate_devices", "0"], "estimate_devices must be at least 1"),
+        (["--estimate", "--estimate_length", "0"], "estimate_length must be at least 1"),
+        (["--estimate_rate", "5"], "estimate_rate needs estimate"),
+        (["--estimate_length", "5"], "estimate_length needs estimate"),
     ],
 )
 def test_bad_input(more, said):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import gpt2_decode
-from encoder import END_OF_TEXT_ID, get_encoder
-from exp_utils import context_digest
+from encoded import END_OF_TEXT_ID, context_digest
+from encoder import get_encoder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
 
@@ -214,10 +214,10 @@ def ids(*numbers):
         ({"predictions": ids(0, 6)}, "{0}/sample:2: id 6, but the input's rows are 0 to 5"),
         ({"predictions": ids(-1)}, "{0}/sample:1: id -1, but the input's rows are 0 to 5"),
         ({"predictions": ids("0")}, '{0}/sample:1: not a line {{"id": number, "predict": [ids]}}'),
-        ({"predictions": [{"id": 0}]}, '{0}/sample:1: not a line {{"id"'),
+        ({"predictions": [{"id": 0}]}, '{0}/sample:1: has no "predict"'),
         (
             {"predictions": [{"id": 0, "predict": [1.5]}]},
-            '{0}/sample:1: "predict" holds more than token ids',
+            '{0}/sample:1: "predict" has to be a list of token ids',
         ),
         (
             {"predictions": [{"id": 0, "predict": [1], "length": 2}]},
@@ -252,7 +252,7 @@ def noted(vocab_folder, contexts, add_bos=True):
     """Predictions that say their contexts, as gpt2_beam.py does."""
     ids = get_encoder(vocab_folder).encode_batch(contexts)
     ends = [END_OF_TEXT_ID] * add_bos
-    digests = [context_digest(row + ends, END_OF_TEXT_ID) for row in ids]
+    digests = [context_digest(row + ends) for row in ids]
     return [{"id": n, "predict": [32], "context_digest": x} for n, x in enumerate(digests)]
 
 

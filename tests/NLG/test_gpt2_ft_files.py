@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import exp_utils
 import gpt2_ft
+import metrics_log
 from gpt2_ft_arguments import parse_args
 from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
@@ -124,7 +124,7 @@ def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
 def drawn(monkeypatch):
     """What pictures were drawn of, by panel and line; matplotlib is there."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(exp_utils, "is_matplotlib_available", lambda: True)
+    monkeypatch.setattr(metrics_log, "is_matplotlib_available", lambda: True)
     pictures, draw = [], curves._draw
 
     def note(panels):
@@ -193,7 +193,7 @@ def test_a_run_killed_at_its_picture_is_drawn_when_it_resumes(tiny, tmp_path, dr
 def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
     if report_to == "tensorboard":
-        with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed"):
+        with pytest.raises(ValueError, match="report_to tensorboard: it is not installed"):
             parse_args(argv)  # before anything is read
         return
     gpt2_ft.main(argv)
@@ -202,7 +202,7 @@ def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to)
 
 def test_none_goes_with_no_other_place(tiny, tmp_path):
     argv = tiny.flags(tmp_path / "run", "--report_to", "none", "plot")
-    with pytest.raises(ValueError, match=r"--report_to none: leave it out, or plot$"):
+    with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot$"):
         parse_args(argv)
 
 
@@ -422,37 +422,40 @@ def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
     ("more", "message"),
     [
         ("", "how long to train is not given: --max_step or --max_epoch is needed"),
-        ("--max_step 0", "--max_step has to be at least 1, but is 0"),
-        ("--grad_acc 0", "--grad_acc has to be at least 1"),
-        ("--save_interval 0", "--save_interval has to be at least 1"),
-        ("--eval_interval -1", "--eval_interval has to be at least 1"),
-        ("--log_interval 0", "--log_interval has to be at least 1"),
-        ("--max_step 4 --max_epoch 0", "--max_epoch has to be at least 1, but is 0"),
-        ("--max_step 4 --label_smooth 7", "--label_smooth has to be at most 1, but is 7"),
-        ("--max_step 4 --clip nan", "--clip has to be at least 0, but is nan"),
-        ("--max_step 4 --lora_alpha inf", "--lora_alpha has to be at most"),
-        ("--max_step 4 --random_seed -1", "--random_seed has to be at least 0"),
-        ("--max_step 4 --warmup_step -1", "--warmup_step has to be at least 0"),
+        ("--max_step 0", "--max_step must be at least 1, not 0"),
+        ("--grad_acc 0", "--grad_acc must be at least 1"),
+        ("--save_interval 0", "--save_interval must be at least 1"),
+        ("--eval_interval -1", "--eval_interval must be at least 1"),
+        ("--log_interval 0", "--log_interval must be at least 1"),
+        ("--max_step 4 --max_epoch 0", "--max_epoch must be at least 1, not 0"),
+        ("--max_step 4 --label_smooth 7", "--label_smooth must lie in [0, 1), not 7"),
+        ("--max_step 4 --clip nan", "--clip must be at least 0, not nan"),
+        ("--max_step 4 --lora_alpha inf", "--lora_alpha must be above 0, not inf"),
+        (
+            "--max_step 4 --random_seed -1",
+            "--random_seed must lie in [0, 4611686018427387904], not -1",
+        ),
+        ("--max_step 4 --warmup_step -1", "--warmup_step must be at least 0"),
         (
             "--scheduler cycle --i_steps 0,5,9 --i_lrs 0.1,0.2",
             "--i_steps has 3 numbers and --i_lrs has 2: each step needs its rate",
         ),
         ("--scheduler cycle --i_steps 0,5 --i_lrs 0.1,x", "not numbers separated by commas"),
-        ("--max_step 4 --lr nan", "--lr has to be at least 0, but is nan"),
-        ("--max_step 4 --weight_decay -1", "--weight_decay has to be at least 0, but is -1"),
-        ("--max_step 4 --adam_epislon -1", "--adam_epislon has to be at least 0, but is -1"),
+        ("--max_step 4 --lr nan", "--lr must be at least 0, not nan"),
+        ("--max_step 4 --weight_decay -1", "--weight_decay must be at least 0, not -1"),
+        ("--max_step 4 --adam_epislon -1", "--adam_epislon must be at least 0, not -1"),
         (
             "--max_step 4 --adam_beta1 1",
-            "--adam_beta1 has to be at least 0 and below 1, but is 1",
+            "--adam_beta1 must lie in [0, 1), not 1",
         ),
         (
             "--max_step 4 --adam_beta2 nan",
-            "--adam_beta2 has to be at least 0 and below 1, but is",
+            "--adam_beta2 must lie in [0, 1), not",
         ),
         ("--max_step 4 --seq_len 33", "--seq_len 33: the model has 32 positions"),
-        ("--max_step 4 --train_batch_size 0", "--train_batch_size has to be at least 1, but is 0"),
-        ("--max_step 4 --valid_batch_size 0", "--valid_batch_size has to be at least 1, but is 0"),
-        ("--max_step 4 --seq_len 0", "--seq_len has to be at least 1, but is 0"),
+        ("--max_step 4 --train_batch_size 0", "--train_batch_size must be at least 1, not 0"),
+        ("--max_step 4 --valid_batch_size 0", "--valid_batch_size must be at least 1, not 0"),
+        ("--max_step 4 --seq_len 0", "--seq_len must be at least 1, not 0"),
         ("--max_step 4 --lora_dropout 1.5", "dropout"),
         ("--max_step 4 --lora_dim -1", "--lora_dim"),
         ("--max_step 4 --lora_dim 3", "rank 2, but --lora_dim is 3"),
@@ -460,7 +463,7 @@ def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
         ("--max_step 4 --train_data {folder}/none.jsonl", "none.jsonl"),
         ("--max_step 4 --init_checkpoint {folder}/none.pt", "none.pt: no such checkpoint file"),
         ("--max_step 4 --init_checkpoint {folder}/train.jsonl", "train.jsonl: damaged"),
-        ("--max_step 4 --ddp_timeout 0", "--ddp_timeout has to be positive, but is 0.0"),
+        ("--max_step 4 --ddp_timeout 0", "--ddp_timeout must be above 0, not 0.0"),
         ("--max_step 4 --world_size 2", "--world_size is 2, but the launcher started 1"),
     ],
 )
@@ -479,12 +482,12 @@ def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
 def test_a_number_out_of_its_range_is_said_before_files_that_are_missing(error_of, more):
     flag, value = more.split()
     error = error_of(["--train_data", "none", "--valid_data", "none", flag, value])
-    assert f"{flag} has to be at " in error
+    assert f"{flag} must " in error
 
 
 def test_fp16_needs_a_gpu(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--fp16")
-    assert "--fp16 needs a GPU: use --bf16, which works on a CPU as well" in error_of(argv)
+    assert "fp16 needs a GPU: use bf16, which works on a CPU as well" in error_of(argv)
 
 
 def test_lora_needs_a_base(tiny, finished, error_of):

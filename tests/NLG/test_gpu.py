@@ -50,7 +50,7 @@ def joined(monkeypatch):
         given = {name: more[name] for name in ("rank", "world_size", "device_id")}
         calls.append((backend, {name: v for name, v in given.items() if v is not None}))
 
-    monkeypatch.setattr(distributed, "_attempts_store", lambda *_: ("attempt", HashStore()))
+    monkeypatch.setattr(distributed, "_attempt_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
     monkeypatch.setattr(watch.Watch, "start", lambda self: None)
     monkeypatch.setattr(watch, "_watch", None)  # which joining sets
@@ -82,7 +82,7 @@ def two_gpus(monkeypatch, joined):
 
 
 def test_defaults_of_the_flags():
-    expected = dict(local_rank=None, rank=0, device=0, world_size=0, random_seed=10)
+    expected = dict(local_rank=None, rank=0, device=0, world_size=0)
     expected["ddp_timeout"] = 1800
     assert vars(parse()) == {"platform": "k8s", **expected}
 
@@ -101,7 +101,7 @@ def test_an_unknown_platform_is_refused(capsys):
 @pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
 def test_plain_python_is_one_process(platform, joined):
     run = start(parse("--platform", platform))
-    assert run == DistEnv(0, 0, 1, torch.device("cpu"))
+    assert run == DistEnv(0, 1, 0, torch.device("cpu"))
     assert run.is_main
     assert joined == []
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(0, 1, 0)
@@ -112,7 +112,7 @@ def test_plain_python_is_one_process(platform, joined):
 def test_torchs_launcher(platform, environment, joined):
     environment({**torchrun(5, 6, 1), **MASTER})
     run = start(parse("--platform", platform))
-    assert run == DistEnv(5, 1, 6, torch.device("cpu"))
+    assert run == DistEnv(5, 6, 1, torch.device("cpu"))
     assert not run.is_main
     assert joined == [("gloo", {"rank": 5, "world_size": 6})]
 
@@ -120,7 +120,7 @@ def test_torchs_launcher(platform, environment, joined):
 def test_openmpi(environment, joined):
     # As left over from whatever started mpirun: on k8s it does not count.
     environment({**openmpi(2, 4, 1), **torchrun(0, 1, 0), **MASTER})
-    assert start(parse()) == DistEnv(2, 1, 4, torch.device("cpu"))
+    assert start(parse()) == DistEnv(2, 4, 1, torch.device("cpu"))
     assert joined == [("gloo", {"rank": 2, "world_size": 4})]
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(2, 4, 1)
 
@@ -179,7 +179,7 @@ def test_an_environment_that_does_not_fit(environment, joined, values, flags, me
 )
 def test_one_variable_of_a_single_process(environment, joined, left):
     environment(left)
-    assert start(parse()) == DistEnv(0, 0, 1, torch.device("cpu"))
+    assert start(parse()) == DistEnv(0, 1, 0, torch.device("cpu"))
     assert joined == []
 
 
@@ -197,7 +197,7 @@ def test_one_process_a_machine(environment, joined, monkeypatch):
 def test_each_process_has_a_gpu(environment, joined, two_gpus):
     environment({**torchrun(3, 4, 1), **MASTER})
     device = torch.device("cuda", 1)
-    assert start(parse("--world_size", 4)) == DistEnv(3, 1, 4, device)
+    assert start(parse("--world_size", 4)) == DistEnv(3, 4, 1, device)
     assert two_gpus == [device]
     assert joined == [("nccl", {"rank": 3, "world_size": 4, "device_id": device})]
 
@@ -216,11 +216,12 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
 def test_flags_that_processes_have_to_share(monkeypatch):
     compared = []
     monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
-    args = parse("--random_seed", 3, "--local_rank", 1)
-    args.eval_interval, args.work_dir, args.resume = 5, "here", True
+    args = parse("--local_rank", 1)
+    args.random_seed, args.eval_interval = 3, 5
+    args.work_dir, args.resume = "here", True
     monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
-    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")), but=["resume"])
-    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")))
+    check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")), but=["resume"])
+    check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")))
     alike = {"--random_seed": 3, "--eval_interval": 5}
     assert compared == [alike, {**alike, "--resume": True}]
 
@@ -247,7 +248,7 @@ def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) ->
 
 def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 0, None)
-    assert start(parse("--platform", "azure")) == DistEnv(0, 0, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(0, 4, 0, torch.device("cpu"))
     (host, port) = sent[1]
     assert host == os.environ["MASTER_ADDR"] == socket.gethostname()
     assert port == os.environ["MASTER_PORT"]
@@ -257,7 +258,7 @@ def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
 
 def test_horovod_brings_the_others_the_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 3, ("far.example", "77"))
-    assert start(parse("--platform", "azure")) == DistEnv(3, 1, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(3, 4, 1, torch.device("cpu"))
     assert sent == ["init", None]
     assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
 
@@ -282,7 +283,7 @@ WORKER = """
 import argparse, json
 import torch
 from gpu import add_gpu_params, start
-from exp_utils import run
+from script import run
 from loralib.training.distributed import (
     barrier, gather_objects, gather_on_first, share_tensors, sum_over_processes
 )

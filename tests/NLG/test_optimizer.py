@@ -198,8 +198,6 @@ def test_before_its_first_step_a_scheduler_has_the_optimisers_rate():
     ("flags", "message"),
     [
         ("", "--max_step or --max_epoch"),
-        ("--max_step 0", "--max_step has to be at least 1, but is 0"),
-        ("--max_step 5 --warmup_step -1", "--warmup_step"),
         ("--scheduler cycle", "--max_step or --max_epoch"),
         ("--scheduler cycle --i_steps 0,5", "--i_steps has 2 numbers and --i_lrs has 1"),
         ("--scheduler cycle --i_steps 5,5 --i_lrs 1,1", "larger than the one before"),

@@ -57,8 +57,8 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     ("flags", "status", "says"),
     [
         (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
-        (["--lr", "-1"], 1, "--lr has to be at least 0, but is -1.0"),
-        (["--fp16"], 1, "--fp16 needs a GPU: use --bf16, which works on a CPU as well"),
+        (["--lr", "-1"], 1, "--lr must be at least 0, not -1.0"),
+        (["--fp16"], 1, "fp16 needs a GPU: use bf16, which works on a CPU as well"),
         (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file (seen from "),
         (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (seen from "),
         (["--valid_data", "/no.jsonl"], 1, "--valid_data /no.jsonl: no such file\n"),

@@ -13,11 +13,11 @@ from loralib.errors import CheckpointError
 from loralib.training.optimizer import AdamW
 from loralib.training.precision import Precision
 from optimizer import Scheduler
-from run_state import RESUME_NAME, read_run, restore_run, write_finished, write_run
+from run_state import RESUME_NAME, Progress, read_run, restore_run, write_finished, write_run
 
-ALONE = DistEnv(0, 0, 1, torch.device("cpu"))
+ALONE = DistEnv(0, 1, 0, torch.device("cpu"))
 IDENTITY = {"--lr": 1e-3, "base": "0123", "last step": 10, "number of steps": 10}
-PLACE = {"step": 7, "epoch": 1, "batches_done": 3, "best_ppl": math.inf}
+PROGRESS = Progress(7, 12.5)
 
 
 def make(seed: int) -> tuple[nn.Module, dict]:
@@ -35,7 +35,7 @@ def make(seed: int) -> tuple[nn.Module, dict]:
 
 
 def write(folder, model, parts) -> None:
-    write_run(folder, ALONE, IDENTITY, PLACE, model, parts)
+    write_run(folder, ALONE, IDENTITY, PROGRESS, model, parts)
 
 
 def test_every_bit_comes_back(tmp_path):
@@ -47,8 +47,7 @@ def test_every_bit_comes_back(tmp_path):
 
     again, its_parts = make(2)
     state = read_run(tmp_path)
-    start = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
-    assert restore_run(tmp_path, ALONE, IDENTITY, state, start, again, its_parts) == PLACE
+    assert restore_run(tmp_path, ALONE, IDENTITY, state, again, its_parts) == PROGRESS
     assert torch.equal(torch.rand(3), expected)
     assert_same_bits(again[1].state_dict(), model[1].state_dict())
     assert not torch.equal(again[0].weight, model[0].weight)  # frozen: the base's own
@@ -65,9 +64,9 @@ def test_every_bit_comes_back(tmp_path):
 def test_determinism_is_kept_where_it_was_written(tmp_path, was_on, is_on):
     flag = "--use_deterministic_algorithms"
     write_finished(tmp_path, ALONE, {**IDENTITY, flag: was_on}, 7)
-    now = (tmp_path, ALONE, {**IDENTITY, flag: is_on}, read_run(tmp_path), PLACE, *make(1))
+    now = (tmp_path, ALONE, {**IDENTITY, flag: is_on}, read_run(tmp_path), *make(1))
     if was_on is is_on:
-        assert restore_run(*now) == PLACE
+        assert restore_run(*now).step == 7
         return
     with pytest.raises(CheckpointError, match=f"is of a run with {flag} {was_on}, not {is_on}: "):
         restore_run(*now)
@@ -80,7 +79,7 @@ def test_a_finished_run_keeps_its_mark_only(tmp_path):
     state = read_run(tmp_path)
     assert state == {"run": IDENTITY, "finished": True, "step": 9}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert restore_run(tmp_path, ALONE, IDENTITY, state, PLACE, model, parts)["step"] == 9
+    assert restore_run(tmp_path, ALONE, IDENTITY, state, model, parts).step == 9
     assert_same_bits(model.state_dict(), before)
 
 

@@ -179,7 +179,7 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
     monkeypatch.setattr("loralib.training.estimate._TIMED", 0.1)
     more = ["--max_step", "4", "--estimate", "--estimate_length", "10", *precision]
     args = parse_args(list(map(str, tiny.flags(tmp_path, *more))))
-    found = gpt2_ft.estimate_run(args, DistEnv(0, 0, 1, torch.device("cuda", 0)))
+    found = gpt2_ft.estimate_run(args, DistEnv(0, 1, 0, torch.device("cuda", 0)))
     assert found.rate > 0
     assert found.plan.device.type == "cuda"
 

@@ -569,7 +569,7 @@ def test_an_error_from_the_command_line_is_one_line():
         (["--learning_rat", "1"], "unrecognized arguments: --learning_rat 1; did you mean --learn"),
         (["--max_steps", "few"], "argument --max_steps: invalid int value: 'few'"),
         (["--task_name", "nope"], "unknown GLUE task 'nope' (known: cola, "),
-        (["--report_to", "none", "tensorboard"], "--report_to none: leave it out, or tensorboard"),
+        (["--report_to", "none", "tensorboard"], "report_to none: leave it out, or tensorboard"),
     ],
 )
 def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):

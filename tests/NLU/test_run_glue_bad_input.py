@@ -248,7 +248,7 @@ BAD = {
     "nothing to do": (RTE, "nothing to do: give --do_train, --do_eval or --do_predict"),
     "unknown flag": (f"{RTE} --do_train --lora_rank 8", "unrecognized arguments: --lora_rank"),
     "a TPU": (f"{RTE} --do_train --tpu_num_cores 8", "--tpu_num_cores has no meaning here"),
-    "fp16": (f"{RTE} --do_train --fp16 --no_cuda", "--fp16 needs a GPU"),
+    "fp16": (f"{RTE} --do_train --fp16 --no_cuda", "fp16 needs a GPU"),
     "no set to evaluate": (
         f"{RTE} --do_train --do_eval False --evaluation_strategy epoch",
         "needs a set to evaluate on: add --do_eval, or give the Trainer an eval_dataset",

@@ -343,7 +343,7 @@ def test_bf16_trains_as_float32_does(make_trainer):
 
 
 def test_fp16_needs_a_gpu(make_trainer):
-    with pytest.raises(ValueError, match="--fp16 needs a GPU: use --bf16"):
+    with pytest.raises(ValueError, match="fp16 needs a GPU: use bf16"):
         make_trainer(fp16=True, no_cuda=True)
 
 

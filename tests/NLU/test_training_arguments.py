@@ -170,7 +170,7 @@ def test_places_to_report_to_that_are_not_carried(args, name):
 
 
 def test_none_goes_with_no_other_place(args):
-    with pytest.raises(ValueError, match=r"--report_to none: leave it out, or plot, tensorboard$"):
+    with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot, tensorboard$"):
         args(report_to=["tensorboard", "none", "plot"])
 
 
@@ -180,7 +180,7 @@ def test_places_that_are_not_installed(tmp_path):
         ("wandb", is_wandb_available()),
     ):
         if not available:
-            with pytest.raises(ValueError, match=f"--report_to {name}: it is not installed"):
+            with pytest.raises(ValueError, match=f"report_to {name}: it is not installed"):
                 make_line_trainer(tmp_path, report_to=name)
 
 

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 import checkpoints
 import gpt2_ft
 import optimizer
-from exp_utils import run
 from model import GPT2Config
 from optimizer import Scheduler
+from script import run
 
 
 def tiny_config_of(card: str, **lora_fields) -> GPT2Config:

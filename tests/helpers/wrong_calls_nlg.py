@@ -49,19 +49,19 @@ CALLS = {
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_dim -1",
-            "--lora_dim has to be at least 0, but is -1",
+            "--lora_dim must be at least 0, not -1",
         ),
         (
             "--train_data {good}/encoded.jsonl --random_seed 18446744073709551616",
-            "--random_seed has to be at most 4611686018427387904, but is 18446744073709551616",
+            "--random_seed must lie in [0, 4611686018427387904], not 18446744073709551616",
         ),
         (
             "--train_data {good}/encoded.jsonl --seq_len 0",
-            "--seq_len has to be at least 1, but is 0",
+            "--seq_len must be at least 1, not 0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_alpha 0",
-            "--lora_alpha has to be above 0, but is 0",
+            "--lora_alpha must be above 0, not 0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_targets query key query",
@@ -73,11 +73,11 @@ CALLS = {
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_plus_ratio 0",
-            "--lora_plus_ratio has to be above 0, but is 0.0",
+            "--lora_plus_ratio must be above 0, not 0.0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_plus_ratio nan",
-            "--lora_plus_ratio has to be above 0, but is nan",
+            "--lora_plus_ratio must be above 0, not nan",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_rank_pattern mlp_up=8",
@@ -93,11 +93,11 @@ CALLS = {
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_dropout 2",
-            "--lora_dropout has to be at most 1, but is 2.0",
+            "--lora_dropout must lie in [0, 1), not 2.0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_dropout 1",
-            "--lora_dropout 1 leaves nothing to learn from: give less",
+            "--lora_dropout must lie in [0, 1), not 1.0",
         ),
     ],
     BEAM: [
@@ -115,7 +115,7 @@ CALLS = {
         ),
         (
             "--data {good}/encoded.jsonl --beam 0",
-            "--beam has to be at least 1, but is 0",
+            "--beam must be at least 1, not 0",
         ),
     ],
     ENCODE: [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import types
@@ -13,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -179,6 +178,9 @@ class HfArgumentParser(ArgumentParser):
         return items if action.nargs == "+" else items[0]
 
 
+_BOUNDS = ("least", "above", "most", "below")
+
+
 def check_ranges(type_: type, values: Mapping[str, Any]) -> None:
     """Refuses numbers that are out of their flags' bounds.
 
@@ -190,21 +192,9 @@ def check_ranges(type_: type, values: Mapping[str, Any]) -> None:
         ValueError: there is one.
     """
     for field in dataclasses.fields(type_):
-        value, metadata = values.get(field.name), field.metadata
-        if value is None or not {"least", "above"} & metadata.keys():
-            continue
-        least, above = metadata.get("least"), metadata.get("above")
-        most, below = metadata.get("most"), metadata.get("below")
-        is_within = (least is None or least <= value) and (above is None or above < value)
-        is_within = is_within and (most is None or value <= most)
-        if not (is_within and (below is None or value < below)):
-            begin = f"({above}" if least is None else f"[{least}"
-            end = f"{below})" if most is None else f"{most}]"
-            bounds = f"lie in {begin}, {end}"
-            if most is None and below in (None, math.inf):
-                bounds = f"be above {above}" if least is None else f"be at least {least}"
-                bounds += ", and finite" if below else ""
-            raise ValueError(f"--{field.name} must {bounds}, not {value}")
+        bounds = {name: field.metadata[name] for name in _BOUNDS if name in field.metadata}
+        if bounds:
+            check_bounds(f"--{field.name}", values.get(field.name), **bounds)
 
 
 def _flag_names(type_: type) -> list[str]:

@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from loralib.training.estimate import (
+    SETTINGS,
     Estimate,
     Plan,
     Training,
+    check_settings,
     estimate,
     notable_batches,
     rate_of,
@@ -43,35 +45,13 @@ _PUBLISHED = {
 class EstimateArguments:
     """What the run takes, before it begins."""
 
-    estimate: bool = flag(
-        False,
-        "print how many parameters are trained, the memory of a device, arithmetic and time, and "
-        "exit without training; needs no weights",
-    )
-    estimate_devices: int | None = flag(
-        None, "devices that the run is to have (default: those that it has here)", least=1
-    )
-    estimate_rate: str | None = flag(
-        None,
-        "operations a second of a device, in GFLOP/s (default: measured, in steps of two layers "
-        "here)",
-    )
-    estimate_length: int | None = flag(
-        None,
-        "tokens of each text, instead of those of the data (default, where the data is on the "
-        "hub: max_seq_length)",
-        least=1,
-    )
+    estimate: bool = flag(False, SETTINGS["estimate"])
+    estimate_devices: int | None = flag(None, SETTINGS["estimate_devices"])
+    estimate_rate: str | None = flag(None, SETTINGS["estimate_rate"])
+    estimate_length: int | None = flag(None, SETTINGS["estimate_length"])
 
     def __post_init__(self) -> None:
-        for name in ("estimate_devices", "estimate_rate", "estimate_length"):
-            if getattr(self, name) is not None and not self.estimate:
-                raise ValueError(f"--{name} needs --estimate")
-        if self.estimate_rate is not None:
-            try:
-                rate_of(self.estimate_rate)
-            except ValueError as error:
-                raise ValueError(f"--estimate_rate {error}") from error
+        check_settings(self)
 
 
 def published_settings(name: str) -> str | None:
@@ -150,9 +130,7 @@ def estimate_run(
             device=own.device,
             dtype=args.compute_dtype,
             devices=devices,
-            rate=None
-            if estimate_args.estimate_rate is None
-            else rate_of(estimate_args.estimate_rate),
+            rate=rate_of(estimate_args.estimate_rate),
         )
         return estimate(plan)
 

@@ -19,8 +19,9 @@ from loralib.io.console import is_terminal
 from loralib.training.determinism import LARGEST_SEED
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
+from loralib.training.launched import is_launched, launched_place, rank
 from loralib.training.precision import check_precision, compute_dtype
-from loralib.training.process import LOG_LEVELS, is_launched, launched_place, rank
+from loralib.training.process import LOG_LEVELS
 from loralib.training.reports import check_none_is_alone
 
 from .hf_argparser import check_ranges, flag

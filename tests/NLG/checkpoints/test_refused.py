@@ -26,7 +26,7 @@ from gpt2_files import (
 )
 from torch import nn
 
-from checkpoints import open_model, read_base, save_model
+from checkpoints import check_model_params, open_model, read_base, save_model
 from loralib.errors import CheckpointError
 
 # ---- bases that do not fit ----
@@ -298,14 +298,14 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora_dim", -1), "--lora_dim has to be"),
-        (("--lora_alpha", 0), "--lora_alpha has to be above"),
-        (("--lora_alpha", "nan"), "--lora_alpha has to be above 0, but is nan"),
+        (("--lora_dim", -1), "--lora_dim must be at least 0, not -1"),
+        (("--lora_alpha", 0), "--lora_alpha must be above 0, not 0"),
+        (("--lora_alpha", "nan"), "--lora_alpha must be above 0, not nan"),
     ],
 )
-def test_flags_out_of_range(base_path, flags, message):
+def test_flags_out_of_range(flags, message):
     with pytest.raises(ValueError, match=message):
-        open_model(parse("--init_checkpoint", base_path, *flags))
+        check_model_params(parse(*flags))
 
 
 def test_another_base(tmp_path, lora_path):

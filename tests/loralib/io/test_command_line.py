@@ -1,11 +1,13 @@
 """The parser of all scripts' flags."""
 
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, check_bounds
 
 
 @pytest.fixture
@@ -72,3 +74,22 @@ def test_what_is_no_number_is_no_value(parser, capsys, text):
     with pytest.raises(SystemExit):
         parser.parse_args(["--data", "x", "--threshold", text])
     assert "argument --threshold: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bounds", "within", "outside", "rule"),
+    [
+        ({"least": 1}, [1, 2, math.inf, None], [0, -1, math.nan], "be at least 1"),
+        ({"above": 0}, [1e-9, None], [0, -1, math.nan], "be above 0"),
+        ({"least": 0, "below": math.inf}, [0, 1e30], [-1, math.inf, math.nan], "be at least 0"),
+        ({"least": 0, "below": 1}, [0, 0.9], [-0.1, 1, math.nan], "lie in [0, 1)"),
+        ({"above": 0, "most": 1}, [0.1, 1], [0, 1.1, math.inf, math.nan], "lie in (0, 1]"),
+    ],
+)
+def test_bounds_of_a_number(bounds, within, outside, rule):
+    for value in within:
+        check_bounds("--number", value, **bounds)
+    for value in outside:
+        says = re.escape(f"--number must {rule}, not {value}")
+        with pytest.raises(ValueError, match=f"^{says}$"):
+            check_bounds("--number", value, **bounds)

@@ -134,7 +134,7 @@ def test_an_error_of_an_earlier_attempt_is_gone(store, monkeypatch):
     address = (agents.host, agents.port)
 
     def has_error(number):
-        _, own = distributed._attempts_store(address, number, 3, 10)
+        _, own = distributed._attempt_store(address, number, 3, 10)
         return own.check(["exception_dump"])
 
     with ThreadPoolExecutor(3) as pool:

@@ -85,7 +85,7 @@ def test_the_agent_where_there_are_no_sessions(monkeypatch):
     assert launch._agent().split()[1] == str(os.getppid())
 
 
-WITHOUT_PROC = "from loralib.training import process; process._stat = open; "
+WITHOUT_PROC = "from loralib.training import locks; locks._stat = open; "
 AGENT = "from loralib.training import launch; print(launch._agent())"
 
 

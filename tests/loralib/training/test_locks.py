@@ -14,7 +14,7 @@ import pytest
 
 from loralib.errors import TrainingError
 from loralib.training import locks
-from loralib.training.locks import LOCK_NAME, OWNER_NAME, Owner, sole_use
+from loralib.training.locks import LOCK_NAME, OWNER_NAME, Owner, parent_of, sole_use, started
 
 HOLD = """
 import os, sys, time
@@ -160,3 +160,21 @@ def test_a_long_command_is_cut():
     owner = Owner(1, "host", "", "now", "run_glue.py --a\n" + "b" * 500)
     assert str(owner).startswith("process 1 on host, since now: run_glue.py --a bbb")
     assert len(str(owner)) < 220
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "train) R 1 (", "trainé-ünïcode", "ein-langer-naé", b"latin1-\xe9", "中文訓練程序"],
+)
+def test_a_process_of_any_name_is_told_from_others(tmp_path, name):
+    """Linux cuts a command's name to 15 bytes, within a letter maybe."""
+    script = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    with open(script, "w", encoding="utf-8") as file:
+        file.write("#!/bin/sh\nread line\n")
+    os.chmod(script, 0o755)
+    with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
+        assert started(process.pid).isdecimal()
+        assert parent_of(process.pid) == os.getpid()
+        process.communicate(b"\n")
+    assert started(process.pid) == ""

@@ -14,11 +14,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.mark.parametrize(
     ("fp16", "bf16", "device", "has_bf16", "message"),
     [
-        (True, False, CPU, False, "--fp16 needs a GPU: use --bf16"),
+        (True, False, CPU, False, "fp16 needs a GPU: use bf16"),
         (True, False, GPU, False, None),
         (False, True, CPU, False, None),
         (False, True, GPU, True, None),
-        (False, True, GPU, False, "--bf16 needs a GPU that has bfloat16, and a T4 has not: leave"),
+        (False, True, GPU, False, "bf16 needs a GPU that has bfloat16, and a T4 has not: leave"),
         (False, False, GPU, False, None),
     ],
 )

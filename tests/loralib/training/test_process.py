@@ -19,7 +19,8 @@ import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training import watch
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
-from loralib.training.process import HEAD_START, parent_of, rank, run, started, without_collector
+from loralib.training.launched import rank
+from loralib.training.process import HEAD_START, run, without_collector
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,27 +34,6 @@ def draw():
         np.random.standard_normal(),
         torch.rand(()).item(),
     )
-
-
-# ---- other processes ----
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    "name",
-    ["plain", "train) R 1 (", "trainé-ünïcode", "ein-langer-naé", b"latin1-\xe9", "中文訓練程序"],
-)
-def test_a_process_of_any_name_is_told_from_others(tmp_path, name):
-    """Linux cuts a command's name to 15 bytes, within a letter maybe."""
-    script = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
-    with open(script, "w", encoding="utf-8") as file:
-        file.write("#!/bin/sh\nread line\n")
-    os.chmod(script, 0o755)
-    with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
-        assert started(process.pid).isdecimal()
-        assert parent_of(process.pid) == os.getpid()
-        process.communicate(b"\n")
-    assert started(process.pid) == ""
 
 
 # ---- chance ----

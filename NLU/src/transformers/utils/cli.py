@@ -29,7 +29,7 @@ from loralib.errors import (
 )
 from loralib.io.atomic import check_folder_writable
 from loralib.io.console import is_terminal
-from loralib.training import process
+from loralib.training import launched, process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
@@ -82,7 +82,7 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
     # Messages go to the root logger's handlers; the libraries' own would show them a second time.
     for library in ("datasets", "huggingface_hub"):
         logging.getLogger(library).handlers.clear()
-    if process.rank() != 0 or not is_terminal(sys.stderr):
+    if launched.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
     if cache_dir is not None:
         if not _can_be_written_to(cache_dir):
@@ -320,7 +320,7 @@ def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
         length: the most tokens that a row has.
     """
     said = [f"{rows} of {total} in {name}" for name, (rows, total) in cut.items() if rows]
-    if said and process.rank() == 0:
+    if said and launched.rank() == 0:
         logger.warning("texts were cut to %d tokens: %s", length, ", ".join(said))
 
 

@@ -1,0 +1,67 @@
+"""Files of one JSON object a line, and of one text a line."""
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from loralib.io.atomic import atomic_write
+from loralib.io.encoding import refuse_utf16_file
+
+
+def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The objects of a file of one JSON object a line; blank lines at its end do not count.
+
+    A line is parsed, and its error raised, when its turn comes. Were all held at once, Python's
+    garbage collector would look through them again and again, which takes longer than parsing.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not a JSON object, or the file has none; the message names file and
+            line.
+    """
+    number = 0
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            raise ValueError(f"{path}:{number}: is empty, with more lines after it")
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object: {line[:60]}")
+        yield row
+    if not number:
+        raise ValueError(f"{path}: is empty")
+
+
+def read_lines(path: str | os.PathLike) -> list[str]:
+    """The lines of a text file; blank ones at its end are left out. An empty file has one, blank.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not UTF-8; the message names file and line.
+    """
+    return list(_lines(path)) or [""]
+
+
+def _lines(path: str | os.PathLike) -> Iterator[str]:
+    refuse_utf16_file(path)
+    content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()
+    for number, line in enumerate(content.split(b"\n") if content else (), start=1):
+        try:
+            yield line.decode("utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            where = f"{path}:{number}"
+            reason = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{where}: not UTF-8 ({reason})") from error
+
+
+def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object a line, atomically; makes its folder if need be."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")

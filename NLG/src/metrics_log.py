@@ -1,0 +1,120 @@
+"""A run's figures: ``metrics.jsonl``, TensorBoard's files, and a picture."""
+
+import json
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from json_lines import write_json_lines
+from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
+from loralib.training.reports import check_installed, check_none_is_alone, is_installed
+
+logger = logging.getLogger(__name__)
+
+METRICS_NAME = "metrics.jsonl"
+# Where a line's figures are in the picture of a run.
+_PLACES = {
+    "loss": Place("loss", "training"),
+    "valid_loss": Place("loss", "validation"),
+    "lr": Place("learning rate", "learning rate"),
+    "valid_ppl": Place("perplexity", "validation"),
+    "best_ppl": Place("perplexity", "the best so far"),
+}
+REPORTERS = ("tensorboard", "plot")
+
+
+def check_report_to(asked: Collection[str]) -> None:
+    """Checks what ``--report_to`` asks for.
+
+    Raises:
+        ValueError: "none" and others, or TensorBoard by name where it is not installed.
+    """
+    check_none_is_alone(asked)
+    if "tensorboard" in asked:
+        check_installed("tensorboard")
+
+
+class MetricsLog:
+    """A run's figures: lines of ``metrics.jsonl``, and where else ``--report_to`` says.
+
+    Lines of steps after the one that the run resumes from are removed: a killed run left them.
+
+    Args:
+        work_dir: the run's folder.
+        after_step: the step that the run resumes from; 0 starts a new log.
+        is_main: whether this is the process that writes; in others, nothing happens.
+        report_to: some of `REPORTERS`, or "all" that are installed, or "none"; of them, what is not
+            installed is left out. See `check_report_to`.
+    """
+
+    def __init__(
+        self,
+        work_dir: str | os.PathLike,
+        after_step: int,
+        is_main: bool = True,
+        report_to: Collection[str] = ("all",),
+    ):
+        self.path = Path(work_dir, METRICS_NAME)
+        self.is_main = is_main
+        self._after_step = after_step
+        asked = {*report_to}
+        self._has_tensorboard = bool(asked & {"tensorboard", "all"}) and is_installed("tensorboard")
+        self._draws = bool(asked & {"plot", "all"})
+        self._writer = None
+        if not is_main:
+            return
+        if self._draws and not is_matplotlib_available():
+            level = logging.WARNING if "plot" in asked else logging.INFO
+            logger.log(level, HOW_TO_GET_IT)
+            self._draws = False
+        kept = []
+        if after_step > 0 and self.path.is_file():
+            kept = [row for row in _sound_lines(self.path) if row["step"] <= after_step]
+        write_json_lines(self.path, kept)
+
+    def write(self, step: int, **figures: float) -> None:
+        """Adds a line."""
+        if not self.is_main:
+            return
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+        if self._has_tensorboard:
+            self._show(step, figures)
+
+    def draw(self) -> Path | None:
+        """Writes ``learning_curves.png`` of the whole run, if that is asked for.
+
+        Returns:
+            Its path; None where there is no picture.
+        """
+        if not self.is_main or not self._draws:
+            return None
+        return write_curves(self.path.parent, _sound_lines(self.path), _PLACES.get)
+
+    def _show(self, step: int, figures: dict[str, float]) -> None:
+        """Adds figures to TensorBoard's file; the first ones open it, which takes seconds."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self.path.with_name("runs")
+            self._writer = SummaryWriter(folder, purge_step=self._after_step + 1)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+
+def _sound_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines, except those that a kill or a power cut has damaged."""
+    rows, damaged = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            row["step"] + 0  # every line of ours has it
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        logger.warning("%s: left out %d lines that are damaged", path, damaged)
+    return rows
