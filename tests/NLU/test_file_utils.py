@@ -22,7 +22,7 @@ def test_what_the_package_has_nothing_of_is_not(name):
     assert getattr(transformers, f"is_{name}_available")() is False
 
 
-@pytest.mark.parametrize("name", ["apex", "faiss", "pandas", "psutil", "py3nvml"])
+@pytest.mark.parametrize("name", ["apex", "faiss", "psutil", "py3nvml"])
 def test_what_may_be_there(name):
     found = importlib.util.find_spec(name) is not None
     assert getattr(file_utils, f"is_{name}_available")() is found

@@ -378,7 +378,7 @@ def test_a_user_s_deterministic_mode_stays_on(make_trainer):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("learning_rate", -1.0), ("learning_rate", float("inf")), ("weight_decay", -0.1),
-     ("max_steps", 0), ("num_train_epochs", 0.0), ("num_train_epochs", -2.0), ("warmup_steps", -1)],
+     ("num_train_epochs", 0.0), ("num_train_epochs", -2.0), ("warmup_steps", -1)],
 )  # fmt: skip
 def test_settings_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"--{name} must be"):
