@@ -94,9 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says."""
     args = parse_args(argv, __doc__)
     dist_env = start(args)
-    script.set_up_logging(
-        args.log_level
-    )  # not before: the launcher's RANK may be known by now alone
+    # Not before: the launcher's RANK may be known by now alone.
+    script.set_up_logging(args.log_level)
     # Whether a run resumes depends on what is in its folder, too; see `check_same_start`.
     check_same_flags(args, dist_env, but=["resume"])
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
