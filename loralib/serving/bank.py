@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..text import called, in_short, shown
 from ..wrappers import unwrapped, without_wrappers
-from .prepared import PreparedAdapter, fingerprint_of, prepare
+from .prepared import PreparedAdapter, SeenWeight, fingerprint_of, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class AdapterBank:
         self._key = _Key()
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
+        self._weights: dict[str, SeenWeight] = {}  # of the modules that adapters change
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
 
@@ -121,13 +122,32 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        _check_same_weights(self._adapters.values())
+        self._check_same_weights(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
             if not self._adapters:
                 self._fingerprint = fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
+        in_use = {module for added in tuple(self._adapters.values()) for module in added.deltas}
+        for module, delta in prepared.deltas.items():
+            if module not in in_use:
+                self._weights[module] = SeenWeight(delta.module)
         self._adapters[name] = prepared
+
+    def _check_same_weights(self, adapters: Sequence[PreparedAdapter]) -> None:
+        """Checks that the weights that adapters are added to are those they were prepared for.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for module, weight in tuple(self._weights.items()):
+            if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
+                raise ValueError(
+                    f"the weight of {called(module)} has changed since an adapter was added to it: "
+                    "load the base's weights again, or make another bank of the model as it is now"
+                )
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook."""
@@ -198,7 +218,7 @@ class AdapterBank:
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        _check_same_weights(routing.adapters)
+        self._check_same_weights(routing.adapters)
         with routed(routing), self._key.in_use():
             yield
 
@@ -219,23 +239,6 @@ class AdapterBank:
 
 
 # ---- blocks ----
-
-
-def _check_same_weights(adapters: Iterable[PreparedAdapter]) -> None:
-    """Checks that the weights that adapters are added to are those that they were prepared for.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for adapter in adapters:
-        for name, delta in adapter.deltas.items():
-            if delta.has_other_weight():
-                raise ValueError(
-                    f"the weight of {called(name)} has changed since an adapter was added to it: "
-                    "load the base's weights again, or make another bank of the model as it is now"
-                )
 
 
 class Block(ContextDecorator):

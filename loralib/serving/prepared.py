@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,21 +28,41 @@ from ..adapters.loading import same_when_rounded
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
+from ..nn.fast_paths import is_transformed
+from ..wrappers import is_sharded
 
 
-class _Seen(NamedTuple):
-    """A weight as it was: how often it had been written to, where that is counted; some values."""
+class SeenWeight:
+    """A module's weight, as it was when adapters were prepared for it.
 
-    weight: Tensor
-    writes: int | None
-    sample: Tensor
+    Args:
+        module: it, with a weight that can be read.
+    """
 
-    @classmethod
-    def of(cls, weight: Tensor) -> "_Seen":
-        return cls(weight, _writes_to(weight), sampled(weight).clone())
+    def __init__(self, module: Any):
+        self._module = module
+        self._note(module.weight)
+        self._sample = sampled(module.weight).clone()
 
-    def is_untouched(self, weight: Tensor) -> bool:
-        return weight is self.weight and _writes_to(weight) == self.writes
+    def _note(self, weight: Tensor) -> None:
+        self._weight, self._writes = weight, _writes_to(weight)
+
+    def has_changed(self) -> bool:
+        """Whether the module's weight has got other values, as by `load_state_dict` or a merge.
+
+        Values are compared where it is another tensor, or PyTorch has counted a write to it: not
+        what is written through ``.data`` or by a fused step of an optimizer. Those of a tensor that
+        is sharded, transformed or cannot be read are not compared.
+        """
+        weight = self._module.weight
+        if weight is self._weight and _writes_to(weight) == self._writes:
+            return False
+        if is_sharded(weight) or is_transformed(weight) or not is_readable(weight):
+            return False
+        if not same_when_rounded(sampled(weight), self._sample):
+            return True
+        self._note(weight)
+        return False
 
 
 def _writes_to(weight: Tensor) -> int | None:
@@ -60,7 +80,6 @@ class DeviceDelta:
     def __init__(self, adapted: AdaptedWeight, positions: bool):
         self.positions = positions
         self.module: Any = adapted.module
-        self._seen = _Seen.of(adapted.weight)
         weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
         # A copy, because a file's tensors are mapped from it, and others' may be written to.
         moved = adapted.delta.to(weight.device, wide, copy=True)
@@ -70,20 +89,6 @@ class DeviceDelta:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Changes `out`, contiguous, what the module gives for x, to what was trained."""
         raise NotImplementedError
-
-    def has_other_weight(self) -> bool:
-        """Whether the module's weight has got other values, as by `load_state_dict` or a merge.
-
-        Values are compared where it is another tensor, or PyTorch has counted a write to it: not
-        what is written through ``.data`` or by a fused step of an optimizer.
-        """
-        weight = self.module.weight
-        if self._seen.is_untouched(weight) or not is_readable(weight):
-            return False
-        if not same_when_rounded(sampled(weight), self._seen.sample):
-            return True
-        self._seen = _Seen.of(weight)
-        return False
 
     def _in(self, dtype: torch.dtype) -> Delta:
         """The delta, cast once for each dtype that is asked for."""

@@ -259,6 +259,36 @@ def test_a_base_that_is_the_same_is_used(change):
     bank.add("b", adapter(model, None))
 
 
+def test_a_weight_that_no_adapter_in_use_changes_does_not_matter():
+    model = Own()
+    bank = bank_of(model)
+    bank.add("first", adapter(model, None, modules=["body.0.query"]))
+    with torch.no_grad():
+        model.body[1].value.weight.add_(1)
+    outputs(bank, model, "first")
+    with pytest.raises(ValueError, match=r"the weight of body\.1\.value has changed"):
+        bank.use("a").__enter__()
+    bank.remove("a")
+    bank.remove("headless")
+    bank.add("again", adapter(model, None))
+    outputs(bank, model, "again")
+
+
+def test_weights_are_compared_where_pytorch_does_not_transform():
+    model = Own()
+    bank = bank_of(model)
+
+    def loss(state):
+        with bank.use("a"):
+            return torch.func.functional_call(model, state, (IDS,)).sum()
+
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.func.grad(loss)(state)
+    several = {name: torch.stack([value, value]) for name, value in state.items()}
+    found = torch.func.vmap(loss)(several)
+    torch.testing.assert_close(found[0], loss(state))
+
+
 def test_a_part_that_is_scripted_is_no_hindrance():
     model = Own()
     bank = bank_of(model)
