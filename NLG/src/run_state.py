@@ -41,10 +41,7 @@ logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
 _ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
-_TO_TRAIN_LONGER = (
-    "it is finished; to train it longer, begin a new run with its last model as --init_checkpoint, "
-    f"in {_ANOTHER_FOLDER}"
-)
+_IS_FINISHED = f"it is finished; begin a new run of that length in {_ANOTHER_FOLDER}"
 _WAY_OUT = "remove it and the model.*.pt beside it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
@@ -273,7 +270,7 @@ def restore_run(
     fixed = {name: value for name, value in identity.items() if name not in lengths}
     check_same_run(work_dir, state["run"], fixed, f"give the same to resume it, or {new_run}")
     if state["finished"]:
-        check_same_run(work_dir, state["run"], lengths, _TO_TRAIN_LONGER)
+        check_same_run(work_dir, state["run"], lengths, _IS_FINISHED)
         return Progress(state["step"])
     check_not_beyond(work_dir, state["step"], identity["number of steps"], new_run)
     warn_of_length(work_dir, state["run"]["last step"], identity["last step"])

@@ -258,11 +258,17 @@ def attend(
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
 
 
-def padding_is_cheap(rows: PackedRows, heads: int) -> bool:
-    """Whether computing attention's padding costs less than taking rows one by one, on a CPU."""
+def padding_is_cheap(rows: PackedRows, heads: int, calls: int = ONE_GROUPS_CALLS) -> bool:
+    """Whether computing attention's padding costs less than taking rows one by one, on a CPU.
+
+    Args:
+        rows: the batch's.
+        heads: of the attention.
+        calls: what the calls for a row cost, in scores that could be computed meanwhile.
+    """
     count, longest = len(rows.lengths), max(rows.lengths)
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-    return wasted < ONE_GROUPS_CALLS * count
+    return wasted < calls * count
 
 
 def _attend_packed(

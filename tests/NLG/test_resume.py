@@ -467,7 +467,7 @@ def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypat
     assert f"{tmp_path / 'run'}: has made 6 steps, and this run ends after 4: give the leng" in line
     gpt2_ft.main([*argv, "--resume"])
     line = error_of([*argv, "--max_epoch", "4", "--resume"])
-    assert "is of a run with number of steps 12, not 16: it is finished; to train it longer" in line
+    assert "is of a run with number of steps 12, not 16: it is finished; begin a new run of" in line
     (step,) = (tmp_path / "run").glob("model.12.pt")
     longer = tiny.flags(tmp_path / "longer", "--max_step", "2", "--init_checkpoint", str(step))
     gpt2_ft.main(longer)

@@ -158,7 +158,7 @@ def needed_splits(args: TrainingArguments) -> list[str]:
 
 
 def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
-    """Refuses a --metric_for_best_model that is neither a score of the task nor the loss.
+    """Refuses to look for the best model by what is neither a score of the task nor the loss.
 
     Else a run would find out at its first evaluation.
 
@@ -169,7 +169,7 @@ def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
     Raises:
         TrainingError: it is none.
     """
-    if args.do_train:
+    if args.do_train and args.load_best_model_at_end:
         check_best_metric(args, ["loss", *([] if args.prediction_loss_only else scores)])
 
 
