@@ -89,7 +89,6 @@ def check_bounds(
     if is_within and (most is None or value <= most) and (below is None or value < below):
         return
     bounds = f"be above {above}" if least is None else f"be at least {least}"
-    bounds += "" if below is None else ", and finite"
     if most is not None or below not in (None, math.inf):
         begin = f"({above}" if least is None else f"[{least}"
         end = f"{below})" if most is None else f"{most}]"

@@ -86,14 +86,11 @@ def test_a_run_is_resumed_with_its_own_settings(make, tmp_path, before, model, s
 
 
 @pytest.mark.slow
-def test_a_checkpoint_from_before_there_were_variants(make, tmp_path):
+def test_a_checkpoint_whose_settings_know_no_variants(make, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 5}
     whole = make(**settings)
     whole.train()
     folder = tmp_path / "out" / "checkpoint-5"
-    arguments = torch.load(folder / "training_args.bin", weights_only=True)
-    del arguments["lora_plus_ratio"]
-    torch.save(arguments, folder / "training_args.bin")
     values = json.loads((folder / "config.json").read_text())
     new = [name for name in values if name.startswith(("lora_layers", "lora_variant", "lora_init"))]
     new += ["lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"]
@@ -185,7 +182,7 @@ def test_a_ratio_of_one_is_plain_training(make):
 
 @pytest.mark.parametrize("ratio", [0.0, -2.0, float("inf"), float("nan")])
 def test_a_ratio_that_is_none(make, ratio):
-    with pytest.raises(ValueError, match="--lora_plus_ratio must be above 0, and finite, not"):
+    with pytest.raises(ValueError, match="--lora_plus_ratio must be above 0, not"):
         make(lora_plus_ratio=ratio)
 
 

@@ -185,9 +185,9 @@ BAD = {
     "freezing without LoRA": (f"{RTE} --do_train --lora_freeze_A", "needs --apply_lora"),
     "ratio 0": (
         f"{TRAIN} --lora_plus_ratio 0",
-        "--lora_plus_ratio must be above 0, and finite, not 0.0",
+        "--lora_plus_ratio must be above 0, not 0.0",
     ),
-    "ratio below 0": (f"{TRAIN} --lora_plus_ratio -1", "must be above 0, and finite, not -1.0"),
+    "ratio below 0": (f"{TRAIN} --lora_plus_ratio -1", "must be above 0, not -1.0"),
     "ratio without LoRA": (
         f"{RTE} --do_train --lora_plus_ratio 2",
         "--lora_plus_ratio needs a model with LoRA: add --apply_lora",
