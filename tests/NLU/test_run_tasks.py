@@ -468,6 +468,9 @@ def test_a_question_that_is_too_long(call, tmp_path):
         call("qa", "out", "--train_file", train, "--do_train")
 
 
+BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_for_best_model")
+
+
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
@@ -483,23 +486,25 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
         ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
-        ("swag", ["--metric_for_best_model", "f1"], "gives eval_f1; known: loss, accuracy"),
-        ("qa", ["--metric_for_best_model", "em"], "gives eval_em; known: loss, exact_match, f1"),
-        ("ner", ["--metric_for_best_model", "f2"], "known: loss, precision, recall, f1, accuracy"),
+        ("swag", [*BEST, "f1"], "gives eval_f1; known: loss, accuracy"),
+        ("qa", [*BEST, "em"], "gives eval_em; known: loss, exact_match, f1"),
+        ("ner", [*BEST, "f2"], "known: loss, precision, recall, f1, accuracy"),
         (
             "ner",
-            ["--metric_for_best_model", "f1", "--return_entity_level_metrics"],
+            [*BEST, "f1", "--return_entity_level_metrics"],
             "gives eval_f1; known: loss, ANI_precision, ANI_recall, ANI_f1, ANI_number, PLA_prec",
         ),
         (
             "qa",
-            ["--metric_for_best_model", "f1", "--prediction_loss_only"],
+            [*BEST, "f1", "--prediction_loss_only"],
             "gives eval_f1; known: loss",
         ),
     ],
 )
 def test_wrong_flags(call, tmp_path, capsys, task, flags, message):
     data = write_data(task, tmp_path / "data")[:2]
+    if set(BEST) & set(flags):
+        data += ["--validation_file", data[1]]
     with pytest.raises((ValueError, OSError, TrainingError, SystemExit)) as raised:
         call(task, "out", *data, "--do_train", *flags)
     assert message in str(raised.value) + capsys.readouterr().err

@@ -209,7 +209,8 @@ CALLS = {
             "--max_steps must be at least 1, not 0: leave it out to train for --num_train_epochs",
         ),
         (
-            "{rte} --metric_for_best_model f1",
+            "{rte} --do_eval --load_best_model_at_end --evaluation_strategy epoch "
+            "--metric_for_best_model f1",
             "--metric_for_best_model: no evaluation gives eval_f1; known: loss, accuracy",
         ),
         (
@@ -290,7 +291,9 @@ CALLS = {
             "--do_eval needs --validation_file",
         ),
         (
-            "--train_file {good}/corpus.txt --metric_for_best_model perplexity",
+            "--train_file {good}/corpus.txt --validation_file {good}/corpus.txt --do_eval "
+            "--load_best_model_at_end --evaluation_strategy epoch "
+            "--metric_for_best_model perplexity",
             "--metric_for_best_model: no evaluation gives eval_perplexity; known: loss",
         ),
         (
