@@ -189,7 +189,7 @@ def test_messages_are_coloured_on_a_terminal_alone(logger, terminal, monkeypatch
 
 
 def test_messages_are_above_bars(logger, capsys):
-    with tqdm(total=3) as bar:
+    with tqdm(total=3, position=0) as bar:  # whatever bars another test has left
         logger.info("a message")
         bar.update(3)
     lines = capsys.readouterr().err.replace("\r", "\n").split("\n")
