@@ -24,7 +24,7 @@ _STEPPED = "_version_when_stepped_with_lora"
 # call less often, has made its own.
 _PATIENCE = 10
 
-# A new object with each step, and no number, for each of which a compiled step would be compiled.
+# A new object with each step; at each new value of a number, a compiled step would be recompiled.
 _latest_step = object()
 
 # By the id of its weight, each layer with LoRA that there is in the process.

@@ -47,7 +47,7 @@ class AdapterBank:
 
     Args:
         model: a plain model, on the device, in the dtype and with the weights that it will have
-            when it gets adapters. From then on the weights have to stay the same.
+            when it gets adapters. From then on the weights that these change have to stay the same.
 
     Rows of a batch are the first dimension of what its layers are given, or their tokens are packed
     (packing.py). Outside of `use` the model computes as it did before. Its parameters, buffers and
