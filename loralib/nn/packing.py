@@ -266,7 +266,7 @@ def padding_is_cheap(rows: PackedRows, heads: int, calls: int = ONE_GROUPS_CALLS
         heads: of the attention.
         calls: what the calls for a row cost, in scores that could be computed meanwhile.
     """
-    count, longest = len(rows.lengths), max(rows.lengths)
+    count, longest = rows.shape
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
     return wasted < calls * count
 

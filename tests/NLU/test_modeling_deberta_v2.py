@@ -261,13 +261,15 @@ def test_what_stands_at_padding_does_not_matter(path):
     close(model(**wider).logits, expected)
 
 
-def test_rows_of_very_different_length_are_taken_one_by_one():
-    def by_row(lengths, holes=False):
-        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+def test_rows_with_much_padding_are_taken_one_by_one():
+    def by_row(lengths, columns=None, holes=False):
+        columns = torch.arange(columns or max(lengths))
+        mask = (columns < torch.tensor(lengths)[:, None]).long()
         mask[0, 2] = 1 - int(holes)
         return ATTENTION.Batch(PackedRows(mask), None, heads=12).by_row
 
     assert by_row([9, 200, 3])
+    assert by_row([40] * 8, columns=512)
     assert not by_row([30] * 16)
     # Their distances are not those of tokens laid end to end.
     assert not by_row([9, 200, 3], holes=True)

@@ -108,16 +108,21 @@ def test_padding_has_the_gradients_of_the_tokens(qkv):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_one_by_one")]
+    ("lengths", "columns", "path"),
+    [
+        ([30] * 16, 30, "_attend_padded"),
+        ([9, 200, 3], 200, "_attend_one_by_one"),
+        ([30] * 16, 512, "_attend_one_by_one"),
+        ([30], 512, "_attend_one_by_one"),
+    ],
 )
-def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
+def test_much_padding_is_not_computed(monkeypatch, lengths, columns, path):
     called = []
     packing = importlib.import_module("loralib.nn.packing")
     for name in ("_attend_one_by_one", "_attend_padded"):
         monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
-    rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())
     x = torch.zeros(sum(lengths), 24)
-    attend(x, x, x, rows, 12, 0.0)
+    attend(x, x, x, PackedRows.from_lengths(lengths, columns), 12, 0.0)
     assert called == [path]
 
 
