@@ -288,4 +288,18 @@ def restore_run(
         set_rng_state(state["rng_state"][dist_env.rank], dist_env.device)
     check_same_weights(model, dist_env.world_size, weights)
     warn_of_other_threads(state["threads"], dist_env.device)
+    if dist_env.is_main:
+        _remove_models_after(state["step"], work_dir)
     return Progress(state["step"], state["best_ppl"])
+
+
+def _remove_models_after(step: int, work_dir: str | os.PathLike) -> None:
+    """Removes the models of steps that a resumed run takes again.
+
+    With a shorter length it may not reach them, and the latest step's model is taken for the run's.
+    """
+    for path in Path(work_dir).glob("model.*.pt"):
+        number = path.name.split(".")[1]
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+            logger.info("removed %s: the run is resumed from step %d", path, step)

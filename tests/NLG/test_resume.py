@@ -457,6 +457,18 @@ def test_a_run_resumes_with_another_length(
     )
 
 
+def test_no_model_of_a_later_step_is_left_by_a_longer_run(tiny, tmp_path, monkeypatch, caplog):
+    """Recipes decode the model of the last step."""
+    argv = tiny.flags(tmp_path / "run", "--save_interval", "5", "--max_step")
+    run_until([*argv, "12"], (gpt2_ft, "write_run"), 3, monkeypatch)
+    later = tmp_path / "run" / "model.8.pt"
+    assert later.is_file()
+    gpt2_ft.main([*argv, "7", "--resume"])
+    assert f"removed {later}: the run is resumed from step 5" in caplog.text
+    models = {path.name for path in (tmp_path / "run").glob("model.*.pt")}
+    assert models == {"model.4.pt", "model.5.pt", "model.7.pt"}
+
+
 def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypatch, error_of):
     """Another --max_epoch below --max_step would end it at once, or call it finished."""
     argv = tiny.flags(
