@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from .elastic_error import tell_launcher
 
 _SIMILAR = 0.75  # of two names' letters, by difflib
+_LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
 
@@ -81,16 +82,22 @@ def check_bounds(
         most, below: the upper bound likewise; `below` infinity asks for a finite number.
 
     Raises:
-        ValueError: it is outside, or not a number.
+        ValueError: it is outside, not a number, or a whole one beyond PyTorch's.
     """
     if value is None:
         return
     is_within = (least is None or least <= value) and (above is None or above < value)
-    if is_within and (most is None or value <= most) and (below is None or value < below):
+    is_within = is_within and (most is None or value <= most) and (below is None or value < below)
+    is_too_large = isinstance(value, int) and value > _LARGEST
+    if is_within and not is_too_large:
         return
     bounds = f"be above {above}" if least is None else f"be at least {least}"
     if most is not None or below not in (None, math.inf):
         begin = f"({above}" if least is None else f"[{least}"
         end = f"{below})" if most is None else f"{most}]"
         bounds = f"lie in {begin}, {end}"
+    elif is_too_large:
+        bounds = f"be at most {_LARGEST:.2g}"
+    elif value == math.inf:
+        bounds = "be finite"
     raise ValueError(f"{name} must {bounds}, not {value}")

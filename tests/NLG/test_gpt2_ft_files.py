@@ -430,7 +430,7 @@ def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
         ("--max_step 4 --max_epoch 0", "--max_epoch must be at least 1, not 0"),
         ("--max_step 4 --label_smooth 7", "--label_smooth must lie in [0, 1), not 7"),
         ("--max_step 4 --clip nan", "--clip must be at least 0, not nan"),
-        ("--max_step 4 --lora_alpha inf", "--lora_alpha must be above 0, not inf"),
+        ("--max_step 4 --lora_alpha inf", "--lora_alpha must be finite, not inf"),
         (
             "--max_step 4 --random_seed -1",
             "--random_seed must lie in [0, 4611686018427387904], not -1",
