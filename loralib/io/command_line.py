@@ -1,4 +1,4 @@
-"""The command lines of the tasks' scripts, of GPT-2's, and of those that convert."""
+"""The command lines of all scripts."""
 
 import argparse
 import difflib
