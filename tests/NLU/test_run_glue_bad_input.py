@@ -98,7 +98,7 @@ BAD = {
     ),
     "another alpha": (
         f"{EVAL} {{trained}} --lora_alpha 16",
-        "was trained with alpha 8, but lora_alpha is 16: leave it out (--lora_alpha)",
+        "was trained with alpha 8, but lora_alpha is 16: give 8, or leave lora_alpha out (--lora_a",
     ),
     "another number of labels": (
         "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
