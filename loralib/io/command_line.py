@@ -13,6 +13,7 @@ from .elastic_error import tell_launcher
 _SIMILAR = 0.75  # of two names' letters, by difflib
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
+_EMPTY = "the value is empty, as that of an unset shell variable: give one, or leave it out"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -33,8 +34,11 @@ class ArgumentParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """A flag's value from its text; argparse has no public method for it.
 
-        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too.
+        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too. An
+        empty value would be read as a flag that is not given, or as the current folder.
         """
+        if not arg_string and action.default != "":
+            raise argparse.ArgumentError(action, _EMPTY)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
         return super()._get_value(action, arg_string)

@@ -419,6 +419,17 @@ def test_bad_input_is_one_line(
     assert not list((bad / "out").glob("*"))
 
 
+@pytest.mark.slow
+def test_an_adapter_of_another_family(
+    run_glue, tiny_deberta_base, tiny_glue, trained, tmp_path, monkeypatch, capsys
+):
+    """Not that it has other targets, nor that it does not say whether it reaches positions."""
+    given = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
+    given += ["--lora_path", trained, "--output_dir", tmp_path / "out"]
+    line = failure(run_glue, [*common(tiny_deberta_base), *given], monkeypatch, capsys)
+    assert "was trained on another base than the one given" in line
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [("full", "is not empty and holds no checkpoint to resume from"), ("file", "file is a file")],
