@@ -110,7 +110,7 @@ def load_into(
     base_fingerprint: str | None = None,
     backbones: Iterable[str] | None = None,
     new_head: bool = False,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, Any] | None = None,
     known: Collection[str] = (),
 ) -> list[str]:
     """Copies an adapter's tensors into `model`, after checking all that can be checked.
