@@ -4,8 +4,9 @@
 #
 # The data is E2E's, where it is: valid.txt and test.txt in the folder that E2E names (default:
 # data/e2e), and GPT-2's vocabulary in the folder that VOCAB names (default: vocab); download_data.sh
-# fetches both into these. Without the two, it is a small corpus that the project makes. All that is
-# made is in quickstart_output/, which is deleted first.
+# fetches both into these. Where neither is named and one lacks its files, it is a small corpus that
+# the project makes; where one is named, both have to hold their files. All that is made is in
+# quickstart_output/, which is deleted first.
 set -euo pipefail
 
 case ${1:-} in
@@ -64,7 +65,7 @@ train=$data/valid.txt
 if ! { has "$data" valid.txt test.txt && has "$vocab" encoder.json vocab.bpe; }; then
     if [ -n "${VOCAB:-}${E2E:-}" ]; then
         echo "quickstart_e2e.sh: error: no valid.txt and test.txt in $data, or no encoder.json and" \
-            "vocab.bpe in $vocab (seen from $PWD)" >&2
+            "vocab.bpe in $vocab (seen from $PWD); where E2E or VOCAB is set, both are needed" >&2
         exit 1
     fi
     data=$out/corpus vocab=$out/corpus/vocab train=$out/corpus/train.txt

@@ -254,6 +254,7 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     path = _given(recipe.arguments(extra), "--lora_path")
     if path is None:
         return
+    path = os.path.expanduser(path)  # as run_glue.py's parser reads --lora_path=~/file
     if os.path.exists(path):
         if recipe.after is not None:
             _check_is_adapter(recipe, path)

@@ -26,6 +26,7 @@ import torch
 from chart import Bar, draw
 from tqdm import tqdm
 
+from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import check_can_save, save_figure
 
 ROOT = Path(__file__).resolve().parent
@@ -478,7 +479,7 @@ def machine(results: Results, load: float, is_quick: bool) -> str:
 
 def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     """The command line; ends the process where flags do not fit."""
-    parser = argparse.ArgumentParser(description=benchmark.description.split("\n")[0])
+    parser = ArgumentParser(description=benchmark.description.split("\n")[0])
     add, rounds = parser.add_argument, benchmark.rounds
     add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
     add("--data_dir", type=Path, help=benchmark.data_help)

@@ -29,6 +29,8 @@ import gpt2_e2e
 from tqdm import tqdm
 from vocab import vocab_files
 
+from loralib.io.command_line import ArgumentParser
+
 RUN_GLUE = contest.ROOT.parent / "examples" / "text-classification" / "run_glue.py"
 GPT2_FT = contest.NLG / "gpt2_ft.py"
 # What both scripts log after their first step.
@@ -239,7 +241,7 @@ def write_rows(path: Path, count: int) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; ends the process where flags do not fit."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--data_dir", type=Path, help="a folder of GLUE with SST-2; without: random words")
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")

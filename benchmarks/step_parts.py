@@ -22,6 +22,7 @@ import gpt2_step
 import roberta_step
 import steps
 
+from loralib.io.command_line import ArgumentParser
 from loralib.nn.fast_paths import are_fast_paths_off
 
 MODULES = (roberta_step, deberta_step, gpt2_step)
@@ -110,7 +111,7 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; ends the process where flags do not fit."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("step", choices=sorted(STEPS), help="whose steps")
     add("--data_dir", type=Path, help="as in that script; without: quantiles of its lengths")

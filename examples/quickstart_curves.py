@@ -15,7 +15,6 @@ last fifth after the last epoch. The development set has no part in this.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loralib.adapters.formats import read_adapter
+from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import check_can_save, import_figure, save_figure
 from loralib.training import process
 from transformers import (
@@ -230,7 +230,7 @@ def draw(curves: Mapping[Method, Curve]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints and draws; or chooses learning rates."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     parser.add_argument(
         "--choose_rates",

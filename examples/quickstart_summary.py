@@ -1,6 +1,5 @@
 """The quickstart's last step: a table of the results in its output folder."""
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loralib.adapters.formats import read_adapter
+from loralib.io.command_line import ArgumentParser
 from loralib.io.console import table
 from loralib.io.tensors import read_tensors
 from transformers.data.processors import load_glue_split
@@ -42,7 +42,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table; exits with 1 where the two accuracies differ."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     rows, equal = summarise(parser.parse_args(argv).folder)
     print(table(rows, stream=sys.stdout))

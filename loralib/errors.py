@@ -54,7 +54,10 @@ class AlphaError(CheckpointError):
         elif found is None:
             message = f"lora_alpha has to be above 0, not {given:g}"
         else:
-            message = f"was trained with alpha {found:g}, but lora_alpha is {given:g}: leave it out"
+            message = (
+                f"was trained with alpha {found:g}, but lora_alpha is {given:g}: "
+                f"give {found:g}, or leave lora_alpha out"
+            )
         super().__init__(f"{source}: {message}")
 
 

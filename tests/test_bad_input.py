@@ -189,6 +189,32 @@ def test_a_quickstart_that_is_given_arguments_does_not_begin(tmp_path, script):
         assert "#" not in done.stdout
 
 
+@pytest.mark.parametrize("named", ["E2E", "VOCAB"])
+def test_a_quickstart_that_is_given_one_folder_needs_the_other_as_well(tmp_path, named):
+    """And leaves an earlier result where it is."""
+    script = tmp_path / "NLG" / "quickstart_e2e.sh"
+    earlier = script.parent / "quickstart_output"
+    folders = {"E2E": tmp_path / "corpus", "VOCAB": tmp_path / "words"}
+    files = {"E2E": ("valid.txt", "test.txt"), "VOCAB": ("encoder.json", "vocab.bpe")}
+    environment = tmp_path / "utils" / "make_environment.sh"
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    for folder in (earlier, *folders.values(), environment.parent, activate.parent):
+        folder.mkdir(parents=True)
+    for path in (environment, activate, *(folders[named] / name for name in files[named])):
+        path.touch()
+    script.write_bytes((ROOT / "NLG/quickstart_e2e.sh").read_bytes())
+    others = {name: value for name, value in os.environ.items() if name not in folders}
+    done = subprocess.run(
+        ["bash", script],
+        capture_output=True,
+        text=True,
+        env={**others, named: str(folders[named])},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("where E2E or VOCAB is set, both are needed\n")
+    assert earlier.is_dir()
+
+
 @pytest.mark.parametrize(
     ("script", "says", "refuses"),
     [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import check_can_save, save_figure
 from loralib.training import process
 from pictures import low_rank_update, speed
@@ -43,7 +44,7 @@ PICTURES: Mapping[str, Callable[[Path], Path]] = {"lora": draw_lora, "speed": dr
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draws what is asked for, and prints the files' names."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pictures", nargs="+", choices=PICTURES, help="which ones")

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
 from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
@@ -70,7 +71,7 @@ _FIXED: dict[tuple[str, str], tuple[str | int, str]] = {
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Scores predictions against their references. With two files: E2E's metrics. "
         "With -R and -H: those of WebNLG and DART.",
         epilog=f"E2E: {_scales(E2E)}. WebNLG and DART: {_scales(WEBNLG_AND_DART)}. METEOR, ROUGE_L "

@@ -352,7 +352,8 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         ours, theirs = given[flag], recorded.get(flag)
         if None not in (ours, theirs) and ours != theirs:
             raise CheckpointError(
-                f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
+                f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is "
+                f"{_shown(ours)}: leave --{flag} out"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
@@ -420,7 +421,7 @@ def _check_patterns(args: argparse.Namespace, config: GPT2Config, base: Base) ->
             if theirs != ours:
                 raise CheckpointError(
                     f"{args.init_checkpoint}: was trained with {what} {theirs:g} in {module}, but "
-                    f"--lora_{what}_pattern says {ours:g}"
+                    f"--lora_{what}_pattern says {ours:g}: leave --lora_{what}_pattern out"
                 )
 
 

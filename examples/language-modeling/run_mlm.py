@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.data.text_files import load_rows
+from transformers.data.text_files import check_is_file, load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
 from transformers.fine_tuning.script import check_scores, print_estimate, report, start, train
@@ -197,10 +196,9 @@ def check_text(path: str) -> None:
     """Refuses a file that is not there, holds no text, or none in UTF-8.
 
     Raises:
-        FileNotFoundError, ValueError: it is such a file.
+        OSError, ValueError: it is such a file.
     """
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
+    check_is_file(path)
     refuse_utf16_file(path)
     has_text = False
     with open(path, "rb") as file:

@@ -142,6 +142,11 @@ def prepare(
     tables = load_tables(data_args, read, model_args.cache_dir, whole=["train"])
     words, tags = data_args.text_column_name, data_args.label_column_name
     data = check_sentences(tables, words, tags, data_args.task_name, origin.labels)
+    if args.do_train and len(data.labels) < 2:
+        raise ValueError(
+            f"{tables['train'].source}: all words have the tag '{data.labels[0]}'; training needs "
+            "at least two tags"
+        )
     origin.check_task(data_args.task_name, args.do_train)
     origin.check_labels(data.labels, args.do_train)
     check_scores(args, names_of_scores(data.labels, data_args.return_entity_level_metrics))

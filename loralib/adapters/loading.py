@@ -110,7 +110,7 @@ def load_into(
     base_fingerprint: str | None = None,
     backbones: Iterable[str] | None = None,
     new_head: bool = False,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, Any] | None = None,
     known: Collection[str] = (),
 ) -> list[str]:
     """Copies an adapter's tensors into `model`, after checking all that can be checked.
@@ -152,6 +152,9 @@ def load_into(
         if adapter.kind.holds(name, starts) or name not in known or top_module(name) in brought
     }
     _check_names(adapter, expected, starts)
+    if settings and settings.get("positions") is not None:
+        # Only here: an adapter of another family does not say it, and cannot.
+        check_positions(adapter, settings["positions"])
     skipped = _check_shapes(adapter, expected, starts, new_head)
     check_finite(adapter)
     with torch.no_grad():
@@ -165,10 +168,9 @@ def _check_metadata(
     adapter: Adapter, settings: Mapping[str, Any], base_fingerprint: str | None
 ) -> None:
     metadata = adapter.metadata
-    if settings.get("positions") is not None:
-        check_positions(adapter, settings["positions"])
     if metadata is None:
         return
+    check_base(adapter, base_fingerprint)  # first: what another base has led to is told by it
     if isinstance(metadata, LoraMetadata):
         _check_lora_settings(adapter, metadata, LoraMetadata(**settings))
     else:
@@ -176,7 +178,6 @@ def _check_metadata(
             theirs = getattr(metadata, what)
             if theirs != ours:
                 raise SettingsError(adapter.source, what, theirs, ours)
-    check_base(adapter, base_fingerprint)
 
 
 def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:

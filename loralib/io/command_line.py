@@ -1,4 +1,4 @@
-"""The command lines of the tasks' scripts, of GPT-2's, and of those that convert."""
+"""The command lines of all scripts."""
 
 import argparse
 import difflib
@@ -14,6 +14,7 @@ _SIMILAR = 0.75  # of two names' letters, by difflib
 _LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
+_EMPTY = "the value is empty, as that of an unset shell variable: give one, or leave it out"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -34,8 +35,11 @@ class ArgumentParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """A flag's value from its text; argparse has no public method for it.
 
-        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too.
+        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too. An
+        empty value would be read as a flag that is not given, or as the current folder.
         """
+        if not arg_string and action.default != "":
+            raise argparse.ArgumentError(action, _EMPTY)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
         return super()._get_value(action, arg_string)

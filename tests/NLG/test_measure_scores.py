@@ -334,7 +334,7 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
     [
         (["r", "p", "-m", "bleu,bert"], "'bert' for these arguments; known: bleu, nist, meteor"),
         (["-R", "r", "-H", "p", "-m", "nist"], "known: bleu, meteor, ter, chrf++"),
-        (["-R", "r", "-H", "p", "-m", ""], "no metric ''"),
+        (["-R", "r", "-H", "p", "-m", ","], "no metric ''"),
         (["-R", "r", "-H", "p", "-nr", "0"], "-nr is 0"),
         (["-R", "r", "-H", "p", "-lng", "de"], "-lng: can be en alone"),
         (["-R", "r", "-H", "p", "-nc", "4"], "-nc: can be 6 alone"),
@@ -347,6 +347,21 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
 )
 def test_bad_arguments(monkeypatch, capsys, argv, said):
     assert said in fails(argv, monkeypatch, capsys)
+
+
+def test_the_home_folder_is_that_of_the_user(tmp_path, monkeypatch, capsys):
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    write_e2e(tmp_path, PERFECT)
+    write_columns(tmp_path, PERFECT)
+    measure_scores.main(["~/ref.txt", "~/pred.txt", "-m", "bleu", "--json=~/scores.json"])
+    flags = ["--reference=~/reference", "--num_refs=3", "--hypothesis=~/pred.txt"]
+    measure_scores.main([*flags, "-m", "bleu"])
+    out = capsys.readouterr().out
+    assert "BLEU: 1.0000" in out
+    assert "100.00" in out
+    assert (tmp_path / "scores.json").is_file()
+    assert str(tmp_path) in fails(["~/none.txt", "~/pred.txt"], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("script", ["e2e/measure_scores.py", "GenerationEval/eval.py"])

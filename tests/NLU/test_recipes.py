@@ -443,6 +443,18 @@ def test_where_the_weights_are(started, monkeypatch, how):
     assert Path(words[last]) == Path(path)
 
 
+def test_the_weights_may_be_in_the_home_folder(run_glue, started, tmp_path, monkeypatch):
+    (tmp_path / "mnli.bin").touch()
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NPROC", "8")
+    recipe.main(["roberta_base_rte", "--lora_path=~/mnli.bin"])
+    assert len(started) == 1
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_rte", "--lora_path=~/none.bin"])
+    assert ended.value.code.endswith(f"--lora_path {tmp_path / 'none.bin'}: no such file")
+
+
 @pytest.mark.parametrize("name", ["roberta_base_sst2", "roberta_base_rte"])
 def test_weights_that_a_flag_names_have_to_be_there(run_glue, started, name):
     with pytest.raises(SystemExit) as ended:

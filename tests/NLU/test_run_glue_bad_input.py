@@ -98,7 +98,7 @@ BAD = {
     ),
     "another alpha": (
         f"{EVAL} {{trained}} --lora_alpha 16",
-        "was trained with alpha 8, but lora_alpha is 16: leave it out (--lora_alpha)",
+        "was trained with alpha 8, but lora_alpha is 16: give 8, or leave lora_alpha out (--lora_a",
     ),
     "another number of labels": (
         "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
@@ -417,6 +417,17 @@ def test_bad_input_is_one_line(
     assert message.replace("{base}", str(tiny_base)) in line
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     assert not list((bad / "out").glob("*"))
+
+
+@pytest.mark.slow
+def test_an_adapter_of_another_family(
+    run_glue, tiny_deberta_base, tiny_glue, trained, tmp_path, monkeypatch, capsys
+):
+    """Not that it has other targets, nor that it does not say whether it reaches positions."""
+    given = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
+    given += ["--lora_path", trained, "--output_dir", tmp_path / "out"]
+    line = failure(run_glue, [*common(tiny_deberta_base), *given], monkeypatch, capsys)
+    assert "was trained on another base than the one given" in line
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers.data.json_rows import find_fault
 from transformers.data.text_columns import Columns, check_not_empty, choose_columns, take_columns
 from transformers.data.text_files import load_rows, read_table
 from transformers.data.text_labels import check_classes, label_names, number_labels
+from transformers.fine_tuning.questions import read_questions
 
 
 def read(path, content):
@@ -415,6 +416,17 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
     assert columns.texts == texts
 
 
+@pytest.mark.parametrize("read_file", [read_table, read_questions])
+@pytest.mark.parametrize("end", ["csv", "json"])
+def test_a_folder_is_no_file(tmp_path, read_file, end):
+    path = tmp_path / f"rows.{end}"
+    with pytest.raises(FileNotFoundError, match=rf"rows\.{end}: no such file$"):
+        read_file(str(path))
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match=rf"rows\.{end}: is a folder; give a file of it$"):
+        read_file(str(path))
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
@@ -422,6 +434,8 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
         (["7", "007", "10"], "row 2: its label is 007, and would be read as 7: write it so, or"),
         (["1", "+2", "3"], r"row 2: its label is \+2, and would be read as 2"),
         (["1", "2", "nan"], "row 3: its label is 'nan', where others are numbers"),
+        (["0.5", "inf"], "row 2: its label is inf: a score has to be finite"),
+        (["0.5", "1.5", "-1e999"], "row 3: its label is -inf: a score has to be finite"),
         (['"0,5"', '"1,5"', '"-2,25"'], r"label has decimal commas \(0,5\): write points"),
         (["none", "some", "all"], None),
         (["none", "none", "none"], None),

@@ -222,8 +222,8 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
     with pytest.raises(SystemExit) as stop:
         contest.main(benchmark, ["--plot", str(tmp_path / "a.png")])
     assert stop.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert line.endswith("--plot: the picture needs matplotlib: pip install matplotlib")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--plot: the picture needs matplotlib: pip install matplotlib" in line
     assert not measured
 
 

@@ -243,6 +243,10 @@ CALLS = {
             "nowhere: no such file",
         ),
         (
+            "--train_file {bad}/peft",
+            "peft: is a folder; give a file of it",
+        ),
+        (
             "--train_file {bad}/utf16_corpus.txt",
             "utf16_corpus.txt: is UTF-16 text; save it as UTF-8",
         ),
@@ -392,6 +396,10 @@ CALLS = {
         (
             "--train_file {bad}/tags.json",
             "tags.json: row 1: has 2 words in tokens, but 1 tags in ner_tags",
+        ),
+        (
+            "--train_file {bad}/one_tag.json",
+            "one_tag.json: all words have the tag 'O'; training needs at least two tags",
         ),
         (
             "--train_file {good}/tags.json --validation_file {bad}/unknown_tag.json --do_eval",

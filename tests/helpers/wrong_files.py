@@ -122,6 +122,7 @@ TEXTS = {
     "object.json": '{"text": {"a": "b"}, "label": 1}\n{"text": {"a": "c"}, "label": 0}\n',
     "list.json": '{"text": "a", "label": 1}\n{"text": ["a"], "label": 0}\n',
     "tags.json": '{"tokens": ["Ann", "ran"], "ner_tags": ["O"]}\n',
+    "one_tag.json": '{"tokens": ["Ann", "ran"], "ner_tags": ["O", "O"]}\n' * 2,
     "unknown_tag.json": '{"tokens": ["in", "Paris"], "ner_tags": ["O", "B-LOC"]}\n',
     "span.json": (
         '{"question": "Who?", "context": "Ann ran.", '

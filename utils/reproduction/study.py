@@ -27,6 +27,7 @@ from pathlib import Path
 
 from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import import_figure
 from loralib.nn.products import machine
 from loralib.training import process
@@ -90,7 +91,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: a row is unknown, or a value is out of its range.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="reproduce.py --study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

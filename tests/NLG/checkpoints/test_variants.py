@@ -324,7 +324,7 @@ def test_what_the_metadata_says(trained_with, tmp_path):
         (
             "patterns",
             "--lora_rank_pattern h.0.*=4",
-            "with rank 2 in transformer.h.0.attn.c_attn, but --lora_rank_pattern says 4",
+            "c_attn, but --lora_rank_pattern says 4: leave --lora_rank_pattern out",
         ),
         (
             "lora",

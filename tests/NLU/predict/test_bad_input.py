@@ -89,7 +89,7 @@ BAD_ARGUMENTS = {
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
     "another alpha than theirs": (
         "rte={rte} mnli={mnli} --lora_alpha 8",
-        "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)",
+        "was trained with alpha 6, but lora_alpha is 8: give 6, or leave lora_alpha out (--lora_a",
     ),
     "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
     "a model as an adapter": (

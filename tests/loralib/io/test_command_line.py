@@ -9,6 +9,8 @@ import pytest
 
 from loralib.io.command_line import ArgumentParser, check_bounds
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 @pytest.fixture
 def parser():
@@ -50,6 +52,32 @@ def test_the_home_folder_is_that_of_the_user(parser, monkeypatch):
     assert args.data == os.path.join("home", "x").replace("\\", "/")
     assert args.lora_rank_pattern == ["home", "a~/b", "~x"]
     assert args.out == Path("home/y")
+
+
+@pytest.mark.parametrize("flags", [["--lora_path", ""], ["--lora_path="], ["--ranks", "1", ""]])
+def test_an_empty_value_is_not_a_flag_that_is_not_given(parser, capsys, flags):
+    """As of ``--lora_path "$LORA"``, where LORA is not set."""
+    parser.add_argument("--lora_path")
+    parser.add_argument("--ranks", nargs="+")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--data", "x", *flags])
+    (line,) = capsys.readouterr().err.splitlines()
+    said = "the value is empty, as that of an unset shell variable: give one, or leave it out"
+    assert f"argument {flags[0].rstrip('=')}: {said}" in line
+
+
+def test_an_empty_value_may_be_a_default(parser):
+    parser.add_argument("--only", default="")
+    assert parser.parse_args(["--data", "x"]).only == ""
+    assert parser.parse_args(["--data", "x", "--only", ""]).only == ""
+
+
+def test_scripts_read_their_flags_by_this_parser():
+    """Else ``--output_dir=~/run`` would make a folder of the name ~."""
+    folders = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks")
+    found = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    others = [path.name for path in found if "argparse.ArgumentParser(" in path.read_text("utf-8")]
+    assert others == ["recipe.py"]  # it says so where loralib is not installed
 
 
 def test_a_script_may_take_abbreviations():

@@ -117,7 +117,8 @@ def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
     flags = ("--to", format, "--base", given.base, "--lora_alpha", 8)
     line = failure(source, tmp_path / OUT[format], *flags)
     assert line.endswith(
-        "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)"
+        "was trained with alpha 6, but lora_alpha is 8: "
+        "give 6, or leave lora_alpha out (--lora_alpha)"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -396,6 +397,8 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
         if not isinstance(value, str | int | float):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
+        if isinstance(value, float) and math.isinf(value):
+            raise ValueError(f"{path}: row {row}: its {name} is {value}: a score has to be finite")
     if not isinstance(data.features[name], Value):
         _refuse_kinds(values, path, name)
     _check_numbers(values, path, name)

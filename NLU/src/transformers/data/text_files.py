@@ -33,6 +33,19 @@ _LOOKS_LIKE_A_TIME = re.compile(rb'"\d{4}-\d\d-\d\d(?:[ T][\d:.+\-]*Z?)?"(?!\s*:
 _IN_ROW = re.compile(r" in row \d+$")
 
 
+def check_is_file(path: str) -> None:
+    """Checks that there is a file of that name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        IsADirectoryError: it is a folder.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path}: is a folder; give a file of it")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+
+
 def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = None) -> Dataset:
     """A CSV or JSON-lines file, by its name's end.
 
@@ -42,14 +55,13 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         cache_dir: another folder than the usual one for the cache of datasets.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError, IsADirectoryError: there is no such file.
         ValueError: it is not of this kind, has a column twice, or no rows.
     """
     from datasets.exceptions import DatasetGenerationError
     from pyarrow import ArrowInvalid
 
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
+    check_is_file(path)
     refuse_utf16_file(path)
     kind = "csv" if path.endswith(".csv") else "json"
     in_pieces = os.path.getsize(path) > _PIECE

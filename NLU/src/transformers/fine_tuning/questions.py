@@ -20,7 +20,7 @@ from loralib.io.encoding import refuse_utf16_file
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
 from ..data.text_columns import warn_of_empty_texts
-from ..data.text_files import read_table
+from ..data.text_files import check_is_file, read_table
 from ..tokenization_files import write_json
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .data_sets import Table
@@ -60,7 +60,7 @@ def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
         cache_dir: as for `read_table`.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_table`; or a part of SQuAD's own form is absent.
+        OSError, ValueError: as `read_table`; or a part of SQuAD's own form is absent.
     """
     whole = None if path.endswith(".csv") else _object_in(path)
     if whole is None:
@@ -81,8 +81,7 @@ def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
 
 def _object_in(path: str) -> dict[str, Any] | None:
     """What a file with one object, {"data": […]}, holds; None for one of JSON lines."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
+    check_is_file(path)
     refuse_utf16_file(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
