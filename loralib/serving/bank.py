@@ -202,7 +202,7 @@ class AdapterBank:
                 (a set), or the bank is closed; weights are others than when the adapter was
                 added; or it is within a block of another bank. From the model: it is given
                 another number of rows than names, or one of its layers an input in which rows
-                cannot be told.
+                cannot be told; or hooks have offloaded a bias that a gain (DoRA's) leaves out.
         """
         return Block(partial(self._using, names))
 
