@@ -192,7 +192,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
 @torch.no_grad()
 def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
     """Checks an adapter against a model and copies its tensors to where they are needed."""
-    if adapter.kind is not LORA:
+    if adapter.kind != LORA:
         raise CheckpointError(
             f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
             f"to a model of their own ({adapter.kind.switch})"

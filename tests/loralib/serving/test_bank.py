@@ -1,6 +1,7 @@
 """Several adapters on one base: each gives what a model of its own gives, in mixed batches too."""
 
 import copy
+import pickle
 import threading
 from dataclasses import replace
 from functools import partial
@@ -88,6 +89,19 @@ def test_what_is_added_is_a_copy(model, model_class):
     bank.add("a", adapter)
     for tensor in adapter.tensors.values():
         tensor.zero_()
+    with bank.use("a"):
+        close(model(**batch), model_of(model_class, "a")(**batch))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_an_adapter_is_one(model, model_class, copied):
+    """As it comes from another process."""
+    batch, bank = make_batch([3, 2]), lora.AdapterBank(model)
+    bank.add("a", copied(make_adapter(model_class, "a")))
     with bank.use("a"):
         close(model(**batch), model_of(model_class, "a")(**batch))
 
