@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -140,8 +140,6 @@ class AdapterBank:
         Raises:
             ValueError: they are not.
         """
-        if torch.compiler.is_compiling():
-            return
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
@@ -150,8 +148,8 @@ class AdapterBank:
                 )
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
-        """Sees to it that all modules that an adapter changes have their hook."""
-        hooks = [_Hook(self._key, module, _add_deltas) for module in prepared.deltas]
+        """Sees to it that all modules that an adapter changes have their hook, and their like."""
+        hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
@@ -329,6 +327,22 @@ class _Key:
         finally:
             with self._lock:
                 self.blocks -= 1
+
+
+def _like(model: nn.Module, modules: Collection[str]) -> list[str]:
+    """These modules, and those of the same name in owners of the same class, such as other layers.
+
+    Dynamo does not look at hooks before it runs what it has compiled (its
+    ``skip_nnmodule_hook_guards``): a layer without them would be computed for one with them.
+    """
+    meant = {_place(model, name) for name in modules}
+    like = (name for name, _ in model.named_modules() if _place(model, name) in meant)
+    return list(dict.fromkeys([*modules, *like]))
+
+
+def _place(model: nn.Module, name: str) -> tuple[type[nn.Module], str]:
+    owner, _, last = name.rpartition(".")
+    return type(model.get_submodule(owner)), last
 
 
 @dataclass(frozen=True)

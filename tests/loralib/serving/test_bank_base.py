@@ -205,6 +205,53 @@ def test_a_base_that_is_another_one_by_now_is_refused(change):
     outputs(bank_of(model), model)  # a way out
 
 
+def compile_it(model):
+    return torch.compile(model, backend="eager")
+
+
+def compile_its_layers(model):
+    for layer in model.body:
+        layer.compile(backend="eager")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [compile_it, compile_its_layers])
+@pytest.mark.parametrize(
+    "modules", [["body.0.query"], ["body.1.value"], ["body.0.query", "body.1.value"]], ids=str
+)
+def test_layers_without_adapters_are_not_computed_for_those_with_them(compiled, modules):
+    """Dynamo compiles a layer's code once, and does not look at the hooks of another layer."""
+    torch.compiler.reset()
+    model = Own()
+    bank = lora.AdapterBank(model)
+    bank.add("a", adapter(model, None, head=False, modules=modules))
+    with torch.no_grad():
+        plain = model(IDS)
+    expected = outputs(bank, model)
+    model = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), plain)
+    for _ in range(2):
+        torch.testing.assert_close(outputs(bank, model), expected)
+    assert (expected - plain).abs().max() > plain.abs().max() / 100
+
+
+@pytest.mark.slow
+def test_a_block_within_what_is_compiled_compares_weights_as_well():
+    torch.compiler.reset()
+    model = Own()
+    bank, state = bank_of(model), copy.deepcopy(model.state_dict())
+    compiled = torch.compile(lambda: outputs(bank, model), backend="eager")
+    expected = outputs(bank, model)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(), expected)
+        load_another(model)
+        with pytest.raises(ValueError, match=r"^the weight of body\.0\.query has changed since"):
+            compiled()
+        model.load_state_dict(state)
+
+
 def load_it_again(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()))
 
