@@ -390,7 +390,8 @@ def _is_within(prepared: PreparedAdapter, name: str) -> bool:
 class _Hook:
     """A forward hook on one of a model's modules.
 
-    A copy of the model has a copy of the key, which no routing has: its hooks never act.
+    A copy of the model has a copy of the key, which no routing has: its hooks never act. Where
+    torch.ao puts quantized modules in the place of others, these call them without keywords.
 
     Args:
         key: its bank's.
@@ -403,8 +404,8 @@ class _Hook:
     act: Callable[..., Tensor]
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-    ) -> Tensor:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None
+    ) -> Tensor | None:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
             if self.key.blocks and "_is_replica" in vars(module):

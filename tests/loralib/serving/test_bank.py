@@ -341,6 +341,22 @@ def test_a_copy_of_the_model_is_a_plain_one(bank, model):
         assert torch.equal(sidecar(**batch), expected)
 
 
+@torch.no_grad()
+def test_a_copy_s_hooks_may_be_taken_over_by_other_modules(bank, model, model_class):
+    """As torch.ao's quantization does it, which registers them anew, without keywords."""
+    batch, copied = make_batch([3, 2]), copy.deepcopy(model)
+    expected = model(**batch)
+    name = LAYER[model_class]
+    old, new = copied.get_submodule(name), copy.deepcopy(model.get_submodule(name))
+    new._forward_hooks.clear()
+    for hook in old._forward_hooks.values():
+        new.register_forward_hook(hook)
+    copied.set_submodule(name, new)
+    assert torch.equal(copied(**batch), expected)
+    with bank.use("a"):
+        assert torch.equal(copied(**batch), expected)
+
+
 # ---- blocks ----
 
 
