@@ -109,7 +109,7 @@ def describe(
         return None
     head = next(map(head_of_class, config.get("architectures") or ()), None)
     has_base = len(part) < len(checkpoint.tensors)
-    others = (other.switch for other in KINDS if other is not kind)
+    others = (other.switch for other in KINDS if other != kind)
     return kind.metadata(
         **own,
         base=config.get("base_name_or_path"),
@@ -185,7 +185,7 @@ def _own_settings(
     own = {field: config.get(name) for field, name in names.items()}
     if None in own.values():
         return None
-    if kind is LORA:
+    if kind == LORA:
         own |= {field: config.get(name) or None for field, name in _OF_LORA.items()}
         for module, rank in ranks_of(part, str(checkpoint.source)).items():
             expected = (own["rank_pattern"] or {}).get(module, own["rank"])
@@ -215,7 +215,7 @@ def check_free(target: Path, kind: Kind) -> None:
         is_lora = is_part and any(LORA.holds(name, backbone_prefixes()) for name in tensors)
     except CheckpointError:
         is_lora = False
-    if not is_lora or kind is not LORA or target.suffix == ".safetensors":
+    if not is_lora or kind != LORA or target.suffix == ".safetensors":
         raise CheckpointError(f"{target}: exists already; give another name, or --overwrite")
 
 
@@ -268,7 +268,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
         CheckpointError: `source` cannot be read, or holds no such weights.
     """
     checkpoint = read_checkpoint(source)
-    if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
+    if kind == BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
     part = adapter_tensors(checkpoint.tensors, kind=kind)
     if family := family_of(part):

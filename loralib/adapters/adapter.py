@@ -47,6 +47,8 @@ class Foreign:
 class Kind:
     """A part of the backbone that can be trained while the rest is frozen.
 
+    Kinds are compared by ``==``: that of an adapter from another process is another object.
+
     Args:
         name: what messages call it.
         part: what the names of its tensors contain.

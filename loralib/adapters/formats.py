@@ -125,7 +125,7 @@ def read_adapter(
         OSError: the hub cannot be reached.
     """
     path = as_path("the adapter's name", source)
-    foreign = _PEFT if kind is LORA else kind.foreign
+    foreign = _PEFT if kind == LORA else kind.foreign
     if not path.is_file():
         where = {"cache_dir": cache_dir, "revision": revision, "token": token}
         # Not of `path`, in which "./a" is "a", as a repository may be called.
@@ -135,7 +135,7 @@ def read_adapter(
         adapter = foreign.read(path, kind)
     else:
         adapter = _read_file(path, kind)
-    if kind is LORA:
+    if kind == LORA:
         return check_lora(adapter, lora_alpha)
     check_values(adapter)
     return adapter
@@ -159,7 +159,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
         )
     if not own and not theirs:
         others = _files_of_weights(source, kind)
-        if kind is LORA and not others and _is_model_without_lora(source):
+        if kind == LORA and not others and _is_model_without_lora(source):
             raise ModelAsAdapterError(source)
         hint = f"; if it is one of {listed(others)}, name that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
@@ -245,7 +245,7 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
         is_model_file = _MODEL_FILE.fullmatch(path.name) and path.with_name(_CONFIG).is_file()
-        if kind is LORA and is_model_file:
+        if kind == LORA and is_model_file:
             raise ModelAsAdapterError(str(path))
         raise CheckpointError(
             f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "
@@ -412,7 +412,7 @@ def _check_sound(adapter: Adapter, format: str) -> None:
         adapter.metadata.check(adapter.source)
     elif format != "release":
         raise AlphaError(adapter.source)
-    if adapter.kind is LORA:
+    if adapter.kind == LORA:
         check_names(adapter)
     check_values(adapter)
 
@@ -420,7 +420,7 @@ def _check_sound(adapter: Adapter, format: str) -> None:
 def _check_has_layers(adapter: Adapter, format: str) -> None:
     """Checks that a registered family's own models, or the release's, have the adapted layers."""
     family = family_of(adapter.tensors)
-    if adapter.kind is not LORA or family is None:
+    if adapter.kind != LORA or family is None:
         return
     of_release = family.release_modules if format == "release" else None
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
@@ -450,7 +450,7 @@ def _write_lora(path: Path, adapter: Adapter) -> list[str]:
 
 def _unchecked(adapter: Adapter, format: str) -> list[str]:
     """What LoRA's tensors cannot tell of the layers of a model of no registered family."""
-    is_known = adapter.kind is not LORA or any(in_known_backbone(name) for name in adapter.tensors)
+    is_known = adapter.kind != LORA or any(in_known_backbone(name) for name in adapter.tensors)
     if is_known or format == "release":
         return []
     remark = (
@@ -463,7 +463,7 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
     family = family_of(adapter.tensors)
-    if family is None and adapter.kind is LORA:
+    if family is None and adapter.kind == LORA:
         pairs = lora_pairs(adapter.tensors, adapter.source)
         for module, (A, B) in pairs.items():
             if len(A) != B.shape[1]:

@@ -138,7 +138,7 @@ def load_into(
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     state = model.state_dict()
     expected = adapter_tensors(state, starts, adapter.kind)
-    if adapter.kind is LORA:
+    if adapter.kind == LORA:
         # Biases that were trained with it take the place of the base's.
         expected |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         if not lora_layers(model):

@@ -33,6 +33,9 @@ from .peft import peft_difference
 
 logger = logging.getLogger(__name__)
 
+# How errors say that all of a model is saved: a pickled module would break with a renamed class.
+_SAVED_WHOLE = "torch.save(model.state_dict(), …)"
+
 
 def save_adapter(
     model: nn.Module,
@@ -201,13 +204,13 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
     which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
     if of_lora & {id(parameter) for parameter in lost.values()}:  # which no adapter can hold
         way_out = (
-            "the adapter needs this very base: save the whole model too (torch.save), or train "
-            "again from the base after mark_only_lora_as_trainable"
+            f"the adapter needs this very base: {_SAVED_WHOLE} too, or train again from the base "
+            "after mark_only_lora_as_trainable"
         )
     else:
         way_out = (
-            "requires_grad_(True) on what belongs to it, such as a head, and save again; else save "
-            "the whole model too (torch.save), or train again"
+            "requires_grad_(True) on what belongs to it, such as a head, and save again; else "
+            f"{_SAVED_WHOLE} too, or train again"
         )
     return f"{which} trained along with LoRA but frozen now, so not saved: {way_out}"
 
@@ -288,12 +291,12 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
     """What to do with a model of which a weight beneath LoRA is not frozen."""
     if was_trained_along(weight):
         return (
-            "merge the model and save it whole; or train again from the base, and call "
+            f"lora.merge(model), then {_SAVED_WHOLE}; or train again from the base, and call "
             "mark_only_lora_as_trainable before that, because now it is too late"
         )
     return (
         "call mark_only_lora_as_trainable and save again, if nothing has changed it yet; else "
-        "merge the model and save it whole"
+        f"lora.merge(model), then {_SAVED_WHOLE}"
     )
 
 

@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,7 @@ class AdapterBank:
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._weights: dict[str, SeenWeight] = {}  # of the modules that adapters change
+        self._places: dict[str, _Place] = {}  # of these modules and of those around them
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
 
@@ -106,7 +107,7 @@ class AdapterBank:
         Raises:
             TypeError: it is something else, such as a path, or the two are exchanged.
             ValueError: the name is not a string, or is empty, or there is one of this name; the
-                bank is closed; weights that adapters change are not what they were; or
+                bank is closed; modules or weights that adapters change are not what they were; or
                 what the adapter changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
@@ -122,26 +123,31 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        self._check_same_weights(tuple(self._adapters.values()))
+        self._check_same_base(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
             if not self._adapters:
                 self._fingerprint = fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
+            self._places |= _places(plain, prepared)
         in_use = {module for added in tuple(self._adapters.values()) for module in added.deltas}
         for module, delta in prepared.deltas.items():
             if module not in in_use:
                 self._weights[module] = SeenWeight(delta.module)
         self._adapters[name] = prepared
 
-    def _check_same_weights(self, adapters: Sequence[PreparedAdapter]) -> None:
-        """Checks that the weights that adapters are added to are those they were prepared for.
+    def _check_same_base(self, adapters: Sequence[PreparedAdapter]) -> None:
+        """Checks that adapters are added to the modules and weights they were prepared for.
 
         Raises:
             ValueError: they are not.
         """
-        if torch.compiler.is_compiling():
-            return
+        for name, place in tuple(self._places.items()):
+            if place.has_changed() and any(_is_within(adapter, name) for adapter in adapters):
+                raise ValueError(
+                    f"{called(name)} has been replaced since an adapter was added to it: put the "
+                    "module back, or make another bank of the model as it is now"
+                )
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
@@ -150,8 +156,8 @@ class AdapterBank:
                 )
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
-        """Sees to it that all modules that an adapter changes have their hook."""
-        hooks = [_Hook(self._key, module, _add_deltas) for module in prepared.deltas]
+        """Sees to it that all modules that an adapter changes have their hook, and their like."""
+        hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
@@ -199,10 +205,10 @@ class AdapterBank:
 
         Raises:
             ValueError: there is no such adapter, names are empty, are not strings or have no order
-                (a set), or the bank is closed; weights are others than when the adapter was
-                added; or it is within a block of another bank. From the model: it is given
+                (a set), or the bank is closed; modules or weights are others than when the adapter
+                was added; or it is within a block of another bank. From the model: it is given
                 another number of rows than names, or one of its layers an input in which rows
-                cannot be told.
+                cannot be told; or hooks have offloaded a bias that a gain (DoRA's) leaves out.
         """
         return Block(partial(self._using, names))
 
@@ -218,7 +224,7 @@ class AdapterBank:
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        self._check_same_weights(routing.adapters)
+        self._check_same_base(routing.adapters)
         with routed(routing), self._key.in_use():
             yield
 
@@ -331,11 +337,61 @@ class _Key:
                 self.blocks -= 1
 
 
+def _like(model: nn.Module, modules: Collection[str]) -> list[str]:
+    """These modules, and those of the same name in owners of the same class, such as other layers.
+
+    Dynamo does not look at hooks before it runs what it has compiled (its
+    ``skip_nnmodule_hook_guards``): a layer without them would be computed for one with them.
+    """
+    meant = {_kind_of_place(model, name) for name in modules}
+    like = (name for name, _ in model.named_modules() if _kind_of_place(model, name) in meant)
+    return list(dict.fromkeys([*modules, *like]))
+
+
+def _kind_of_place(model: nn.Module, name: str) -> tuple[type[nn.Module], str]:
+    owner, _, last = name.rpartition(".")
+    return type(model.get_submodule(owner)), last
+
+
+class _Place:
+    """A module of a model, and where it is.
+
+    Args:
+        model: the model.
+        name: the module's, not the model itself.
+    """
+
+    def __init__(self, model: nn.Module, name: str):
+        owner, _, self._last = name.rpartition(".")
+        self._owner, self._module = model.get_submodule(owner), model.get_submodule(name)
+
+    def has_changed(self) -> bool:
+        """Whether the module has been replaced, other than by a wrapper of it, of any kind."""
+        found = self._owner._modules.get(self._last)
+        if found is self._module:
+            return False
+        return found is None or all(each is not self._module for each in found.modules())
+
+
+def _places(model: nn.Module, prepared: PreparedAdapter) -> dict[str, _Place]:
+    """The places of the modules that an adapter changes, and of those around them, by name."""
+    parts = [name.split(".") for name in (*prepared.deltas, *prepared.heads) if name]
+    names = {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
+    return {name: _Place(model, name) for name in names}
+
+
+def _is_within(prepared: PreparedAdapter, name: str) -> bool:
+    """Whether an adapter changes a module of this name, or one within."""
+    changed = (*prepared.deltas, *prepared.heads)
+    return any(f"{module}.".startswith(f"{name}.") for module in changed)
+
+
 @dataclass(frozen=True)
 class _Hook:
     """A forward hook on one of a model's modules.
 
-    A copy of the model has a copy of the key, which no routing has: its hooks never act.
+    A copy of the model has a copy of the key, which no routing has: its hooks never act. Where
+    torch.ao puts quantized modules in the place of others, these call them without keywords.
 
     Args:
         key: its bank's.
@@ -348,8 +404,8 @@ class _Hook:
     act: Callable[..., Tensor]
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-    ) -> Tensor:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None
+    ) -> Tensor | None:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
             if self.key.blocks and "_is_replica" in vars(module):

@@ -73,12 +73,13 @@ class DeviceDelta:
     """A delta on its module's device, as a forward hook adds it to the module's output.
 
     Args:
+        name: the module's.
         adapted: the delta, as the adapter holds it, and its module.
         positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, adapted: AdaptedWeight, positions: bool):
-        self.positions = positions
+    def __init__(self, name: str, adapted: AdaptedWeight, positions: bool):
+        self.name, self.positions = name, positions
         self.module: Any = adapted.module
         weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
         # A copy, because a file's tensors are mapped from it, and others' may be written to.
@@ -97,6 +98,17 @@ class DeviceDelta:
                 self._cast[dtype] = self._delta.to(dtype)
         return self._cast[dtype]
 
+    def _bias_beside_gain(self) -> Tensor | None:
+        """The module's bias, which a gain leaves as it is; None without a gain or a bias.
+
+        Raises:
+            ValueError: hooks have offloaded it by the time that a bank's hook is called.
+        """
+        bias = getattr(self.module, "bias", None) if self._delta.has_magnitude else None
+        if bias is not None and bias.is_meta:
+            check_there([(f"the bias of {self.name}", bias)], "a bank uses an adapter with DoRA")
+        return bias
+
 
 class LinearDelta(DeviceDelta):
     """Of a linear layer: x (…, in), out (…, out_features)."""
@@ -104,9 +116,8 @@ class LinearDelta(DeviceDelta):
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """As `Delta.add_to`."""
         x = x.reshape(-1, x.shape[-1]).to(out.dtype)
-        own = dict(self.module.named_parameters(recurse=False))
-        weight = out_in(self.module, own["weight"])
-        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, own.get("bias"))
+        weight, bias = out_in(self.module, self.module.weight), self._bias_beside_gain()
+        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, bias)
 
 
 class EmbeddingDelta(DeviceDelta):
@@ -129,23 +140,23 @@ class ConvolutionDelta(DeviceDelta):
         delta, module = self._in(out.dtype), self.module
         per_channel = (-1, *[1] * (module.weight.dim() - 2))
         gain = delta.gain(module.weight.flatten(1))
-        scaled_bias = None if gain is None or module.bias is None else module.bias.view(per_channel)
-        if scaled_bias is not None:
-            out.sub_(scaled_bias)
+        bias = self._bias_beside_gain()
+        if bias is not None:
+            out.sub_(bias.view(per_channel))
         out.add_(convolved_update(module, x.to(out.dtype), delta))
         if gain is not None:
             out.mul_(gain.to(out.dtype).view(per_channel))
-        if scaled_bias is not None:
-            out.add_(scaled_bias)
+        if bias is not None:
+            out.add_(bias.view(per_channel))
 
 
-def device_delta(adapted: AdaptedWeight, positions: bool) -> DeviceDelta:
-    """The `DeviceDelta` for a module's kind."""
+def device_delta(name: str, adapted: AdaptedWeight, positions: bool) -> DeviceDelta:
+    """The `DeviceDelta` for a module's kind; arguments as for that."""
     if isinstance(adapted.module, nn.Embedding):
-        return EmbeddingDelta(adapted, positions)
+        return EmbeddingDelta(name, adapted, positions)
     if adapted.weight.dim() > 2:
-        return ConvolutionDelta(adapted, positions)
-    return LinearDelta(adapted, positions)
+        return ConvolutionDelta(name, adapted, positions)
+    return LinearDelta(name, adapted, positions)
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
 @torch.no_grad()
 def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
     """Checks an adapter against a model and copies its tensors to where they are needed."""
-    if adapter.kind is not LORA:
+    if adapter.kind != LORA:
         raise CheckpointError(
             f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
             f"to a model of their own ({adapter.kind.switch})"
@@ -201,7 +212,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
         for top in sorted({top_module(name) for name in tensors})
     }
     positions = adapter.lora.positions is not False
-    deltas = {name: device_delta(adapted, positions) for name, adapted in modules.items()}
+    deltas = {name: device_delta(name, adapted, positions) for name, adapted in modules.items()}
     labels = _labels(adapter, tensors.get(f"{last}.weight"))
     return PreparedAdapter(deltas, heads, labels, _with_tokens_first(model, modules))
 

@@ -1,7 +1,9 @@
 """Small models of PyTorch's own layers, of no registered family, and how `add_lora` adapts them."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,3 +181,11 @@ CASES = {
         in_bank=False,
     ),
 }
+
+
+def saved_as_said(message: str, model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """What is in the file that a message's line of code writes, as PyTorch loads it by default."""
+    (line,) = re.findall(r"torch\.save\(.*?, …\)", message)
+    path = folder / "whole.pt"
+    eval(line.replace("…", "path"), {"torch": torch, "model": model, "path": path})
+    return torch.load(path, weights_only=True)

@@ -208,7 +208,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             is_decoder=config.is_decoder or None,
             labels=self._labels(),
             text_columns=self._text_columns(),
-            trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
+            trained_with=tuple(o.switch for o in self.adapted_by if o != kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
@@ -229,9 +229,9 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
         """What the model was built with, by the names that the kind's metadata has for it."""
-        if kind is BOTTLENECK:
+        if kind == BOTTLENECK:
             return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
-        if kind is BITFIT:
+        if kind == BITFIT:
             return {}
         settings = {**lora_settings(self), "dropout": self.config.lora_dropout or None}
         if self.config.apply_lora:
@@ -260,7 +260,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         known = state.keys() - self.newly_initialized
         skipped: set[str] = set()
         for adapter in adapters:
-            settings = None if adapter.kind is LORA else self._settings_of(adapter.kind)
+            settings = None if adapter.kind == LORA else self._settings_of(adapter.kind)
             skipped |= {
                 *load_into(
                     self, adapter, self.base_fingerprint, backbones, new_head, settings, known

@@ -1,12 +1,13 @@
 """An adapter: what it holds, and that its files give it back to the bit."""
 
+import copy
 import os
 import stat
 
 import pytest
 import torch
 from compare import assert_same_bits
-from tiny_adapters import FORMATS, INFO, Tiny, tiny_adapter
+from tiny_adapters import FORMATS, INFO, A, Tiny, tiny_adapter
 from torch import nn
 
 from loralib.adapters.adapter import adapter_tensors, base_biases
@@ -51,6 +52,18 @@ def test_the_format_is_told_by_content(tmp_path):
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
     assert_same_bits(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
     assert read_adapter(tmp_path / "a.bin").metadata == INFO
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_copy_of_an_adapter_is_written_after_the_same_checks(tmp_path, name):
+    adapter = copy.deepcopy(tiny_adapter())
+    write_adapter(tmp_path / name, adapter)
+    assert_same_bits(read_adapter(tmp_path / name, lora_alpha=4).tensors, adapter.tensors)
+    (tmp_path / name).unlink()
+    del adapter.tensors[A]
+    with pytest.raises(CheckpointError, match=rf"lacks {A}, the other half of a pair"):
+        write_adapter(tmp_path / name, adapter)
+    assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -1,6 +1,7 @@
 """Several adapters on one base: each gives what a model of its own gives, in mixed batches too."""
 
 import copy
+import pickle
 import threading
 from dataclasses import replace
 from functools import partial
@@ -88,6 +89,19 @@ def test_what_is_added_is_a_copy(model, model_class):
     bank.add("a", adapter)
     for tensor in adapter.tensors.values():
         tensor.zero_()
+    with bank.use("a"):
+        close(model(**batch), model_of(model_class, "a")(**batch))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_an_adapter_is_one(model, model_class, copied):
+    """As it comes from another process."""
+    batch, bank = make_batch([3, 2]), lora.AdapterBank(model)
+    bank.add("a", copied(make_adapter(model_class, "a")))
     with bank.use("a"):
         close(model(**batch), model_of(model_class, "a")(**batch))
 
@@ -325,6 +339,22 @@ def test_a_copy_of_the_model_is_a_plain_one(bank, model):
     with bank.use("a"):
         assert not torch.allclose(model(**batch)[:, :2], expected[:, :2], atol=1e-3)
         assert torch.equal(sidecar(**batch), expected)
+
+
+@torch.no_grad()
+def test_a_copy_s_hooks_may_be_taken_over_by_other_modules(bank, model, model_class):
+    """As torch.ao's quantization does it, which registers them anew, without keywords."""
+    batch, copied = make_batch([3, 2]), copy.deepcopy(model)
+    expected = model(**batch)
+    name = LAYER[model_class]
+    old, new = copied.get_submodule(name), copy.deepcopy(model.get_submodule(name))
+    new._forward_hooks.clear()
+    for hook in old._forward_hooks.values():
+        new.register_forward_hook(hook)
+    copied.set_submodule(name, new)
+    assert torch.equal(copied(**batch), expected)
+    with bank.use("a"):
+        assert torch.equal(copied(**batch), expected)
 
 
 # ---- blocks ----

@@ -205,6 +205,97 @@ def test_a_base_that_is_another_one_by_now_is_refused(change):
     outputs(bank_of(model), model)  # a way out
 
 
+def compile_it(model):
+    return torch.compile(model, backend="eager")
+
+
+def compile_its_layers(model):
+    for layer in model.body:
+        layer.compile(backend="eager")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [compile_it, compile_its_layers])
+@pytest.mark.parametrize(
+    "modules", [["body.0.query"], ["body.1.value"], ["body.0.query", "body.1.value"]], ids=str
+)
+def test_layers_without_adapters_are_not_computed_for_those_with_them(compiled, modules):
+    """Dynamo compiles a layer's code once, and does not look at the hooks of another layer."""
+    torch.compiler.reset()
+    model = Own()
+    bank = lora.AdapterBank(model)
+    bank.add("a", adapter(model, None, head=False, modules=modules))
+    with torch.no_grad():
+        plain = model(IDS)
+    expected = outputs(bank, model)
+    model = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), plain)
+    for _ in range(2):
+        torch.testing.assert_close(outputs(bank, model), expected)
+    assert (expected - plain).abs().max() > plain.abs().max() / 100
+
+
+@pytest.mark.slow
+def test_a_block_within_what_is_compiled_compares_weights_as_well():
+    torch.compiler.reset()
+    model = Own()
+    bank, state = bank_of(model), copy.deepcopy(model.state_dict())
+    compiled = torch.compile(lambda: outputs(bank, model), backend="eager")
+    expected = outputs(bank, model)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(), expected)
+        load_another(model)
+        with pytest.raises(ValueError, match=r"^the weight of body\.0\.query has changed since"):
+            compiled()
+        model.load_state_dict(state)
+
+
+def replace_a_layer(model):
+    model.body[0] = copy.deepcopy(model.body[0])
+
+
+def replace_a_projection(model):
+    weights = model.body[1].value.state_dict()
+    model.body[1].value = nn.Linear(WIDTH, WIDTH)
+    model.body[1].value.load_state_dict(weights)
+
+
+def replace_the_head(model):
+    model.score = nn.Linear(WIDTH, 5)
+
+
+def take_the_body_out(model):
+    model.body = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_a_layer, r"body\.0"),
+        (replace_a_projection, r"body\.1\.value"),
+        (replace_the_head, "score"),
+        (take_the_body_out, "body"),
+    ],
+)
+def test_a_module_that_took_the_place_of_an_adapted_one_is_refused(change, name):
+    """A bank's hooks, by which an adapter acts, are on the one that was there."""
+    model = Own()
+    bank, another = bank_of(model), adapter(model, None)
+    modules = {each: model.get_submodule(each) for each, _ in model.named_modules() if each}
+    change(model)
+    message = rf"^{name} has been replaced since an adapter was added to it: put the module back"
+    for refused in (lambda: outputs(bank, model), lambda: bank.add("b", another)):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    if change is replace_the_head:
+        outputs(bank, model, "headless")  # which has none to put there
+    for each, module in modules.items():  # the way out
+        setattr(model.get_submodule(each.rpartition(".")[0]), each.rpartition(".")[2], module)
+    outputs(bank, model)
+
+
 def load_it_again(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()))
 
@@ -232,6 +323,27 @@ def compile_a_layer(model):
     model.body[0] = torch.compile(model.body[0], backend="eager")
 
 
+class Wrapper(nn.Module):
+    """As other packages have them, of which the library knows nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def wrap_a_projection(model):
+    model.body[0].query = Wrapper(model.body[0].query)
+    model.body[1] = Wrapper(model.body[1])
+
+
+def replace_what_no_adapter_touches(model):
+    model.body[1].query = nn.Linear(WIDTH, WIDTH)
+    model.words = nn.Embedding(9, WIDTH)
+
+
 def change_what_no_adapter_touches(model):
     with torch.no_grad():
         model.body[0].value.weight.add_(1)
@@ -247,6 +359,7 @@ def change_what_no_adapter_touches(model):
         load_it_into_halves,
         train_another,
         compile_a_layer,
+        replace_what_no_adapter_touches,
         change_what_no_adapter_touches,
     ],
 )
@@ -257,6 +370,14 @@ def test_a_base_that_is_the_same_is_used(change):
     for _ in range(2):
         outputs(bank, model, "headless")
     bank.add("b", adapter(model, None))
+
+
+def test_an_adapted_module_may_be_wrapped():
+    model = Own()
+    bank = bank_of(model)
+    expected = outputs(bank, model, "headless")
+    wrap_a_projection(model)
+    assert torch.equal(outputs(bank, model, "headless"), expected)
 
 
 def test_a_weight_that_no_adapter_in_use_changes_does_not_matter():

@@ -78,6 +78,51 @@ def test_the_gain_is_that_of_the_base_it_was_added_to(tmp_path):
     torch.testing.assert_close(delta._delta.known_gain, gain)
 
 
+def offload(model):
+    """Keeps weights outside of the model but for the calls of its layers, as accelerate does."""
+
+    def moved(module, values):
+        for name, value in values.items():
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+    for module in model.modules():
+        held = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+        away = {name: tensor.to("meta") for name, tensor in held.items()}
+
+        def forward(*inputs, own=module.forward, module=module, held=held, away=away):
+            moved(module, held)
+            try:
+                return own(*inputs)
+            finally:
+                moved(module, away)
+
+        if held:
+            module.forward = forward
+            moved(module, away)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_that_is_offloaded_once_it_has_adapters(tmp_path, name, variant):
+    """There a bank's hooks find no bias, which DoRA's gain is not to multiply."""
+    case = CASES[name]
+    plain = case.build()
+    bank, own = lora.AdapterBank(plain), adapter(tmp_path, name, variant=variant)
+    bank.add("a", own)
+    with bank.use("a"):
+        expected = outputs(plain, case)
+    adapted = {bank._adapters["a"].deltas[module].module for module in bank._adapters["a"].deltas}
+    has_bias = any(getattr(module, "bias", None) is not None for module in adapted)
+    offload(plain)
+    with bank.use("a"):
+        if variant == "dora" and has_bias:
+            message = r"^the bias of \S+ is on the meta device: .* take out the hooks that offload"
+            with pytest.raises(ValueError, match=message):
+                outputs(plain, case)
+        else:
+            torch.testing.assert_close(outputs(plain, case), expected)
+
+
 @pytest.mark.parametrize("name", ["attention", "own out_proj"])
 def test_an_attention_is_refused(tmp_path, name):
     bank = lora.AdapterBank(CASES[name].build())

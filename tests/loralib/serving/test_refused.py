@@ -221,6 +221,7 @@ MISFITS = {
         ["holds adapter weights, a bank takes LoRA's", "apply_adapter"],
     ),
     "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
+    "a copy of bitfit's": (of_kind(copy.deepcopy(BITFIT), BiasMetadata()), ["holds BitFit we"]),
     "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
     "trained_with": (informed(trained_with=("apply_bitfit",)), ["apply_bitfit as well", MERGE]),
     "no info": (lambda adapter: replace(adapter, metadata=None), ["give it as lora_alpha"]),

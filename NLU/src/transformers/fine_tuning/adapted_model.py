@@ -108,11 +108,11 @@ def check_arguments(
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
     for adapter in adapters:
-        if adapter.kind is LORA and adapter.metadata is None:
+        if adapter.kind == LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
         if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
             warn_of_base(adapter.source, model_args.model_name_or_path)
-        if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
+        if args.do_train and adapter.kind == LORA and base_biases(adapter.tensors):
             raise ValueError(
                 f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
                 "of its files; merge it with its base to continue from there (utils/convert.py)"
@@ -165,7 +165,7 @@ def keep_to_layers(
 ) -> None:
     """Sets --lora_layers, if it was not given, to the layers of a model that an adapter adapts."""
     for adapter in adapters:
-        if adapter.kind is LORA and model_args.lora_layers is None:
+        if adapter.kind == LORA and model_args.lora_layers is None:
             layers = _layers_of(adapter)
             if layers < {*range(config.num_hidden_layers)}:
                 model_args.lora_layers = [str(layer) for layer in sorted(layers)]
