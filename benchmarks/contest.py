@@ -491,7 +491,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         "--only",
         metavar="TEXT",
         default="",
-        help="TEXT in their names or precisions",
+        help="only contestants with TEXT in name or precision, and what they are compared with",
     )
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
     add("--plot", type=Path, metavar="FILE", help="also draw the table (.png, .svg, .pdf)")

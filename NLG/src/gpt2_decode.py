@@ -356,7 +356,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=4,
         help="number of reference files for webnlg and dart (default: 4)",
     )
-    add("--tokenize", action="store_true", help="set every non-word character apart")
+    add("--tokenize", action="store_true", help="separate every non-word character")
     add("--lower", action="store_true", help="put texts into lower case")
     add(
         "--filter",

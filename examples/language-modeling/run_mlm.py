@@ -76,7 +76,7 @@ class ModelArguments:
     """A model to start from, or the shape of a new one."""
 
     model_name_or_path: str | None = flag(None, "start from this model, with its tokenizer")
-    cache_dir: str | None = flag(None, "where to keep what is downloaded, and tables of data")
+    cache_dir: str | None = flag(None, "folder for downloads and for tables of data")
     vocab_size: int = flag(8000, "new model: entries of the vocabulary to learn, at most")
     hidden_size: int = flag(256, "new model: width")
     num_hidden_layers: int = flag(4, "new model: layers")
