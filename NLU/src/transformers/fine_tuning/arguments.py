@@ -143,8 +143,8 @@ class DataArguments:
 class HubDataArguments(DataArguments):
     """Files, or a data set on the hub."""
 
-    dataset_name: str | None = flag(None, "a data set on the hub, for what no file is given for")
-    dataset_config_name: str | None = flag(None, "its configuration, where it has several")
+    dataset_name: str | None = flag(None, "a data set on the hub, for splits without a file")
+    dataset_config_name: str | None = flag(None, "its configuration, if it has several")
     preprocessing_num_workers: int | None = flag(
         None, "processes that tokenize (default: one)", least=1
     )
