@@ -135,7 +135,7 @@ def _add_fixed(parser: argparse.ArgumentParser) -> None:
             default=value,
             type=type(value),
             metavar=str(value).upper(),
-            help=f"{meaning}; accepted as in the release, and nothing but {value}",
+            help=f"{meaning}; accepted as in the release; can only be {value}",
         )
 
 
@@ -279,9 +279,9 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path}: is there already, but not as JSON ({error})") from error
+        raise ValueError(f"{path}: exists, but is not JSON ({error})") from error
     if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
-        raise ValueError(f"{path}: is there already, but holds no scores by label")
+        raise ValueError(f"{path}: exists, but holds no scores by label")
     return table
 
 

@@ -334,8 +334,8 @@ def _check_is_gpt2(base: Base) -> None:
 def _check_base_alone(base: Base) -> None:
     if any("lora_" in name for name in base.tensors):
         raise CheckpointError(
-            f"{base.source}: holds LoRA weights of its own; with --lora_path, --init_checkpoint "
-            "has to be the base alone"
+            f"{base.source}: already holds LoRA weights; with --lora_path, --init_checkpoint has "
+            "to be the base without LoRA"
         )
 
 
@@ -360,7 +360,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
     trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
-            "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",
+            "--lora_alpha is not given: it is %g, the release's default; its recipes use 32",
             args.lora_alpha,
         )
     asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside these

@@ -154,7 +154,7 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         )
     if args.min_length == args.eval_len:
         logger.warning(
-            "--min_length is --eval_len, %d: no text ends before it has so many tokens",
+            "--min_length is --eval_len, %d: no text can end before it has that many tokens",
             args.eval_len,
         )
     try:

@@ -200,7 +200,7 @@ def create_optimizer_scheduler(
 
 def _max_step(args: argparse.Namespace) -> int:
     if args.max_step is None:
-        raise ValueError("how long to train is not given: --max_step or --max_epoch is needed")
+        raise ValueError("give the length of the training: --max_step or --max_epoch")
     return args.max_step
 
 

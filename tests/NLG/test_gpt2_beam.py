@@ -385,7 +385,7 @@ def test_half_precision_without_a_gpu(decode):
         (None, ["lora.pt"], "lora.pt: needs the base.*--init_checkpoint"),
         ("lora.pt", [], "lora.pt: holds LoRA weights only.* give the base as --init_checkpoint"),
         ("base.pt", ["whole.pt"], "whole.pt: holds a full model, not LoRA alone"),
-        ("whole.pt", ["lora.pt"], "whole.pt: holds LoRA weights of its own"),
+        ("whole.pt", ["lora.pt"], "whole.pt: already holds LoRA weights"),
         ("base.pt", ["lora.pt", "--lora_dim", "8"], "trained with rank 4, but --lora_dim is 8"),
         ("base.pt", ["lora.pt", "--lora_alpha", "8"], "alpha 32, but lora_alpha is 8"),
         ("base.pt", ["old.pt"], "does not say with what alpha.*as lora_alpha"),

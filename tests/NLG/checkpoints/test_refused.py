@@ -83,11 +83,14 @@ BAD_BASES = {
     ),
     "eight bits": (
         lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int8)},
-        ["transformer.h.0.ln_1.bias holds int8, which is no weight without", "in float32, bfloat"],
+        [
+            "transformer.h.0.ln_1.bias holds int8, which is not a weight without",
+            "in float32, bfloat",
+        ],
     ),
     "eight bits with a point": (
         lambda: {**draw_base(), "ln_f.bias": torch.ones(WIDTH).to(torch.float8_e4m3fn)},
-        ["transformer.ln_f.bias holds float8_e4m3fn, which is no weight"],
+        ["transformer.ln_f.bias holds float8_e4m3fn, which is not a weight"],
     ),
     "in another entry": (
         lambda: {"epoch": 3, "state_dict": draw_base()},
@@ -251,7 +254,7 @@ def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora)
     save_model(whole, *open_lora(), lora_only=False)
     says = [f"{whole}: holds a full model, not LoRA alone", "save_adapter writes the adapter"]
     refuses(says, ("--init_checkpoint", base_path), whole)
-    says = [f"{whole}: holds LoRA weights of its own", "base alone"]
+    says = [f"{whole}: already holds LoRA weights", "base without LoRA"]
     refuses(says, ("--init_checkpoint", whole), lora_path)
 
 
