@@ -351,7 +351,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({}, "--apply_lora needs --lora_r and --lora_alpha, for LoRA to be trained"),
+            ({}, "--apply_lora needs --lora_r and --lora_alpha to train LoRA"),
             ({"lora_r": 8}, "--apply_lora needs --lora_alpha"),
             ({"lora_r": 0, "lora_alpha": 1}, "lora_r must be a positive integer or null"),
             ({"lora_r": 8, "lora_alpha": -1}, "lora_alpha must be a positive number or null"),

@@ -327,7 +327,7 @@ class TrainingArguments:
         if given != (self.save_strategy, self.save_steps):
             logger.info(
                 "--load_best_model_at_end: a checkpoint is saved at every evaluation; "
-                "--save_strategy and --save_steps have no part in it"
+                "--save_strategy and --save_steps are ignored"
             )
 
     # ---- device and processes ----

@@ -84,7 +84,7 @@ class RobertaBackend(TokenizersBackend):
         **settings: Any,
     ):
         if errors != "replace":
-            raise ValueError(f"errors={errors!r}: bytes that are not UTF-8 are replaced, always")
+            raise ValueError(f"errors={errors!r}: bytes that are not UTF-8 are always replaced")
         self.errors = errors
         self.add_prefix_space = add_prefix_space
         self.trim_offsets = trim_offsets
