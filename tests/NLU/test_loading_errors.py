@@ -180,7 +180,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, zipped, beside_tensors):
 def test_files_without_named_tensors(tmp_path, content):
     folder = write(tmp_path / "m", {})
     torch.save(content, folder / "pytorch_model.bin")
-    with fails(CheckpointError, "holds something else than named tensors"):
+    with fails(CheckpointError, "holds something other than named tensors"):
         AutoModel.from_pretrained(folder)
 
 

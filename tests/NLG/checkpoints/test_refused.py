@@ -94,7 +94,7 @@ BAD_BASES = {
     ),
     "in another entry": (
         lambda: {"epoch": 3, "state_dict": draw_base()},
-        ["something else than named tensors: these are in its entry 'state_dict'; save that alone"],
+        ["other than named tensors: these are in its entry 'state_dict'; save that alone"],
     ),
     "another model's": (
         lambda: {"roberta.embeddings.weight": torch.ones(2, 2)},
@@ -107,11 +107,11 @@ BAD_BASES = {
         },
         ["holds no GPT-2: its tensors are classifier.dense.bias, roberta.encoder.layer.0."],
     ),
-    "no tensors": (lambda: {"wte.weight": 3}, ["holds something else than named tensors"]),
-    "a list": (lambda: [torch.ones(2)], ["holds something else than named tensors"]),
+    "no tensors": (lambda: {"wte.weight": 3}, ["holds something other than named tensors"]),
+    "a list": (lambda: [torch.ones(2)], ["holds something other than named tensors"]),
     "a wrapped number": (
         lambda: {"model_state_dict": {"wte.weight": 3}},
-        ["holds something else than named tensors"],
+        ["holds something other than named tensors"],
     ),
     "a module": (lambda: nn.Linear(2, 2), ["holds more than tensors", "not loaded for safety"]),
 }

@@ -33,7 +33,7 @@ from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, Bottlen
 
 
 def test_a_model_with_updates_of_its_own(model_class):
-    with refuses(ValueError, f"{LAYER[model_class]} has LoRA of its own"):
+    with refuses(ValueError, f"{LAYER[model_class]} has LoRA already"):
         lora.AdapterBank(model_class(TRAINED["a"]))
 
 
