@@ -183,7 +183,7 @@ def test_a_prediction_says_how_long_its_text_is(decode, files, tmp_path):
 
 def test_no_text_that_can_end_is_warned_of(decode, caplog):
     decode("--min_length", 6)
-    assert "--min_length is --eval_len, 6: no text ends before it" in caplog.text
+    assert "--min_length is --eval_len, 6: no text can end before it" in caplog.text
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def test_completions_without_an_end_are_warned_of(tiny, tmp_path, caplog, ends, 
     else:
         (text,) = warned
         assert text.startswith(f"{without.format(**paths)}: ")
-        assert text.endswith(": encode them by gpt2_encode.py --add_eos")
+        assert text.endswith(": encode them with gpt2_encode.py --add_eos")
 
 
 def test_a_log_of_errors_is_empty(tiny, tmp_path, caplog):
