@@ -367,7 +367,7 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     """The adapters by name; one that does not name its labels gets a warning.
 
     Raises:
-        AlphaError: one does not say its alpha, or all do and --lora_alpha is another.
+        AlphaError: one does not record its alpha, or all do and --lora_alpha is another.
     """
     where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}

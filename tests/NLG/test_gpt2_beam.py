@@ -388,7 +388,7 @@ def test_half_precision_without_a_gpu(decode):
         ("whole.pt", ["lora.pt"], "whole.pt: already holds LoRA weights"),
         ("base.pt", ["lora.pt", "--lora_dim", "8"], "trained with rank 4, but --lora_dim is 8"),
         ("base.pt", ["lora.pt", "--lora_alpha", "8"], "alpha 32, but lora_alpha is 8"),
-        ("base.pt", ["old.pt"], "does not say with what alpha.*as lora_alpha"),
+        ("base.pt", ["old.pt"], "does not record the alpha.*as lora_alpha"),
         ("base.pt", ["base.pt"], "none of its .* tensors is LoRA's"),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     path = write_wrapped(tensors, tmp_path)
     given = ("--init_checkpoint", base_path if lora_only else path)
     file = path if lora_only else None
-    says = [f"{path}: does not say with what alpha", "lora_alpha"]
+    says = [f"{path}: does not record the alpha", "lora_alpha"]
     refuses(says, given, file)
     refuses(says, (*given, "--lora_dim", 2), file)
     contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
@@ -293,8 +293,8 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     caplog.clear()
     model, _ = open_model(args, None if file is None else str(file))
     assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
-    assert caplog.text.count(f"{path} does not say its alpha: unverified: 32") == 1
-    says_base = f"{path} does not say its base's fingerprint: unverified: {base_path}"
+    assert caplog.text.count(f"{path} does not record its alpha: unverified: 32") == 1
+    says_base = f"{path} does not record its base's fingerprint: unverified: {base_path}"
     assert caplog.text.count(says_base) == lora_only
 
 
