@@ -429,7 +429,7 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
         slices, usual = slices_of(adapter, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
             models = f"this project's {family.title} and the release's have them"
-            reason = f"its update of {module} is not made of one block a slice, as {models}"
+            reason = f"its update of {module} is not made of one block per slice, as {models}"
         elif of_release is not None and within_layer(module) not in of_release:
             reason = f"adapts {module}, where the release's {family.title} has no LoRA"
         elif of_release is not None and slices != usual:

@@ -162,7 +162,7 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
     last = next(reversed(outputs))
     return (
         f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
-        f"{outputs[last]}: a bank takes it with one label for each output alone"
+        f"{outputs[last]}: a bank takes it only with one label per output"
     )
 
 

@@ -612,7 +612,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     state.best_model_checkpoint = found and str(folder / found)
     if noted and state.best_metric != value:
         logger.warning(
-            "%s was the best model: of the checkpoints that are there, %s is it, by %s",
+            "%s was the best model: of the checkpoints that remain, %s is the best, by %s",
             *(noted, state.best_model_checkpoint or "none", args.metric_for_best_model),
         )
 

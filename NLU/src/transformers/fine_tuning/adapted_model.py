@@ -156,7 +156,9 @@ def leave_out_missing(model_args: AdaptedModelArguments) -> None:
     for path in PATHS.values():
         name = getattr(model_args, path)
         if name is not None and not os.path.exists(name):
-            logger.warning("--%s %s is not there: its rank and targets are the flags'", path, name)
+            logger.warning(
+                "--%s %s does not exist: rank and targets are taken from the flags", path, name
+            )
             setattr(model_args, path, None)
 
 

@@ -155,8 +155,8 @@ class RobertaBackend(TokenizersBackend):
         ]
         if flagged and (legacy_format or not self.is_fast):
             logger.warning(
-                "that added tokens take spaces along, or are whole words, is in %s alone, which "
-                "the fast tokenizer writes: %s",
+                "whether added tokens absorb spaces or are whole words is recorded only in %s, "
+                "which the fast tokenizer writes: %s",
                 TOKENIZER_FILE,
                 ", ".join(flagged),
             )
