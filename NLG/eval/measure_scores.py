@@ -74,7 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Scores predictions against their references. With two files: E2E's metrics. "
         "With -R and -H: those of WebNLG and DART.",
         epilog=f"E2E: {_scales(E2E)}. WebNLG and DART: {_scales(WEBNLG_AND_DART)}. METEOR, ROUGE_L "
-        "and CIDEr need Java and requirements-java.txt, and are skipped without.",
+        "and CIDEr need Java and requirements-java.txt, and are skipped without them.",
     )
     _add_files(parser)
     _add_scores(parser)

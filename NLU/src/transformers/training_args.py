@@ -180,7 +180,9 @@ class TrainingArguments:
     metric_for_best_model: str | None = flag(
         None, "the metric that decides which model is best (default: loss)"
     )
-    greater_is_better: bool | None = flag(None, "its direction (default: true unless a loss)")
+    greater_is_better: bool | None = flag(
+        None, "whether a greater value is better (default: true unless a loss)"
+    )
     ignore_data_skip: bool = flag(
         False, "after a resume, start the epoch's data over: faster, but not the same run"
     )

@@ -54,7 +54,7 @@ class AdaptedModelArguments:
     )
     lora_variant: str | None = flag(
         None,
-        "of LoRA (default: lora): rslora scales it by lora_alpha / √lora_r (arXiv "
+        "LoRA's variant (default: lora): rslora scales the update by lora_alpha / √lora_r (arXiv "
         "2312.03732), dora trains magnitude and direction separately (arXiv 2402.09353)",
         choices=list(VARIANTS),
     )
