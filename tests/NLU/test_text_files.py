@@ -161,7 +161,7 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
             r"is one object of 40 keys \(a text 0, a text 1, .* and 34 more\), which is read as",
         ),
         ('{"a": "x", "b": "y", "c": "z", "label": 1}', r"has 3 text columns \(a, b, c\)"),
-        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, of which"),
+        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, and only one"),
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write only that list"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
@@ -283,8 +283,11 @@ def classes_of(labels, texts=None):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
-        (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
+        (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some"]),
+        (
+            ["0", "good"],
+            ["numbers (0) and words (good): each is a class; if some mean the same, write"],
+        ),
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
         (["inf", "up"], []),
         (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which counts as a class: if"]),
