@@ -134,7 +134,7 @@ async def asynchronous_generator():
 
 @pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
 def test_what_computes_after_its_call_is_not_decorated(bank, caplog, function):
-    with refuses(ValueError, f"{function.__name__} computes after its call", "inside it"):
+    with refuses(ValueError, f"{function.__name__} is a generator or a coroutine", "inside it"):
         bank.use("a")(function)
     assert not caplog.records  # the block is used up, and nothing says that it has no effect
 
