@@ -484,7 +484,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
     add("--data_dir", type=Path, help=benchmark.data_help)
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
-    add("--rounds", type=positive, default=rounds, help="turns of each contestant (%(default)s)")
+    add("--rounds", type=positive, default=rounds, help="turns per contestant (%(default)s)")
     add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
     add("--quick", action="store_true", help="a tiny shape, to check that the script works")
@@ -492,7 +492,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         "--only",
         metavar="TEXT",
         default="",
-        help="TEXT in their names or precisions",
+        help="only contestants with TEXT in name or precision, and what they are compared with",
     )
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
     add("--plot", type=Path, metavar="FILE", help="also draw the table (.png, .svg, .pdf)")

@@ -129,7 +129,7 @@ BENCHMARK = contest.Benchmark(
     flags=[
         contest.CountFlag(("--steps",), 6, "timed batches a turn"),
         contest.CountFlag(
-            ("--switches",), 1000, "switches that are timed at once, in place of a batch"
+            ("--switches",), 1000, "switches that are timed at once, instead of a batch"
         ),
     ],
     measure=measure,

@@ -72,7 +72,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     parser.add_argument("--model", required=True, help="the base: a folder, or a name on the hub")
     parser.add_argument("--text", type=Path, required=True, help="what to train on, in UTF-8")
-    add("output_dir", "runs/any_model", "for the adapter; must not hold one yet", type=Path)
+    add(
+        "output_dir",
+        "runs/any_model",
+        "folder for the adapter; must not contain one yet",
+        type=Path,
+    )
     add("targets", ["all-linear"], "what is adapted: ends of names, or all-linear", nargs="+")
     add("r", 8, "rank of the update", type=int)
     add("lora_alpha", 16, "the update is scaled by lora_alpha / r", type=float)
@@ -82,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("epochs", 3, "passes over the text", type=int)
     add("batch_size", 8, "blocks in a step", type=int)
     add("length", 128, "tokens in a block", type=int)
-    add("seed", 0, "of the update's start and of the order of blocks", type=int)
+    add("seed", 0, "seed of LoRA's initial values and of the order of blocks", type=int)
     args = parser.parse_args(argv)
     for name in ("epochs", "batch_size", "length"):
         if getattr(args, name) < 1:

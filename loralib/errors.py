@@ -48,7 +48,7 @@ class AlphaError(CheckpointError):
     def __init__(self, source: str, found: float | None = None, given: float | None = None):
         self.found, self.given = found, given
         if given is None:
-            message = "does not say with what alpha it was trained; give it as lora_alpha"
+            message = "does not record the alpha it was trained with; give it as lora_alpha"
         elif found is None and given > 0:
             message = f"lora_alpha is too {'large' if given > 1 else 'small'}: {given:g}"
         elif found is None:

@@ -115,9 +115,9 @@ def _check_turnable(model: nn.Module) -> None:
                 own_forward_message(
                     name,
                     base,
-                    "as hooks that offload weights give it: take these out first (accelerate's "
+                    "as set by hooks that offload weights: remove these first (accelerate's "
                     "remove_hook_from_submodules)",
-                    "set since it was adapted, which may call the LoRA layer that it will not be",
+                    "set since it was adapted, which may still call the LoRA layer when it is gone",
                 )
             )
 

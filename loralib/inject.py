@@ -154,7 +154,7 @@ def add_lora(
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if without_parameters:
         logger.warning(
-            "modules_to_train names %s, in which there are no parameters to train",
+            "modules_to_train names %s, with no parameters to train",
             listed(map(called, without_parameters)),
         )
     if ALL_LINEAR in targets:
@@ -260,7 +260,7 @@ def _warn_of_task_head(model: nn.Module) -> None:
     if head:
         logger.warning(
             "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and saves "
-            "it; if it is to stay as it is, modules_to_train=[] says so",
+            "it; to keep it as it is, give modules_to_train=[]",
             kind,
             head,
         )
@@ -380,7 +380,7 @@ def _by_first_name(
     for name, of_module in settings.items():
         if by_first.setdefault(first.get(name, name), of_module) != of_module:
             raise ValueError(
-                f"{name} is one module with {first[name]}, which is to be adapted in another way"
+                f"{name} is one module with {first[name]}, which is to be adapted differently"
             )
     return by_first
 

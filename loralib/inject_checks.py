@@ -31,7 +31,7 @@ _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
     if torch.is_inference_mode_enabled():
-        raise ValueError("in inference mode no update can be trained: call it outside")
+        raise ValueError("LoRA cannot be trained in inference mode: call it outside")
     for name, module in model.named_modules():
         if is_distributed_or_compiled(module):
             raise ValueError(
@@ -44,8 +44,8 @@ def check_adaptable(model: nn.Module) -> None:
         owner = owner if owner != name else name.rpartition(".")[0]
         if "lora_" in name and owner not in layers:
             raise ValueError(
-                f"{name} has 'lora_' in its name, by which LoRA's own parameters are known: rename "
-                "that module first"
+                f"{name} has 'lora_' in its name, by which LoRA's parameters are recognized: "
+                "rename that module first"
             )
         is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
         if not is_lazy and parameter.is_inference():
@@ -67,9 +67,9 @@ def check_has_modules(model: nn.Module) -> None:
     try:
         builder_of(model)
     except UnsupportedLayerError:
-        raise ValueError(f"{kind} has no layers within that LoRA could adapt") from None
+        raise ValueError(f"{kind} contains no layers that LoRA could adapt") from None
     raise ValueError(
-        f"{kind} is itself a layer, and has none within that a target could name: put it into a "
+        f"{kind} is itself a layer, and contains none that a target could name: put it into a "
         "model, such as nn.Sequential, and name it there, as '0'"
     )
 
@@ -112,7 +112,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     what = called(name)
     if isinstance(module, LoRALayer) and module.r > 0:
         raise ValueError(
-            f"{what} has LoRA already: remove_lora(model) starts anew; to keep it, {_LEAVE_OUT}"
+            f"{what} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
         )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
@@ -254,8 +254,8 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
     slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
-            f"{called(name)} is not a linear layer, whose slices enable_lora could mean: leave it "
-            "out of enable_lora"
+            f"{called(name)} is not a linear layer, whose slices enable_lora could select: leave "
+            "it out of enable_lora"
         )
     if not any(settings.enable_lora) or out % slices:
         raise ValueError(
@@ -317,6 +317,6 @@ def check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
             if others:
                 raise ValueError(
                     f"{called(name)} shares its weight with {called(others[0])}; an update of one "
-                    "of them is not the other's, and merging it unties them: say untie=True, or "
+                    "is not the other's, and merging it unties them: give untie=True, or "
                     f"{_LEAVE_OUT}"
                 )

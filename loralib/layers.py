@@ -365,7 +365,7 @@ class Embedding(LoRALayer, nn.Embedding):
         """
         if max_norm is not None:
             raise ValueError(
-                f"max_norm={max_norm} rewrites an embedding's weight, which an update freezes"
+                f"max_norm={max_norm} rewrites an embedding's weight, which LoRA keeps frozen"
             )
         if freeze_A and initialization == "default":
             raise ValueError("freeze_A would freeze an embedding's A at zero: train it")

@@ -73,7 +73,7 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
             raise ValueError(f"{name} has no shape yet: call the model once before {what}")
         if tensor.is_meta:
             raise ValueError(
-                f"{name} is on the meta device: load the model's weights first, or take out the "
+                f"{name} is on the meta device: load the model's weights first, or remove the "
                 f"hooks that offload them, before {what}"
             )
         if tensor.is_floating_point() and (reason := quantized(tensor)):

@@ -125,8 +125,8 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     if steps == _PATIENCE:
         logger.warning(
             "%s holds frozen weights that have LoRA, and none of LoRA's parameters, which no step "
-            "has trained so far: if it was made before add_lora, make it anew; else give it LoRA's "
-            "parameters as well",
+            "has trained so far: if it was made before add_lora, make it again; otherwise give it "
+            "LoRA's parameters as well",
             type(optimizer).__name__,
         )
 

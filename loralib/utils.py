@@ -53,7 +53,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     leave_fast_path(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         logger.warning(
-            "%s has no LoRA parameters: all of it that is not a bias asked for is frozen now",
+            "%s has no LoRA parameters: all of it but the selected biases is frozen now",
             type(model).__name__,
         )
 

@@ -111,13 +111,13 @@ FORBIDDEN = {
     ("deberta-contents", "peft"): CONTENTS,
     ("deberta-positions", "release"): POSITIONS,
     ("any-model", "merged"): NO_FAMILY,
-    ("rslora", "release"): "its LoRA is of the variant rslora, which this format cannot say",
-    ("dora", "release"): "its LoRA is of the variant dora, which this format cannot say",
+    ("rslora", "release"): "its LoRA is of the variant rslora, which this format cannot record",
+    ("dora", "release"): "its LoRA is of the variant dora, which this format cannot record",
     ("rslora+dora", "release"): "its LoRA is of the variant rslora+dora, which this format cannot",
-    ("patterns", "release"): "its metadata has rank_pattern, which this format cannot say",
-    ("embedding", "release"): "its LoRA is of the embeddings last, which this format cannot say",
+    ("patterns", "release"): "its metadata has rank_pattern, which this format cannot record",
+    ("embedding", "release"): "its LoRA is of the embeddings last, which this format cannot record",
     ("embedding", "merged"): NO_FAMILY,
-    ("slices", "release"): "its metadata has slices, which this format cannot say",
+    ("slices", "release"): "its metadata has slices, which this format cannot record",
     ("slices", "merged"): NO_FAMILY,
 }
 KEPT = [

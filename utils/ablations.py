@@ -3,15 +3,14 @@
     bash quickstart.sh                                     makes the base and its task
     OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 300 times
 
-    OUTPUT_DIR/ablations.md       a table a question
+    OUTPUT_DIR/ablations.md       a table per question
     OUTPUT_DIR/ablations.png      the same as a picture
-    OUTPUT_DIR/runs.jsonl         a finished run a line; the same command continues after them
+    OUTPUT_DIR/runs.jsonl         a line per finished run; the same command continues after them
 
-A row of the tables is one choice of run_glue.py's flags, and trains as run_glue.py does. All else
-is equal between rows, but for the learning rate, which every row chooses for itself: each one of
---learning_rates is tried once on four fifths of the training set, and the loss on the last fifth
-decides. Then a row is trained on the full training set, once a seed, and measured on the
-development set.
+A row of the tables is one choice of run_glue.py's flags, and trains as run_glue.py does. Otherwise
+rows differ only in the learning rate, which is chosen for each row: each of --learning_rates is
+tried once on four fifths of the training set, and the lowest loss on the last fifth wins. Then the
+row is trained on the full training set, once per seed, and measured on the development set.
 """
 
 import argparse
@@ -94,7 +93,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         type=int,
         default=[0, 1, 2, 3, 4],
-        help="one run a row each, two seeds at least (default: 0 to 4)",
+        help="one run of each row per seed; at least two (default: 0 to 4)",
     )
     add(
         "--learning_rates",

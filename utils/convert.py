@@ -7,8 +7,8 @@
     python utils/convert.py model.26290.pt e2e_merged --to merged --base gpt2-medium
 
 IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
-checkpoint with LoRA, the adapter is extracted; that of a GPT-2 that was trained without LoRA is
-written as it is, with --to merged and without --base. OUT is
+checkpoint with LoRA, the adapter is extracted. A checkpoint of GPT-2 that was trained without LoRA
+is written as it is, with --to merged and without --base. OUT is
 
     lora      a .safetensors file, which says rank, alpha, targets, base, task, labels, and the
               columns of the texts that it was trained on
@@ -204,8 +204,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--base",
         metavar="FOLDER_OR_NAME",
-        help="the model that IN was trained on; merged needs it, other formats are checked against "
-        "it and say its name. For GPT-2 also a file of weights",
+        help="the model that IN was trained on; merged needs it, other formats are checked "
+        "against it and record its name. For GPT-2, a file of weights will do",
     )
     add("--lora_alpha", type=float, help="the alpha that IN was trained with, if IN does not say")
     add("--task", help="the task that IN was trained for, such as rte, if IN does not say")

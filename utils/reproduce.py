@@ -9,8 +9,8 @@
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 
     OUTPUT_DIR/results.md             the table, rewritten after every run
-    OUTPUT_DIR/learning_curves.png    a panel a recipe, a line a seed
-    OUTPUT_DIR/RECIPE/seedN/          log.txt; the recipe's output/; error.txt where it failed
+    OUTPUT_DIR/learning_curves.png    a panel per recipe, a line per seed
+    OUTPUT_DIR/RECIPE/seedN/          log.txt; the recipe's output/; error.txt if it failed
 
 The same command continues where an earlier one was stopped: what is finished is not run again, and
 a run that was cut off resumes from its last checkpoint.
@@ -18,9 +18,8 @@ a run that was cut off resumes from its last checkpoint.
 GLUE's recipes get additional flags: to end with the evaluation that was best on the development set
 (after an epoch for RoBERTa, after some steps for DeBERTa, as the recipe has it), and to keep no
 other checkpoints. MRPC, RTE and STS-B start from the LoRA weights of MNLI's run with the same seed,
-from MNLI_CHECKPOINT, where that is set, or, with neither, from the file that the recipe names. On
-fewer GPUs than a recipe has, its batches are made by gradient accumulation; NPROC, where it is set,
-is obeyed instead.
+from MNLI_CHECKPOINT if that is set, or, with neither, from the file that the recipe names. On fewer
+GPUs than a recipe has, gradient accumulation makes its batches, unless NPROC is set.
 """
 
 import argparse

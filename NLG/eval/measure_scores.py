@@ -75,7 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Scores predictions against their references. With two files: E2E's metrics. "
         "With -R and -H: those of WebNLG and DART.",
         epilog=f"E2E: {_scales(E2E)}. WebNLG and DART: {_scales(WEBNLG_AND_DART)}. METEOR, ROUGE_L "
-        "and CIDEr need Java and requirements-java.txt, and are skipped without.",
+        "and CIDEr need Java and requirements-java.txt, and are skipped without them.",
     )
     _add_files(parser)
     _add_scores(parser)
@@ -136,7 +136,7 @@ def _add_fixed(parser: argparse.ArgumentParser) -> None:
             default=value,
             type=type(value),
             metavar=str(value).upper(),
-            help=f"{meaning}; accepted as in the release, and nothing but {value}",
+            help=f"{meaning}; accepted as in the release; can only be {value}",
         )
 
 
@@ -280,9 +280,9 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path}: is there already, but not as JSON ({error})") from error
+        raise ValueError(f"{path}: exists, but is not JSON ({error})") from error
     if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
-        raise ValueError(f"{path}: is there already, but holds no scores by label")
+        raise ValueError(f"{path}: exists, but holds no scores by label")
     return table
 
 

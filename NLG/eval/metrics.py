@@ -150,7 +150,7 @@ def nist(references: References, predictions: list[str]) -> float:
         average_length += sum(map(len, row)) / len(row)
 
     if not average_length:
-        raise ValueError("NIST: the references hold no words, only what is dropped as markup")
+        raise ValueError("NIST: the references hold no words, only markup, which is dropped")
     score = sum(gain / max(count, 1) for gain, count in zip(worth, predicted, strict=True))
     return score * _nist_penalty(predicted[0] / average_length)
 

@@ -104,27 +104,28 @@ def add_lora_params(parser: argparse.ArgumentParser) -> None:
             nargs="+",
             metavar="TARGET=NUMBER",
             help=f"another {what} for some linear layers, such as mlp_up=8 'h.0.*=16': by target, "
-            "end of a layer's name, or a glob over that; the first that matches counts. "
+            "end of a layer's name, or a glob over that; the first match counts. "
             "query, key and value are one layer, attn.c_attn",
         )
     add(
         "--lora_variant",
         choices=list(VARIANTS),
         help="rslora scales the update by alpha / √rank (arXiv 2312.03732), dora trains the "
-        "weights' magnitude and direction apart (arXiv 2402.09353); default: the file's, or lora",
+        "weights' magnitude and direction separately (arXiv 2402.09353); default: the file's, or "
+        "lora",
     )
     add(
         "--lora_init",
         choices=list(INITIALIZATIONS),
-        help="where A and B start: pissa at the weight's largest singular values (arXiv "
-        "2404.02948), olora at its QR factors (arXiv 2406.01775), orthogonal at random with "
-        "B A = 0; default: the file's, or A at random and B at zero",
+        help="initial values of A and B: pissa, from the weight's largest singular values (arXiv "
+        "2404.02948); olora, from its QR factors (arXiv 2406.01775); orthogonal, random with B A "
+        "= 0; default: the file's, or A at random and B at zero",
     )
     add(
         "--lora_freeze_A",
         action="store_true",
         default=None,
-        help="LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained",
+        help="LoRA-FA (arXiv 2308.03303): A keeps its initial values, and only B is trained",
     )
 
 
@@ -333,8 +334,8 @@ def _check_is_gpt2(base: Base) -> None:
 def _check_base_alone(base: Base) -> None:
     if any("lora_" in name for name in base.tensors):
         raise CheckpointError(
-            f"{base.source}: holds LoRA weights of its own; with --lora_path, --init_checkpoint "
-            "has to be the base alone"
+            f"{base.source}: already holds LoRA weights; with --lora_path, --init_checkpoint has "
+            "to be the base without LoRA"
         )
 
 
@@ -360,7 +361,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
     trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
-            "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",
+            "--lora_alpha is not given: it is %g, the release's default; its recipes use 32",
             args.lora_alpha,
         )
     asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside these

@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
         "--folder",
         type=Path,
         default=Path(),
-        help="the folder that is to hold vocab, data and pretrained_checkpoints (default: here)",
+        help="folder for vocab, data and pretrained_checkpoints (default: here)",
     )
     args = parser.parse_args(argv)
     failures = []

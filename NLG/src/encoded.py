@@ -29,10 +29,12 @@ def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
             raise
         raise ValueError(
             f"{error}; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then "
-            "gpt2_encode.py make them of a corpus"
+            "gpt2_encode.py make them from a corpus"
         ) from error
     if any(isinstance(first.get(field), str) for field in ("context", "completion")):
-        raise ValueError(f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these of it")
+        raise ValueError(
+            f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these from it"
+        )
     yield first
     yield from rows
 

@@ -65,7 +65,9 @@ def _check(row: Row, where: str) -> None:
     for name in ("context", "completion"):
         text = row.get(name)
         if isinstance(text, list):
-            raise ValueError(f"{where}: holds token ids, not texts: give the file that they are of")
+            raise ValueError(
+                f"{where}: holds token ids, not texts: give the file that they were encoded from"
+            )
         if not isinstance(text, str):
             hint = "; to decode without one to compare with, give any text"
             raise ValueError(

@@ -6,11 +6,11 @@
 --init_checkpoint is the base and --lora_path the LoRA trained on it; a whole model.<step>.pt, which
 holds both, is given as --init_checkpoint alone.
 
-Into --work_dir goes --output_file, one line for each line of --data and in its order:
-{"id": number of the line, "predict": [token ids, the end token included, and 0 up to --eval_len],
-"length": of the text without these 0, by which gpt2_decode.py tells its end, "context_digest": what
-tells its context from others, by which that knows its input}.
-Lines of one context get one search. Several processes share the contexts.
+--output_file, in --work_dir, gets one line for each line of --data, in the same order:
+{"id": number of the line, "predict": [token ids with the end token, padded with 0 to --eval_len],
+"length": of the text without padding, so that gpt2_decode.py finds its end, "context_digest": a
+digest of the context, by which gpt2_decode.py checks its input}.
+Lines with the same context share one search. Several processes share the contexts.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_precision_params(parser)
     add_model_params(parser, default_card="gpt2.sm")
     parser.add_argument_group("LoRA").add_argument(
-        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
+        "--lora_path", help="the LoRA part, model.<step>.pt, if --init_checkpoint is only the base"
     )
     add_gpu_params(parser)
     add_log_level(parser)
@@ -84,7 +84,7 @@ def _add_data_params(parser: argparse.ArgumentParser) -> None:
         "--seq_len",
         type=int,
         default=512,
-        help="context and text at most; contexts lose their beginning",
+        help="most tokens of context and text; longer contexts lose their beginning",
     )
     add(
         "--work_dir",
@@ -96,9 +96,9 @@ def _add_data_params(parser: argparse.ArgumentParser) -> None:
 
 def _add_search_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("search").add_argument
-    add("--beam", type=int, default=1, help="beams a context; 1: greedy search")
-    add("--eval_len", type=int, default=256, help="tokens of a text at most")
-    add("--min_length", type=int, default=0, help="tokens of a text before its end at least")
+    add("--beam", type=int, default=1, help="beams per context; 1: greedy search")
+    add("--eval_len", type=int, default=256, help="most tokens of a text")
+    add("--min_length", type=int, default=0, help="fewest tokens of a text before its end")
     add(
         "--length_penalty",
         type=float,
@@ -109,7 +109,7 @@ def _add_search_params(parser: argparse.ArgumentParser) -> None:
         "--no_repeat_ngram_size",
         type=int,
         default=4,
-        help="no sequence of this many tokens occurs twice in a text; 0: any may",
+        help="no sequence of this many tokens occurs twice in a text; 0: no limit",
     )
     add(
         "--repetition_penalty",
@@ -154,7 +154,7 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         )
     if args.min_length == args.eval_len:
         logger.warning(
-            "--min_length is --eval_len, %d: no text ends before it has so many tokens",
+            "--min_length is --eval_len, %d: no text can end before it has that many tokens",
             args.eval_len,
         )
     try:

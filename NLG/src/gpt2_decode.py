@@ -119,8 +119,8 @@ def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str)
         group.references.append(reference)
     if shortened:
         logger.warning(
-            "%s: %d references, the first in line %d, are cut at a blank line or %s, as "
-            "predictions are: what follows there is not scored",
+            "%s: %d references, the first in line %d, are cut at a blank line or %s, like "
+            "predictions: the rest is not scored",
             *(path, len(shortened), shortened[0] + 1, END_OF_TEXT),
         )
     return list(groups.values())
@@ -356,7 +356,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=4,
         help="number of reference files for webnlg and dart (default: 4)",
     )
-    add("--tokenize", action="store_true", help="set every non-word character apart")
+    add("--tokenize", action="store_true", help="separate every non-word character")
     add("--lower", action="store_true", help="put texts into lower case")
     add(
         "--filter",

@@ -366,8 +366,8 @@ def warn_of_ends(data: Mapping[str, FT_Dataset]) -> None:
     without = ", ".join(path for path, examples in data.items() if not examples.shows_ends())
     if without:
         logger.warning(
-            "%s: completions do not all end in one token that is nowhere else in them, by which a "
-            "model learns where a text ends: encode them by gpt2_encode.py --add_eos",
+            "%s: completions do not all end in one token that occurs nowhere else in them, so the "
+            "model cannot learn where a text ends: encode them with gpt2_encode.py --add_eos",
             without,
         )
 

@@ -62,9 +62,14 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data and training").add_argument
     add("--train_data", required=True, help="examples as gpt2_encode.py writes them")
     add("--valid_data", required=True, help="the same, to evaluate on")
-    add("--train_batch_size", type=int, default=8, help="examples a step, in each process")
+    add("--train_batch_size", type=int, default=8, help="examples per step, in each process")
     add("--valid_batch_size", type=int, default=4, help="examples evaluated at a time")
-    add("--grad_acc", type=int, default=1, help="steps whose gradients make one update")
+    add(
+        "--grad_acc",
+        type=int,
+        default=1,
+        help="steps whose gradients are accumulated into one update",
+    )
     add("--clip", type=float, default=0.0, help="largest norm of an update's gradient; 0: no limit")
     add("--seq_len", type=int, default=512, help="longer examples are cut to this many tokens")
     add("--obj", default="clm", choices=["jlm", "clm"], help="learn completions, or contexts too")
@@ -78,8 +83,8 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add(
         "--torch_compile",
         action="store_true",
-        help="compute each block as one graph, by torch.compile: for GPUs; on CPUs it was slower; "
-        "a resumed run then ends with the same numbers to rounding, not to the bit",
+        help="compile each block with torch.compile: for GPUs; on CPUs it was slower; a resumed "
+        "run then has the same results to rounding, not bit for bit",
     )
     add(
         "--use_deterministic_algorithms",
@@ -98,7 +103,7 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
     add("--log_interval", type=int, default=100, help="steps between logged losses")
     add("--eval_interval", type=int, default=2000, help="steps between evaluations")
     add("--save_interval", type=int, default=500, help="steps between checkpoints")
-    add("--save_lora_only", action="store_true", help="write LoRA's part alone at the end, too")
+    add("--save_lora_only", action="store_true", help="write only the LoRA part at the end as well")
     add(
         "--report_to",
         nargs="+",
@@ -111,7 +116,7 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
     add(
         "--resume",
         action="store_true",
-        help="resume the run in --work_dir that was killed; it may get another length",
+        help="resume the killed run in --work_dir; its length may change",
     )
 
 

@@ -49,7 +49,7 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         "--world_size",
         default=0,
         type=int,
-        help="number of processes; the launcher decides, and another number here is an error",
+        help="number of processes; the launcher decides, and a different number here is an error",
     )
     add(
         "--ddp_timeout",

@@ -57,7 +57,7 @@ class GPT2Config:
         lora_init: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
         lora_freeze_A: only B is trained.
         lora_rank_pattern: another r for some linear layers, by a target or as for
-            `loralib.targets.matches`; the first that matches counts. Kept by the layers' full
+            `loralib.targets.matches`; the first match counts. Kept by the layers' full
             names, without those that have the usual one.
         lora_alpha_pattern: likewise, another alpha.
 

@@ -29,8 +29,7 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
         "--lora_plus_ratio",
         default=1.0,
         type=float,
-        help="LoRA+ (arXiv 2402.12354): the rate of LoRA's B over that of A; the paper recommends "
-        "about 16",
+        help="LoRA+ (arXiv 2402.12354): B's learning rate over A's; the paper recommends about 16",
     )
     add("--weight_decay", default=0.01, type=float, help="weight decay, times the rate")
     add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
@@ -201,7 +200,7 @@ def create_optimizer_scheduler(
 
 def _max_step(args: argparse.Namespace) -> int:
     if args.max_step is None:
-        raise ValueError("how long to train is not given: --max_step or --max_epoch is needed")
+        raise ValueError("give the length of the training: --max_step or --max_epoch")
     return args.max_step
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 RESUME_NAME = "resume.pt"
 _ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
 _IS_FINISHED = f"it is finished; begin a new run of that length in {_ANOTHER_FOLDER}"
-_WAY_OUT = "remove it and the model.*.pt beside it to start the run over"
+_WAY_OUT = "remove it and the model.*.pt next to it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (

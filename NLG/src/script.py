@@ -41,8 +41,8 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
         "--log_level",
         default="info",
         choices=process.LOG_LEVELS,
-        help="the least level of messages to show; below warning, one process of several shows "
-        "them; default: info",
+        help="lowest level of messages to show; of several processes, only one shows those below "
+        "warning; default: info",
     )
 
 

@@ -43,7 +43,7 @@ def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
         file = Path(path)
         raise CheckpointError(
             f"{file.with_name(CONFIG_NAME)}: {field} is {theirs}, but {card} has {ours}, and "
-            f"{file.name} would run as another model than it is: give another base or, if this "
+            f"{file.name} would run as a different model: give another base or, if this "
             f"{CONFIG_NAME} is of other weights, keep the two in different folders"
         )
 
@@ -63,8 +63,8 @@ def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
         return None
     except (OSError, ValueError, RecursionError) as error:
         logger.warning(
-            "%s: cannot be read (%s), so that nothing says whether the weights beside it are those "
-            "of a GPT-2 as it is computed here",
+            "%s: cannot be read (%s), so it is unknown whether the weights next to it are for a "
+            "GPT-2 as computed here",
             *(file, first_line(error)),
         )
         return None
@@ -74,7 +74,7 @@ def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
     for field, theirs in zip(("n_embd", "n_layer"), shape, strict=False):
         if settings.get(field, theirs) != theirs:
             logger.warning(
-                "%s: is not looked at: its %s is %s, that of the weights beside it is %s",
+                "%s: is ignored: its %s is %s, that of the weights next to it is %s",
                 *(file, field, settings[field], theirs),
             )
             return None

@@ -143,8 +143,8 @@ def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{source}: {name} holds {kind}, which is no weight without the scale that belongs "
-                "to it: give the model in float32, bfloat16 or float16"
+                f"{source}: {name} holds {kind}, which is not a weight without its scale: give "
+                "the model in float32, bfloat16 or float16"
             )
         # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
@@ -159,8 +159,8 @@ def _check_shape(
     if theirs is not None and theirs != shape_of(expected):
         cards = ", ".join(f"{card} {its[0]} and {its[1]}" for card, its in MODEL_CARDS.items())
         raise CheckpointError(
-            f"{source}: holds a GPT-2 of width {theirs[0]} with {theirs[1]} blocks, which is none "
-            f"of the model cards ({cards}): give a base of one of these shapes"
+            f"{source}: holds a GPT-2 of width {theirs[0]} with {theirs[1]} blocks, which matches "
+            f"none of the model cards ({cards}): give a base of one of these shapes"
         )
 
 

@@ -75,11 +75,11 @@ class ModelArguments:
     """A model to start from, or the shape of a new one."""
 
     model_name_or_path: str | None = flag(None, "start from this model, with its tokenizer")
-    cache_dir: str | None = flag(None, "where to keep what is downloaded, and tables of data")
-    vocab_size: int = flag(8000, "new model: entries of the vocabulary to learn, at most")
+    cache_dir: str | None = flag(None, "folder for downloads and for tables of data")
+    vocab_size: int = flag(8000, "new model: most entries of the vocabulary to learn")
     hidden_size: int = flag(256, "new model: width")
     num_hidden_layers: int = flag(4, "new model: layers")
-    num_attention_heads: int = flag(4, "new model: heads a layer")
+    num_attention_heads: int = flag(4, "new model: heads per layer")
     intermediate_size: int = flag(1024, "new model: width within the feed-forward parts")
     hidden_dropout_prob: float = flag(0.1, "new model: dropout of what its parts return")
     attention_probs_dropout_prob: float = flag(0.1, "new model: dropout of attention's weights")

@@ -90,15 +90,15 @@ class DataTrainingArguments(HubDataArguments):
     )
     doc_stride: int | None = flag(
         None,
-        "tokens that a part of a long text and the next one share (default: 128, or a third of "
+        "tokens shared by consecutive parts of a long text (default: 128, or a third of "
         "max_seq_length)",
     )
     version_2_with_negative: bool = flag(False, "questions may have no answer, as in SQuAD 2.0")
     null_score_diff_threshold: float = flag(
         0.0,
-        "there is no answer where that scores higher than the best one by more than this; "
-        "best_f1_thresh of an evaluation is the best such number, 0 where no answer at all is "
-        "best, among those up to the evaluation's own: evaluate with a high one to look for it",
+        "a question gets no answer if that scores higher than its best answer by more than this; "
+        "best_f1_thresh of an evaluation is the best threshold up to its own (0 if no answer at "
+        "all is best): evaluate with a high one to find it",
     )
     n_best_size: int = flag(
         20,

@@ -106,15 +106,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--output_file",
         default=STANDARD_STREAM,
-        help="JSON lines of answers, once all are there; - is stdout",
+        help="JSON lines of answers, written once all are there; - is stdout",
     )
     add(
         "--max_seq_length",
         type=int,
-        help="longer texts are cut to these tokens; default: 128, or as many as the model takes",
+        help="longer texts are cut to this many tokens; default: 128, or as many as the model "
+        "takes",
     )
-    add("--batch_size", type=int, default=32, help="rows a batch, of whatever adapters")
-    add("--lora_alpha", type=float, help="for adapters that do not say what theirs is")
+    add("--batch_size", type=int, default=32, help="rows per batch, of any adapters")
+    add("--lora_alpha", type=float, help="alpha of the adapters that do not record one")
     add("--bf16", action="store_true", help="compute in bfloat16, on a GPU or a CPU")
     add("--tf32", action="store_true", help="on a GPU, compute float32 in TensorFloat-32")
     add("--no_cuda", action="store_true", help="stay on the CPU even where there is a GPU")
@@ -366,7 +367,7 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     """The adapters by name; one that does not name its labels gets a warning.
 
     Raises:
-        AlphaError: one does not say its alpha, or all do and --lora_alpha is another.
+        AlphaError: one does not record its alpha, or all do and --lora_alpha is another.
     """
     where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}

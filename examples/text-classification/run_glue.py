@@ -159,7 +159,7 @@ class DataTrainingArguments(DataArguments):
         None, "CSV or JSON lines of your own: one or two text columns, and the column 'label'"
     )
     text_columns: list[str] | None = flag(
-        None, "the text columns of your own files, one or two, where it is not clear which they are"
+        None, "the text columns of your own files, one or two, if it is not clear which they are"
     )
     label_column: str | None = flag(None, "the label's column in your own files (default: label)")
 

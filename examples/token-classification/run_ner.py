@@ -99,8 +99,8 @@ class DataTrainingArguments(HubDataArguments):
     )
     label_all_tokens: bool = flag(
         False,
-        "a word's tag is that of all its tokens in the loss, not of the first alone; scores and "
-        "predictions are of words, by their first tokens",
+        "in the loss, all tokens of a word have its tag, not only the first; scores and "
+        "predictions are per word, by its first token",
     )
     return_entity_level_metrics: bool = flag(False, "scores of each type of entity as well")
 

@@ -68,12 +68,12 @@ def check_finite(adapter: Adapter) -> None:
 
 def warn_of_alpha(source: str | None, alpha: float) -> None:
     """Says that nothing confirms the alpha that was given for a file."""
-    logger.warning("%s does not say its alpha: unverified: %g", source, alpha)
+    logger.warning("%s does not record its alpha: unverified: %g", source, alpha)
 
 
 def warn_of_base(source: str | None, base: str | None) -> None:
     """Says that nothing confirms that a file was trained on this base."""
-    logger.warning("%s does not say its base's fingerprint: unverified: %s", source, base)
+    logger.warning("%s does not record its base's fingerprint: unverified: %s", source, base)
 
 
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
@@ -97,7 +97,7 @@ def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
     """
     theirs = adapter.lora.base_fingerprint
     if not theirs:
-        logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
+        logger.warning("%s does not record its base's fingerprint: unverified", adapter.source)
     elif not fingerprints:
         logger.warning(
             "%s: a model in float16, or quantized or offloaded in part, has no fingerprint: "

@@ -279,7 +279,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         if name in others or name in others.values():
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
-                "PEFT has adapted one of them alone: load it with PEFT"
+                "PEFT has adapted only one of them: load it with PEFT"
             )
         reason = peft_difference(module) if adapter.format == "peft" else None
         if reason:

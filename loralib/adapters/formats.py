@@ -376,14 +376,16 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
         for what in _NOT_IN_RELEASE:
             value = getattr(adapter.metadata, what, None)
             if isinstance(value, Mapping) and value:
-                return f"its metadata has {what}, which this format cannot say"
+                return f"its metadata has {what}, which this format cannot record"
             if value and value not in _WITHOUT_EFFECT:
-                return f"its LoRA is of the {what} {in_words(value)}, which this format cannot say"
+                return (
+                    f"its LoRA is of the {what} {in_words(value)}, which this format cannot record"
+                )
         # Of a registered family, the names of what is held say it.
         if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
             return (
                 "its head is its own where it shares a weight in the base, as in PEFT (separate), "
-                "which this format cannot say"
+                "which this format cannot record"
             )
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
         reason = peft_writing.what_forbids(adapter)
@@ -427,7 +429,7 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
         slices, usual = slices_of(adapter, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
             models = f"this project's {family.title} and the release's have them"
-            reason = f"its update of {module} is not made of one block a slice, as {models}"
+            reason = f"its update of {module} is not made of one block per slice, as {models}"
         elif of_release is not None and within_layer(module) not in of_release:
             reason = f"adapts {module}, where the release's {family.title} has no LoRA"
         elif of_release is not None and slices != usual:

@@ -88,7 +88,7 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
-            f"the model's LoRA is of several kinds, which no file holds: {name} has {setting} "
+            f"the model's LoRA is of several kinds, which no file can hold: {name} has {setting} "
             f"{value}, others have {common}"
         )
     return None if common == default else common

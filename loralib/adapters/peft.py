@@ -124,7 +124,7 @@ def peft_difference(module: nn.Module) -> str | None:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.groups > 1 or module.padding_mode != "zeros" or set(module.dilation) != {1}
     ):
-        return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A has not"
+        return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A lacks"
     return None
 
 

@@ -165,7 +165,7 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
     last = next(reversed(outputs))
     return (
         f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
-        f"{outputs[last]}: a bank takes it with one label for each output alone"
+        f"{outputs[last]}: a bank takes it only with one label per output"
     )
 
 
@@ -263,7 +263,7 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     return (
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
-        f"{max(dropouts):g} is recorded: where it is loaded to be trained on, all of them get that"
+        f"{max(dropouts):g} is recorded: if training continues from the file, all of them get that"
     )
 
 
@@ -344,7 +344,7 @@ def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
         if not buffer.isfinite().all():
             raise CheckpointError(
                 f"{adapter.source}: the buffer {name} holds infinities, which no adapter may: "
-                "register it with persistent=False, if the model makes it by itself"
+                "register it with persistent=False, if the model creates it itself"
             )
 
 

@@ -47,8 +47,8 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
-            "%s: its tensors are taken by their names, as those of any model: whether its layers "
-            "share a weight or stack updates is not known",
+            "%s: its tensors are identified by name, as for any model: it is unknown whether its "
+            "layers share a weight or stack updates",
             adapter.source,
         )
     return adapter

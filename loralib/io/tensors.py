@@ -202,7 +202,7 @@ def read_tensors(
         metadata = tensors.get("metadata", {})
         tensors = tensors["model_state_dict"]
     if not _are_named_tensors(tensors):
-        raise CheckpointError(f"{path}: holds something else than named tensors{_where(tensors)}")
+        raise CheckpointError(f"{path}: holds something other than named tensors{_where(tensors)}")
     if not isinstance(metadata, Mapping):
         raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
     return dict(tensors), dict(metadata)
@@ -228,7 +228,7 @@ def _check_kind(path: Path, is_archive: bool) -> None:
         head = file.read(4)
     is_started = head == b"PK\x03\x04"
     if is_started and not is_archive:
-        raise ValueError("its end is missing, as after a download that broke off")
+        raise ValueError("it is cut off, as after an interrupted download")
     if not is_started and head[:1] != pickle.PROTO:
         raise ValueError("it is neither safetensors nor a torch file")
 

@@ -64,7 +64,7 @@ class Routing:
         if self.tokens is not None:
             known += f" of {self.tokens[-1].stop} tokens"
         raise ValueError(
-            f"adapters are named for {known}, a layer is given {tuple(x.shape)}: name one a row"
+            f"adapters are named for {known}, a layer is given {tuple(x.shape)}: name one per row"
         )
 
 

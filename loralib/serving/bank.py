@@ -65,9 +65,7 @@ class AdapterBank:
             raise ValueError(_IN_THREADS)
         check_whole(model, "it gets a bank")
         for name in lora_layers(unwrapped(model)):
-            raise ValueError(
-                f"{name} has LoRA of its own: build the model without LoRA, or merge it"
-            )
+            raise ValueError(f"{name} has LoRA already: build the model without LoRA, or merge it")
         self._model = model
         self._key = _Key()
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
@@ -284,8 +282,8 @@ class Block(ContextDecorator):
         self._is_used = True
         if any(is_kind(func) for is_kind in _RUN_LATER):
             raise ValueError(
-                f"{getattr(func, '__name__', 'the function')} computes after its call, a generator "
-                "or a coroutine: write `with bank.use(…):` inside it"
+                f"{getattr(func, '__name__', 'the function')} is a generator or a coroutine, "
+                "which computes after its call: write `with bank.use(…):` inside it"
             )
         return super().__call__(func)
 
@@ -308,8 +306,8 @@ _RUN_LATER = (
 # ---- hooks ----
 
 _IN_THREADS = (
-    "nn.DataParallel computes in threads of its own, which a bank's blocks do not reach: give the "
-    "bank the model within, and call that on one device"
+    "nn.DataParallel computes in its own threads, which a bank's blocks do not reach: give the "
+    "bank the wrapped model, and call that on one device"
 )
 
 
@@ -412,7 +410,7 @@ class _Hook:
                 raise ValueError(_IN_THREADS)
             return out
         if isinstance(module, LoRALayer) and module.r > 0:
-            raise ValueError(f"{self.module} has got LoRA of its own since: remove_lora first")
+            raise ValueError(f"{self.module} has been given LoRA since: remove_lora first")
         return self.act(self.module, routing, args, kwargs, out)
 
 
@@ -450,8 +448,8 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
     """Checks that rows are not as many as tokens, where these may be the first dimension."""
     if routing.rows is not None and x.dim() > 2 and len(x) == x.shape[1] == routing.rows[-1].stop:
         raise ValueError(
-            f"{module} is given as many tokens as rows, and an nn.MultiheadAttention without "
-            "batch_first is near: which of them come first cannot be told: name one adapter for all"
+            f"{module} is given as many tokens as rows, near an nn.MultiheadAttention without "
+            "batch_first, so their order is ambiguous: name one adapter for all"
         )
 
 

@@ -132,6 +132,6 @@ def warn_of_other_threads(before: int, device: torch.device) -> None:
     if before != now and device.type == "cpu" and rank() == 0:
         logger.warning(
             "resumes, perhaps not bit-exact: the checkpoint was written with OMP_NUM_THREADS=%s, "
-            "this run has %d, and sums of other parts may differ in their last bits",
+            "this run has %d, so sums may differ in their last bits",
             *(before, now),
         )

@@ -66,8 +66,7 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
     if not 0 <= local_rank < count:
         raise ValueError(
             f"process {local_rank} of this machine has no GPU, there are {count}: "
-            "start fewer processes or, where each has a GPU of its own and sees no other, set "
-            "LOCAL_RANK=0 in all"
+            "start fewer processes or, if each sees only its own GPU, set LOCAL_RANK=0 in all"
         )
     device = torch.device("cuda", local_rank)
     _check_kernels(device)
@@ -299,7 +298,7 @@ def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPSt
     thread.join(timeout + _LATE)
     if not made:
         raise TimeoutError(
-            "it accepts connections and does not answer: does MASTER_PORT belong to another "
+            "it accepts connections but does not answer: does MASTER_PORT belong to another "
             "program?"
         )
     if isinstance(made[0], Exception):

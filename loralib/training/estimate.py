@@ -270,13 +270,13 @@ def _cpu_formulas() -> dict[Any, Callable[..., int]]:
 
 
 SETTINGS = {
-    "estimate": "print how many parameters are trained, the memory of a device, arithmetic and "
-    "time, and exit without training; needs no weights",
-    "estimate_devices": "devices that the run is to have (default: those that it has here)",
-    "estimate_rate": "operations a second of a device, in GFLOP/s (default: measured, in steps of "
-    "two layers here)",
-    "estimate_length": "tokens of each text, instead of those of the data (default, where the data "
-    "is not here: the most that a text may have)",
+    "estimate": "print the number of trained parameters, memory per device, arithmetic and time, "
+    "and exit without training; needs no weights",
+    "estimate_devices": "number of devices for the run (default: those found here)",
+    "estimate_rate": "speed of a device in GFLOP/s (default: measured here, in steps of two "
+    "layers)",
+    "estimate_length": "tokens per text, instead of the data's own (default without data: the "
+    "most that a text may have)",
 }
 """What a script that estimates is told, by name -> its help; see `check_settings`."""
 

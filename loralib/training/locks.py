@@ -179,7 +179,7 @@ def means_no_locks(error: Exception) -> bool:
 
 def _held(folder: Path, owner: Owner | None) -> TrainingError:
     whose = "unknown" if owner is None else str(owner)
-    advice = "wait for its end, or give another folder"
+    advice = "wait until it ends, or give another folder"
     if owner is None or not owner.can_be_asked_for:
         advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"
     return TrainingError(f"{folder}: another run is writing there ({whose}): {advice}")

@@ -40,7 +40,7 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
     # PyTorch would emulate it, which is slower than float32, and not for all operations.
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"bf16 needs a GPU that has bfloat16, and {torch.cuda.get_device_name()} has not: "
+            f"bf16 needs a GPU with bfloat16, and {torch.cuda.get_device_name()} has none: "
             "leave it out, or train with fp16"
         )
 

@@ -240,7 +240,7 @@ def run(
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
         _stop_watching()
-        gone = "another process of the run is gone; if it ended by an error, it has said which"
+        gone = "another process of the run is gone; if it ended with an error, see its message"
         if any(mark in str(error).lower() for mark in _TOO_LATE):
             gone = f"other processes of the run did not answer in time; see {timeout}"
         report(_line(TrainingError(gone)))

@@ -87,7 +87,7 @@ def chosen_products(
 def _say_that_it_is_slow() -> None:
     logger.info(
         "this processor multiplies in float32 faster than in bfloat16, so most products are "
-        "computed in float32 and rounded: bfloat16 saves memory here, and no time"
+        "computed in float32 and rounded: bfloat16 saves memory here, but not time"
     )
 
 
@@ -124,7 +124,7 @@ def _read(path: Path | None) -> dict[str, dict[str, str]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read, and is written anew: %s", path, error)
+        logger.warning("%s cannot be read, and is rewritten: %s", path, error)
         return {}
 
 

@@ -159,6 +159,6 @@ def warn_of_length(where: str | os.PathLike, before: int, now: int) -> None:
     if before != now:
         logger.warning(
             "%s is of a run of %d steps, this one has %d: from here on the learning rate follows "
-            "the new length so that, unless it is constant, the result is that of neither",
+            "the new length; unless it is constant, the result matches neither run",
             *(where, before, now),
         )

@@ -67,7 +67,7 @@ class Watch(threading.Thread):
                     # Without a launcher, that host's first process keeps the store.
                     self.end(
                         f"the run's first host can no longer be reached ({first_line(error)}); if "
-                        "its process ended by an error, it has said which"
+                        "its process ended with an error, see its message"
                     )
                 return
 

@@ -183,7 +183,7 @@ def test_a_prediction_says_how_long_its_text_is(decode, files, tmp_path):
 
 def test_no_text_that_can_end_is_warned_of(decode, caplog):
     decode("--min_length", 6)
-    assert "--min_length is --eval_len, 6: no text ends before it" in caplog.text
+    assert "--min_length is --eval_len, 6: no text can end before it" in caplog.text
 
 
 @pytest.mark.slow
@@ -385,10 +385,10 @@ def test_half_precision_without_a_gpu(decode):
         (None, ["lora.pt"], "lora.pt: needs the base.*--init_checkpoint"),
         ("lora.pt", [], "lora.pt: holds LoRA weights only.* give the base as --init_checkpoint"),
         ("base.pt", ["whole.pt"], "whole.pt: holds a full model, not LoRA alone"),
-        ("whole.pt", ["lora.pt"], "whole.pt: holds LoRA weights of its own"),
+        ("whole.pt", ["lora.pt"], "whole.pt: already holds LoRA weights"),
         ("base.pt", ["lora.pt", "--lora_dim", "8"], "trained with rank 4, but --lora_dim is 8"),
         ("base.pt", ["lora.pt", "--lora_alpha", "8"], "alpha 32, but lora_alpha is 8"),
-        ("base.pt", ["old.pt"], "does not say with what alpha.*as lora_alpha"),
+        ("base.pt", ["old.pt"], "does not record the alpha.*as lora_alpha"),
         ("base.pt", ["base.pt"], "none of its .* tensors is LoRA's"),
     ],
 )

@@ -262,7 +262,7 @@ def test_completions_without_an_end_are_warned_of(tiny, tmp_path, caplog, ends, 
     else:
         (text,) = warned
         assert text.startswith(f"{without.format(**paths)}: ")
-        assert text.endswith(": encode them by gpt2_encode.py --add_eos")
+        assert text.endswith(": encode them with gpt2_encode.py --add_eos")
 
 
 def test_a_log_of_errors_is_empty(tiny, tmp_path, caplog):
@@ -410,7 +410,7 @@ def test_formatted_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, err
     path = tmp_path / "texts"
     path.write_text('{"context": "a", "completion": "b"}')
     error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", path))
-    assert f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these of it" in error
+    assert f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these from it" in error
 
 
 def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
@@ -421,7 +421,7 @@ def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("", "how long to train is not given: --max_step or --max_epoch is needed"),
+        ("", "give the length of the training: --max_step or --max_epoch"),
         ("--max_step 0", "--max_step must be at least 1, not 0"),
         ("--grad_acc 0", "--grad_acc must be at least 1"),
         ("--save_interval 0", "--save_interval must be at least 1"),

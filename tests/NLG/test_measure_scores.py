@@ -264,7 +264,7 @@ def test_foreign_json_file_is_left_alone(tmp_path, monkeypatch, capsys, content)
     table = tmp_path / "scores.json"
     table.write_bytes(content.encode(errors="surrogateescape"))
     arguments = [*write_columns(tmp_path, WORSE), "-m", "bleu", "--json", str(table)]
-    assert f"{table}: is there already" in fails(arguments, monkeypatch, capsys)
+    assert f"{table}: exists" in fails(arguments, monkeypatch, capsys)
     assert table.read_bytes() == content.encode(errors="surrogateescape")
 
 

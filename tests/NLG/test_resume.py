@@ -599,7 +599,7 @@ def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, nam
     before = files_of(path.parent)
     line = error_of([*killed, "--resume"])
     assert f"{path}: missing or damaged (" in line
-    assert line.endswith("); remove it and the model.*.pt beside it to start the run over")
+    assert line.endswith("); remove it and the model.*.pt next to it to start the run over")
     assert files_of(path.parent) == before
 
 

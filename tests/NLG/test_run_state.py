@@ -102,7 +102,7 @@ def test_a_damaged_file(tmp_path, content):
     with pytest.raises(CheckpointError, match=r"resume\.pt: missing or damaged \(") as caught:
         read_run(tmp_path)
     assert str(caught.value).endswith(
-        "); remove it and the model.*.pt beside it to start the run over"
+        "); remove it and the model.*.pt next to it to start the run over"
     )
     assert "\n" not in str(caught.value)
 

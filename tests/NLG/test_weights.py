@@ -63,7 +63,7 @@ def test_a_shape_that_no_card_has():
     with pytest.raises(CheckpointError) as caught:
         load_base(config_of("gpt2.sm"), tensors, "base.bin")
     assert str(caught.value) == (
-        "base.bin: holds a GPT-2 of width 768 with 6 blocks, which is none of the model cards "
+        "base.bin: holds a GPT-2 of width 768 with 6 blocks, which matches none of the model cards "
         "(gpt2.xs 128 and 4, gpt2.sm 768 and 12, gpt2.md 1024 and 24, gpt2.lg 1280 and 36): give a "
         "base of one of these shapes"
     )

@@ -432,7 +432,7 @@ def test_threads(task):
 
 
 def test_a_base_with_lora_is_refused(task):
-    with pytest.raises(ValueError, match=r"^\S+query\S* has LoRA of its own[^\n]+$"):
+    with pytest.raises(ValueError, match=r"^\S+query\S* has LoRA already[^\n]+$"):
         lora.AdapterBank(task.lora(TRAINED["a"]))
 
 

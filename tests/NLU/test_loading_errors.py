@@ -119,7 +119,7 @@ def test_lora_settings_that_are_not_given_are_the_checkpoints(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path / "m", **given)
     assert (config.lora_r, config.lora_alpha) == (2, 4)
     write(tmp_path / "base", {})
-    with pytest.raises(ValueError, match=r"--apply_lora needs --lora_r and --lora_alpha, "):
+    with pytest.raises(ValueError, match=r"--apply_lora needs --lora_r and --lora_alpha to train"):
         AutoConfig.from_pretrained(tmp_path / "base", **given)
 
 
@@ -180,7 +180,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, zipped, beside_tensors):
 def test_files_without_named_tensors(tmp_path, content):
     folder = write(tmp_path / "m", {})
     torch.save(content, folder / "pytorch_model.bin")
-    with fails(CheckpointError, "holds something else than named tensors"):
+    with fails(CheckpointError, "holds something other than named tensors"):
         AutoModel.from_pretrained(folder)
 
 
@@ -351,7 +351,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({}, "--apply_lora needs --lora_r and --lora_alpha, for LoRA to be trained"),
+            ({}, "--apply_lora needs --lora_r and --lora_alpha to train LoRA"),
             ({"lora_r": 8}, "--apply_lora needs --lora_alpha"),
             ({"lora_r": 0, "lora_alpha": 1}, "lora_r must be a positive integer or null"),
             ({"lora_r": 8, "lora_alpha": -1}, "lora_alpha must be a positive number or null"),

@@ -41,7 +41,7 @@ def test_padding_as_for_other_collators(tokenizer):
 
 
 def test_examples_of_several_numbers_of_choices(tokenizer):
-    with pytest.raises(ValueError, match="examples of 1 to 2 choices make no batch"):
+    with pytest.raises(ValueError, match="examples of 1 to 2 choices cannot be batched"):
         DataCollatorForMultipleChoice(tokenizer)([example([5]), example([5], [6])])
 
 

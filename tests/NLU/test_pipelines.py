@@ -409,7 +409,7 @@ def test_one_mask(make, text, found):
 
 @pytest.mark.parametrize("targets", [[], [""], ""])
 def test_targets_that_are_none(make, targets):
-    with pytest.raises(ValueError, match="targets needs a word"):
+    with pytest.raises(ValueError, match="targets needs at least one word"):
         make("roberta", "fill-mask")("a <mask>", targets=targets)
 
 

@@ -119,7 +119,7 @@ BAD = {
     ),
     "no alpha": (
         f"{EVAL} {{tmp}}/lone.bin",
-        "lone.bin: does not say with what alpha it was trained; give it as lora_alpha",
+        "lone.bin: does not record the alpha it was trained with; give it as lora_alpha",
     ),
     "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "--apply_lora needs --lora_r"),
     "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),

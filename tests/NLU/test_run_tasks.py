@@ -477,7 +477,7 @@ BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_
         ("qa", ["--doc_stride", 40], "--doc_stride must be from 0 to below --max_seq_length 40"),
         ("qa", ["--n_best_size", 0], "--n_best_size must be at least 1, not 0"),
         ("qa", ["--null_score_diff_threshold", 1], "needs --version_2_with_negative"),
-        ("ner", ["--cls_dropout", 0.1], "--cls_dropout is the dropout of a classifier of texts"),
+        ("ner", ["--cls_dropout", 0.1], "--cls_dropout is for text classifiers"),
         ("qa", ["--no_use_fast_tokenizer"], "only a fast tokenizer knows which words and char"),
         ("swag", ["--lora_path", "nowhere.bin"], "nowhere.bin: no such checkpoint file"),
         ("ner", ["--do_train", False], "nothing to do"),

@@ -347,7 +347,7 @@ def test_texts_that_look_like_dates_in_a_part_of_a_large_file(tmp_path, places):
 def test_dates_in_a_file_that_is_not_of_objects(tmp_path):
     path = tmp_path / "dates.json"
     path.write_text(json.dumps(["2020-01-01", "2021-05-06"]))
-    message = f"{path}: text holds dates, which would not stay texts: write an object a line"
+    message = f"{path}: text holds dates, which would not stay texts: write one object per line"
     assert error_of(read_table, str(path)) == message
 
 

@@ -63,9 +63,9 @@ def test_a_repeated_name_below_an_empty_line(tmp_path):
         ("\n\n", "is empty"),
         (
             "text;label\nyes, it is;a\n",
-            "seems to be separated by semicolons: it has to be by commas",
+            "seems to be separated by semicolons: use commas, ",
         ),
-        ("text\tlabel\nyes it is\ta\n", "seems to be separated by tabs: it has to be by commas"),
+        ("text\tlabel\nyes it is\ta\n", "seems to be separated by tabs: use commas, "),
         (
             "text,label\nyes, it is,a\n",
             "row 1: has 3 fields, the header names 2 columns: a text that holds a comma has to be",
@@ -146,21 +146,24 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"data": [{"text": "a", "label": 1}]}', "is one object, which has its rows in the list "),
-        ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write that list alone, or"),
-        ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write that list alone"),
+        ('{"data": [{"text": "a", "label": 1}]}', "is one object with its rows in the list "),
+        ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write only that list, or"),
+        ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write only that list"),
         (
             '{"text": ["a", "b"], "label": [0, 1]}',
             r"is one object of 2 keys \(text, label\), which",
         ),
-        ('{"text": {"0": "a"}, "label": {"0": 1}}', "is read as one row: write an object a row, "),
+        (
+            '{"text": {"0": "a"}, "label": {"0": 1}}',
+            "is read as one row: write one object per row, ",
+        ),
         (
             json.dumps({f"a text {n}": n % 2 for n in range(40)}),
             r"is one object of 40 keys \(a text 0, a text 1, .* and 34 more\), which is read as",
         ),
         ('{"a": "x", "b": "y", "c": "z", "label": 1}', r"has 3 text columns \(a, b, c\)"),
-        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, of which"),
-        ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write that list alone"),
+        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, and only one"),
+        ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write only that list"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
         ('{"text": "", "label": 0}\n', "text is empty in each row: there is nothing to read in it"),
@@ -187,7 +190,7 @@ def test_a_row_in_the_place_of_names_may_be_a_text(tmp_path, caplog, content, kn
     path = tmp_path / "rows.csv"
     path.write_text(content)
     choose_columns(read_table(str(path)), str(path), known_texts=known)
-    said = "has it none? Then write one before it: text"
+    said = "if that is a row, write the names in a line before it: text"
     assert (said in caplog.text) is is_warned
 
 
@@ -281,20 +284,23 @@ def classes_of(labels, texts=None):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
-        (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
+        (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some"]),
+        (
+            ["0", "good"],
+            ["numbers (0) and words (good): each is a class; if some mean the same, write"],
+        ),
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
         (["inf", "up"], []),
-        (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which is a class of its own: if"]),
+        (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which counts as a class: if"]),
         (
             ["-", "nan", "up"],
-            ["label of 4 rows is 'nan', row 2 first, which is a class of its own"],
+            ["label of 4 rows is 'nan', row 2 first, which counts as a class"],
         ),
         (["none", "for", "against"], []),
         (["1", "nan"], ["numbers (1) and words (nan): each is a class"]),
         (["1", "2", "3"], []),
         (["bad", "good", "1st", "2nd"], []),
-        (["Bad", "bad"], ["'Bad', 'bad' are classes of their own; are they one?"]),
+        (["Bad", "bad"], ["'Bad', 'bad' are separate classes; do they mean the same?"]),
     ],
 )
 def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
@@ -319,7 +325,7 @@ def test_labels_in_two_codings_are_one_short_line(caplog):
     assert len(said) < 300
     assert "\n" not in said
     assert "1000000000, 1000000001, " in said
-    assert " … and 1 more): each is a class; if some are one, write them alike" in said
+    assert " … and 1 more): each is a class; if some mean the same, write them alike" in said
 
 
 @pytest.mark.parametrize(

@@ -462,9 +462,15 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"per_device_train_batch_size": 2}, "examples a step = 4, this one has .* = 2: an epoch"),
-        ({"train": make_data(12)}, "examples = 20, this one has examples = 12: an epoch"),
-        ({"gradient_accumulation_steps": 2}, "steps an update = 1, this one has .* = 2: an epoch"),
+        (
+            {"per_device_train_batch_size": 2},
+            "examples a step = 4, this one has .* = 2: an epoch then",
+        ),
+        ({"train": make_data(12)}, "examples = 20, this one has examples = 12: an epoch then"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "steps an update = 1, this one has .* = 2: an epoch then",
+        ),
     ],
 )
 def test_epochs_of_other_batches_are_not_resumed(make_trainer, checkpoint, settings, names):

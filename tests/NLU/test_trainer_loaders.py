@@ -373,5 +373,5 @@ def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
     checkpoint = str(tmp_path / "out" / "checkpoint-1")
     make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)
     rows[1] = {**rows[1], "labels": 0.25}
-    with pytest.raises(CheckpointError, match="on as many examples of other data"):
+    with pytest.raises(CheckpointError, match="on other data with as many examples"):
         make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)

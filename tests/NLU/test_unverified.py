@@ -32,15 +32,15 @@ def said(tmp_path, caplog):
 def test_a_file_without_base_and_alpha(tmp_path, said):
     torch.save(tensors_of("roberta"), tmp_path / "lora.bin")
     text = said("lora.bin", lora_alpha=32)
-    assert "lora.bin does not say its base's fingerprint: unverified: some/base" in text
-    assert "lora.bin does not say its alpha: unverified: 32" in text
+    assert "lora.bin does not record its base's fingerprint: unverified: some/base" in text
+    assert "lora.bin does not record its alpha: unverified: 32" in text
 
 
 def test_a_file_without_base(tmp_path, said):
     metadata = replace(INFOS["roberta"], base=None, base_fingerprint=None)
     write_adapter(tmp_path / "a.safetensors", Adapter(tensors_of("roberta"), metadata))
     text = said("a.safetensors", lora_alpha=3)
-    assert "a.safetensors does not say its base's fingerprint: unverified: some/base" in text
+    assert "a.safetensors does not record its base's fingerprint: unverified: some/base" in text
     assert "its alpha" not in text
 
 

@@ -223,8 +223,8 @@ CALLS = {
         ),
         (
             "{rte} --do_train False --do_eval --apply_lora",
-            "--apply_lora needs --lora_r and --lora_alpha, for LoRA to be trained from its "
-            "beginning; trained LoRA brings its own: give it as --lora_path",
+            "--apply_lora needs --lora_r and --lora_alpha to train LoRA from the start; trained "
+            "LoRA brings its own: give it as --lora_path",
         ),
         (
             "{rte} --do_train False --do_eval",
@@ -463,7 +463,7 @@ CALLS = {
         ),
         (
             "--train_file {bad}/three.csv",
-            "three.csv: needs columns ending0, ending1 and so on, two at least; has a, b, c, label",
+            "three.csv: needs columns ending0, ending1 and so on, at least two; has a, b, c, label",
         ),
         (
             "--output_dir out",

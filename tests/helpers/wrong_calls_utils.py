@@ -15,7 +15,7 @@ CALLS = {
         ),
         (
             "{bad}/gpt2_lora.pt out.safetensors",
-            "gpt2_lora.pt: does not say with what alpha it was trained",
+            "gpt2_lora.pt: does not record the alpha it was trained with",
         ),
         (
             "{bad}/plain.safetensors out.safetensors --lora_alpha 4",

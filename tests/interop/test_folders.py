@@ -135,9 +135,9 @@ def test_the_releases_file_holds_plain_lora(case: Case, tmp_path: Path):
     assert_same_tensors(adapter_of(again), adapter_of(model))
     with torch.no_grad():
         assert_close(output_of(again, case.batch()), output_of(model, case.batch()))
-    with pytest.raises(CheckpointError, match="does not say with what alpha"):
+    with pytest.raises(CheckpointError, match="does not record the alpha"):
         lora.load_adapter(case.build(), tmp_path / "adapter.pt")
-    with pytest.raises(CheckpointError, match="variant dora, which this format cannot say"):
+    with pytest.raises(CheckpointError, match="variant dora, which this format cannot record"):
         lora.save_adapter(with_lora(case, "dora"), tmp_path / "dora.pt")
 
 

@@ -26,7 +26,7 @@ def test_tied_weights_are_refused_unless_they_may_be_untied(name: str):
     case = BY_NAME["gpt2"]
     model = case.build()
     before = bits_of(model)
-    with pytest.raises(ValueError, match=r"shares its weight with .* say untie=True, or") as error:
+    with pytest.raises(ValueError, match=r"shares its weight with .* give untie=True, or") as error:
         lora.add_lora(model, name, r=R)
     assert "\n" not in str(error.value)
     assert_same_bits(model, before)

@@ -147,7 +147,7 @@ def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
     with pytest.raises(ValueError, match="is wrapped or compiled already"):
         lora.load_adapter(served, tmp_path / name)
     if wrap is nn.DataParallel:
-        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+        with pytest.raises(ValueError, match="DataParallel computes in its own threads"):
             lora.AdapterBank(served)
         served = unwrapped(served)
     with bank_of(served, tmp_path / name).use("a0"):
@@ -162,7 +162,7 @@ def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
     bank, replica = bank_of(base, tmp_path / "a"), base.a._replicate_for_data_parallel()
     replica.weight, replica.bias = base.a.weight.detach(), base.a.bias.detach()
     with bank.use("a0"), ThreadPoolExecutor() as pool:
-        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+        with pytest.raises(ValueError, match="DataParallel computes in its own threads"):
             pool.submit(replica, x).result()
         copied = copy.deepcopy(base)
         replica_of_copy = copied.a._replicate_for_data_parallel()
@@ -379,7 +379,7 @@ def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
             undo(model)
     model.a._hf_hook = object()
     for undo in (lora.merge, lora.remove_lora):
-        with pytest.raises(ValueError, match=r"a has a forward of its own, .*: take these out"):
+        with pytest.raises(ValueError, match=r"a has a forward of its own, .*: remove these"):
             undo(model)
         assert isinstance(model.a, lora.LoRALayer)
     x = torch.randn(2, 6)

@@ -153,7 +153,7 @@ def test_a_second_call_adds_other_modules(model):
     assert trained == {f"layers.{i}.{n}_proj" for i in range(3) for n in "qv"} | {"head"}
     with pytest.raises(
         ValueError,
-        match=r"layers.0.q_proj has LoRA already: remove_lora\(model\) starts anew; to keep it",
+        match=r"layers.0.q_proj has LoRA already: remove_lora\(model\) starts over; to keep it",
     ):
         lora.add_lora(model, "q_proj")
 
@@ -526,7 +526,10 @@ def test_it_is_said_in_one_line_and_nothing_is_changed(case):
 
 
 def test_in_inference_mode(model):
-    with torch.inference_mode(), pytest.raises(ValueError, match="in inference mode no update"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match="LoRA cannot be trained in inference mode"),
+    ):
         lora.add_lora(model, "q_proj")
 
 

@@ -134,7 +134,7 @@ def test_a_bank_notices_lora_that_came_after_it():
     bank.add("one", adapter)
     lora.add_lora(model, "q_proj", r=2)
     model(ids())
-    with bank.use("one"), pytest.raises(ValueError, match="q_proj has got LoRA of its own since"):
+    with bank.use("one"), pytest.raises(ValueError, match="q_proj has been given LoRA since"):
         model(ids())
 
 
@@ -592,7 +592,7 @@ class Raw(nn.Module):
 def test_a_layer_alone_is_to_be_put_into_a_model_if_that_helps(layer, target, is_supported):
     layer, kind = copy.deepcopy(layer), type(layer).__name__
     alone = f"^{kind} is itself a layer, .* name it there, as '0'$"
-    message = alone if is_supported else f"^{kind} has no layers within that LoRA could adapt$"
+    message = alone if is_supported else f"^{kind} contains no layers that LoRA could adapt$"
     with pytest.raises(ValueError, match=message):
         lora.add_lora(layer, target, r=2)
     if is_supported:

@@ -73,7 +73,9 @@ def test_an_optimizer_that_was_made_before_lora_is_warned_of_once(caplog, traine
     steps(model, optimizer, count=21)
     (record,) = caplog.records
     assert record.getMessage().startswith("AdamW holds frozen weights that have LoRA, and none of")
-    assert "made before add_lora, make it anew; else give it LoRA's parameters" in record.message
+    assert (
+        "made before add_lora, make it again; otherwise give it LoRA's parameters" in record.message
+    )
 
     caplog.clear()  # the way out
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), optimizer)

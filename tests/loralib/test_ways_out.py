@@ -96,7 +96,7 @@ def test_what_has_nothing_to_train_beside_what_has_is_warned_of(caplog):
     lora.add_lora(model, "up", r=2, modules_to_train=dict.fromkeys(["act", "down"]))
     assert model["down"].weight.requires_grad
     (record,) = caplog.records
-    assert record.getMessage().startswith("modules_to_train names act, in which there are no")
+    assert record.getMessage().startswith("modules_to_train names act, with no parameters")
 
 
 def test_a_lazy_layer_is_called_once_before():

@@ -115,20 +115,20 @@ def _introduction(head: Outcome, settings: Settings) -> list[str]:
     labels = settings.labels
     majority = max(labels.count(label) for label in set(labels)) / len(labels)
     rates = ", ".join(f"{rate:g}" for rate in settings.rates)
-    chosen = f"All rows have the learning rate {rates}."
+    chosen = f"All rows use a learning rate of {rates}."
     if len(settings.rates) > 1:
         chosen = (
-            f"A row's learning rate is the one of {rates} that had the least loss on a fifth of "
-            "the training set, after training on the rest of it, once each."
+            f"A row's learning rate is the one of {rates} with the lowest loss on a fifth of the "
+            "training set, after one run on the rest."
         )
     return [
-        f"trains the quickstart's base on its task, {settings.epochs:g} passes each time, and "
-        f"measures the accuracy on the {len(labels)} sentences of the development set. Given is "
-        f"the mean over {len(head.runs)} seeds, ± half of its {100 * CONFIDENCE:.0f} % confidence "
-        f"interval (Student's t). {chosen} LoRA's alpha is {ALPHA} throughout. Seconds are the "
-        "processor's, for one training.\n",
-        f"Always saying the more frequent label gives {100 * majority:.1f} %. Training the head "
-        f"alone, without LoRA, gives {head.mean:.1f} ± {head.half:.1f} (learning rate "
+        f"The script trains the quickstart's base on its task, {settings.epochs:g} passes per run, "
+        f"and measures the accuracy on the {len(labels)} sentences of the development set. "
+        f"Accuracies are means over {len(head.runs)} seeds, ± half of the "
+        f"{100 * CONFIDENCE:.0f} % confidence interval (Student's t). {chosen} LoRA's alpha is "
+        f"{ALPHA} throughout. Seconds are CPU time for one run.\n",
+        f"Always predicting the more frequent label gives {100 * majority:.1f} %. Training the "
+        f"head alone, without LoRA, gives {head.mean:.1f} ± {head.half:.1f} (learning rate "
         f"{head.learning_rate:g}); the head, {head.runs[0].parameters:,} parameters, is trained in "
         "all rows.\n",
     ]
@@ -140,31 +140,32 @@ def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
     return [
         "## What this shows, and what it does not\n",
         "- The base has two layers, and the sentences come from one small grammar. With a large "
-        "model and real text the order of the rows may be another. The paper's tables 5 and 6 are "
-        "of GPT-3 with 175 billion parameters, on WikiSQL and MultiNLI.",
+        "model and real text, the rows may rank differently. The paper's tables 5 and 6 are for "
+        "GPT-3 with 175 billion parameters, on WikiSQL and MultiNLI.",
         f"- Training ends after {settings.epochs:g} passes, while the rows still differ: the "
-        "figures say how fast a row learns as much as how well it does in the end.",
+        "figures show how fast a row learns as much as how well it does in the end.",
         f"- {_about_rates(outcomes, settings.rates)}",
-        "- The intervals are those of seeds: of new weights, the order of the data, and dropout. "
-        "They say nothing of another base or of other sentences: by sampling alone, an accuracy "
-        f"of 90 % on {count} sentences is known to ±{half:.1f}. That error is shared by the rows, "
-        "which all answer the same sentences.",
-        f"- Of {len(outcomes)} rows, some look better or worse than they are by chance.",
+        "- The intervals cover the seeds only: new weights, the order of the data, and dropout. "
+        "They say nothing about another base or other sentences. The sampling error alone, for an "
+        f"accuracy of 90 % on {count} sentences, is ±{half:.1f}. All rows share it, because they "
+        "are tested on the same sentences.",
+        f"- Among {len(outcomes)} rows, some look better or worse than they are by chance.",
     ]
 
 
 def _about_rates(outcomes: Outcomes, rates: Sequence[float]) -> str:
     if len(rates) == 1:
         return (
-            "One learning rate for all favours the rows whose scaling it suits: with one alpha, "
-            "that of r = 1 is 64 times that of r = 64, and rsLoRA and LoRA+ take larger steps."
+            "One learning rate for all favors the rows whose scaling it suits: with one alpha, "
+            "r = 1 has 64 times the scaling of r = 64, and rsLoRA and LoRA+ take larger steps."
         )
     ends = {min(rates), max(rates)}
     rows = {row.key: row for question in QUESTIONS for row in question.rows}
     at_ends = [str(row) for key, row in rows.items() if outcomes[key].learning_rate in ends]
     return (
-        "A learning rate is chosen from few, by one run each, and may not be the best. Chosen at "
-        f"an end, beyond which a better one may be: {'; '.join(at_ends) or 'none'}."
+        "Each learning rate was chosen from a few, with one run each, and may not be the best. "
+        "Rows with the largest or the smallest rate, where a better one may lie beyond it: "
+        f"{'; '.join(at_ends) or 'none'}."
     )
 
 

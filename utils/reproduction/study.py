@@ -1,17 +1,17 @@
-"""The study: ways to adapt a small encoder and a small GPT-2, held against each other.
+"""The study: ways to adapt a small encoder and a small GPT-2, compared.
 
     python utils/reproduce.py --study                               all of it: hours on two cores
     python utils/reproduce.py --study "LoRA, query + value, r = 4"  some rows of the tables
     python utils/reproduce.py --study "GPT-2, LoRA, r = 4"
 
-Both bases are pretrained here, on the text of the training sets, so that nothing is downloaded but
-data. Then each method chooses its learning rate of a few, by one shorter run each on four fifths of
-the training set, and is trained once a seed; what is measured is the last state of a run.
+Both bases are pretrained here, on the text of the training sets, so only data is downloaded. The
+learning rate of each method is chosen from a few, with one shorter run each on four fifths of the
+training set. Then the method is trained once per seed, and the final state of each run is measured.
 
     OUTPUT_DIR/study.md, study.png   the tables and the picture
     OUTPUT_DIR/runs.jsonl, gpt2/runs.jsonl
-                                     a finished run a line; the same command continues after them
-    OUTPUT_DIR/base/, gpt2/base.pt   the bases; take one away, and it is trained anew
+                                     a line per finished run; the same command continues after them
+    OUTPUT_DIR/base/, gpt2/base.pt   the bases; one that is deleted is trained again
 """
 
 import argparse
@@ -128,7 +128,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--jobs",
         type=int,
         default=os.cpu_count() or 1,
-        help="runs at a time, a core each (default: as many as there are cores)",
+        help="runs at a time, one core each (default: as many as there are cores)",
     )
     args = parser.parse_args(argv)
     known = [*all_methods(), *(method.name for method in GPT2_METHODS)]

@@ -151,20 +151,20 @@ def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settin
 def _introduction(settings: Settings) -> list[str]:
     rows = ", ".join(f"{task.train_rows:,} rows of {task.title}" for task in TASKS)
     return [
-        "pretrains an encoder of 5.7 million parameters (RoBERTa with two layers of width 384) by "
-        "`run_mlm.py` and a GPT-2 of 7.4 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
-        "hand: the sentences of the four training sets and of the development sets of DART and "
-        f"WebNLG, {settings.words:,} words, without any text that something is measured on. Then "
-        f"it adapts them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 "
-        "is adapted to E2E's validation set, and writes texts for its test set.\n",
-        f"A training on GLUE has {EPOCHS} passes, on E2E {GPT2_EPOCHS}. A method's learning rate "
-        "is the one of a few that had the least loss on a fifth of the task's training set, after "
-        "one pass over the rest of it. What is measured is the last state of a run, on the "
-        f"development set. Each figure is the mean over {len(settings.seeds)} seeds, ± half of its "
-        f"{CONFIDENCE:.0%} confidence interval (Student's t). LoRA's alpha is {ALPHA} throughout. "
-        "The task's head is new, is trained in all rows, and is not counted among the trained "
-        "parameters. Seconds are the processor's, one core, for one training on each of the four "
-        "tasks; memory is the process's peak, with Python and PyTorch. Made on: "
+        "The script pretrains an encoder of 5.7 million parameters (RoBERTa with two layers of "
+        "width 384) with `run_mlm.py`, and a GPT-2 of 7.4 million (`gpt2.xs`) with `gpt2_ft.py`. "
+        f"Both are pretrained on {settings.words:,} words: the sentences of the four training sets "
+        "and of the development sets of DART and WebNLG, without any text that is used for "
+        "measuring. Then it adapts them. The tasks use random parts of their training sets: "
+        f"{rows}. GPT-2 is trained on E2E's validation set and writes texts for its test set.\n",
+        f"A run makes {EPOCHS} passes on GLUE and {GPT2_EPOCHS} on E2E. A method's learning "
+        "rate is the one of a few with the lowest loss on a fifth of the task's training set, "
+        "after one pass over the rest. A run's final model is measured on the development "
+        f"set. Figures are means over {len(settings.seeds)} seeds, ± half of the {CONFIDENCE:.0%} "
+        f"confidence interval (Student's t). LoRA's alpha is {ALPHA} throughout. The task's head "
+        "is newly initialized and trained in all rows; it is not counted among the trained "
+        "parameters. Seconds are CPU time on one core for one run; the first table adds up the "
+        "four tasks. Memory is the process's peak, including Python and PyTorch. Measured on: "
         f"{settings.made}.\n",
     ]
 
@@ -173,18 +173,18 @@ def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
     at_ends = sum(outcome.at_end for outcome in outcomes.values())
     return [
         "## What this shows, and what it does not\n",
-        f"- The bases have seen {settings.words:,} words, RoBERTa 160 GB of text. How well a small "
-        "update does depends on what the base knows already, so that the order of the methods may "
-        "be another there. The paper's figures are of such bases.",
+        f"- These bases have seen {settings.words:,} words; RoBERTa has seen 160 GB of text. How "
+        "well a small change to the weights does depends on what the base already knows, so the "
+        "methods may rank differently with bases like RoBERTa, which the paper used.",
         f"- {EPOCHS} passes over few rows end before a method has learned all it can: the figures "
-        "say how fast it learns as much as how well it does in the end.",
-        f"- Learning rates are chosen from few, by one run each. For {at_ends} of "
-        f"{len(outcomes)} pairs of task and method the choice is the largest or the smallest "
-        "(marked by an asterisk): a better one may lie beyond it. SST-2 has phrases of one "
-        "sentence in both parts that the choice is made on.",
-        "- Intervals are of seeds alone: of new weights, the order of the data, and dropout. They "
-        "say nothing of another base, or of other texts of the same task.",
-        f"- Of {len(outcomes)} figures, some look better or worse than they are by chance.",
+        "show how fast it learns as much as how well it does in the end.",
+        f"- Each learning rate was chosen from a few, with one run each. For {at_ends} of "
+        f"{len(outcomes)} pairs of task and method it is the largest or the smallest (marked by an "
+        "asterisk): a better one may lie beyond it. In SST-2, phrases of one sentence are in both "
+        "of the parts that the choice is made with.",
+        "- The intervals cover the seeds only: new weights, the order of the data, and dropout. "
+        "They say nothing about another base, or other texts of the same task.",
+        f"- Among {len(outcomes)} figures, some look better or worse than they are by chance.",
         "",
     ]
 
@@ -224,7 +224,7 @@ def chosen_rates(outcomes: Outcomes) -> list[str]:
         if any(found):
             cells = [f"{o.learning_rate:g}{'*' * o.at_end}" if o else "-" for o in found]
             rows.append([method.name, *cells])
-    legend = "\\* The largest or the smallest that was tried: a better one may lie beyond it.\n"
+    legend = "\\* The largest or the smallest rate tried: a better one may lie beyond it.\n"
     return [*table(["", *(task.title for task in TASKS)], rows), legend]
 
 

@@ -58,7 +58,7 @@ class BatchEncoding(UserDict):
         if isinstance(item, str):
             return self.data[item]
         if self.encodings is None:
-            raise KeyError(f"{item!r}: rows have indices only where a fast tokenizer made them")
+            raise KeyError(f"{item!r}: only rows made by a fast tokenizer have indices")
         return self.encodings[item]
 
     def __getattr__(self, name: str) -> Any:
@@ -123,8 +123,8 @@ class BatchEncoding(UserDict):
     def _row(self, index: int) -> Encoding:
         if self.encodings is None:
             raise ValueError(
-                "tokens are not aligned with their text here: take a fast tokenizer, "
-                "as AutoTokenizer gives it with use_fast=True"
+                "tokens are not aligned with their text here: use a fast tokenizer, as "
+                "AutoTokenizer returns with use_fast=True"
             )
         return self.encodings[index]
 

@@ -274,8 +274,8 @@ class PretrainedConfig:
         missing = [name for name in ("lora_r", "lora_alpha") if getattr(self, name) is None]
         if missing:
             raise ValueError(
-                f"--apply_lora needs {' and '.join(f'--{name}' for name in missing)}, for LoRA to "
-                "be trained from its beginning; trained LoRA brings its own: give it as --lora_path"
+                f"--apply_lora needs {' and '.join(f'--{name}' for name in missing)} to train "
+                "LoRA from the start; trained LoRA brings its own: give it as --lora_path"
             )
         if not self.lora_targets:
             raise ValueError(
@@ -329,8 +329,8 @@ class PretrainedConfig:
         name = os.fspath(name_or_path)
         if os.path.isfile(name) and name.endswith(_WEIGHTS):
             raise OSError(
-                f"'{name}' is a file of weights; a model is a folder with {CONFIG_NAME}: of an "
-                "adapter give the base here, and the file as the adapter"
+                f"'{name}' is a file of weights; a model is a folder with {CONFIG_NAME}: for an "
+                "adapter, give the base here and the file as the adapter"
             )
         path = Path(name) if os.path.isfile(name) else resolve_file(name, CONFIG_NAME, **where)
         if path is None:

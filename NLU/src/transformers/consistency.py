@@ -81,7 +81,9 @@ def two_passes(
     if ids is not None:
         twice["input_ids"] = torch.cat([ids, hide_tokens(ids, model.config)])
     elif model.config.masking_prob > 0:
-        raise ValueError("masking_prob hides tokens by their ids: give input_ids, no inputs_embeds")
+        raise ValueError(
+            "masking_prob hides tokens by their ids: give input_ids, not inputs_embeds"
+        )
     output = model(
         **twice,
         head_mask=head_mask,

@@ -26,7 +26,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_dtype": (
         (None,),
         "weights are read in float32: call .to(dtype) on the model, or train with --bf16 or "
-        "--fp16, which hold frozen weights as the file has them where it is in that dtype",
+        "--fp16, which keep frozen weights as they are in a file of that dtype",
     ),
 }
 # The hub's library resumes every download that was interrupted.

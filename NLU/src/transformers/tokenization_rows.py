@@ -67,8 +67,8 @@ class RowsOfIds(SpecialTokensMixin):
         """Rows of texts whose ids are known, cut and framed."""
         if "offset_mapping" in settings.columns:
             raise NotImplementedError(
-                "return_offsets_mapping: ids alone have no place in a text; take a fast "
-                "tokenizer, as AutoTokenizer gives it with use_fast=True, and call it on the text"
+                "return_offsets_mapping: ids alone have no place in a text; use a fast tokenizer, "
+                "as AutoTokenizer returns with use_fast=True, and call it on the text"
             )
         columns = list(settings.columns)
         if settings.overflow:

@@ -733,8 +733,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             return
         if not os.path.isdir(best):
             raise CheckpointError(
-                f"--load_best_model_at_end: the best model, {best}, is gone: give the same command "
-                "again, which takes the best of those that are there"
+                f"--load_best_model_at_end: the best model, {best}, is gone: repeat the command, "
+                "which takes the best of those that remain"
             )
         logger.info("ending with the best model, %s", best)
         self.checkpoints.load_weights(best, self.model)

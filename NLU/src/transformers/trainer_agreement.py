@@ -153,7 +153,7 @@ def agreed_checkpoint(args: TrainingArguments, checkpoint: str | None) -> str | 
     if not all(gather_objects(is_seen, args.world_size)):
         found = ", ".join(sorted({name or "none" for name in names}))
         raise TrainingError(
-            f"processes see other last checkpoints in {args.output_dir} ({found}), and not all see "
-            "the first one's: machines have to share that folder"
+            f"processes see different last checkpoints in {args.output_dir} ({found}), and not "
+            "all see that of the first one: machines have to share that folder"
         )
     return str(own)

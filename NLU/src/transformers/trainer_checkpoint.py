@@ -416,7 +416,7 @@ class Checkpoints:
         is_as_long = saved["layout"]["examples"] == run.examples
         if is_as_long and None not in data and data[0] != data[1]:
             raise CheckpointError(
-                f"{path}: is of a run on as many examples of other data: give the same data, and "
+                f"{path}: is of a run on other data with as many examples: give the same data, and "
                 f"--max_seq_length, to resume it, or {NEW_RUN}"
             )
         collator = saved["collator"]
@@ -433,8 +433,8 @@ class Checkpoints:
         if changed and self.args.max_steps <= 0:
             raise CheckpointError(
                 f"{path}: is of a run with {_listed(saved, changed)}, this one has "
-                f"{_listed(layout, changed)}: an epoch has other steps then; give the same "
-                "processes, batches and data, or say --max_steps"
+                f"{_listed(layout, changed)}: an epoch then has other steps; give the same "
+                "processes, batches and data, or give --max_steps"
             )
         if saved != layout:
             names = [name for name in layout if saved[name] != layout[name]]
@@ -612,7 +612,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     state.best_model_checkpoint = found and str(folder / found)
     if noted and state.best_metric != value:
         logger.warning(
-            "%s was the best model: of the checkpoints that are there, %s is it, by %s",
+            "%s was the best model: of the checkpoints that remain, %s is the best, by %s",
             *(noted, state.best_model_checkpoint or "none", args.metric_for_best_model),
         )
 

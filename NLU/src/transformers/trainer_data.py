@@ -27,7 +27,7 @@ class TrainingBatches:
 
     Args:
         count: examples in the set.
-        batch_size: examples a step on each process.
+        batch_size: examples per step on each process.
         seed: of the permutation, together with `epoch`.
         world_size, rank: number of processes, and this one's.
         drop_last: leave out a last step that is not full.

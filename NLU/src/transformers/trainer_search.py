@@ -91,7 +91,7 @@ class TrainerSearch:
         if trial is None:
             return
         if self.hp_space is None:
-            raise ValueError("train takes a trial from hyperparameter_search alone")
+            raise ValueError("train takes a trial only from hyperparameter_search")
         args = self.args
         for name, value in self.hp_space(trial).items():
             if not hasattr(args, name):

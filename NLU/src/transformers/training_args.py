@@ -89,10 +89,10 @@ class TrainingArguments:
     do_eval: bool | None = flag(None, "evaluate on the validation set")
     do_predict: bool = flag(False, "write predictions for the test set")
     evaluation_strategy: IntervalStrategy = flag("no", "when to evaluate during training")
-    prediction_loss_only: bool = flag(False, "evaluations give the loss alone")
-    per_device_train_batch_size: int = flag(8, "examples a step on each process", least=1)
+    prediction_loss_only: bool = flag(False, "evaluations compute only the loss")
+    per_device_train_batch_size: int = flag(8, "examples per step on each process", least=1)
     per_device_eval_batch_size: int = flag(
-        8, "examples a batch on each process in evaluations", least=1
+        8, "examples per batch on each process in evaluations", least=1
     )
     per_gpu_train_batch_size: int | None = flag(None, "old name: per_device_train_batch_size")
     per_gpu_eval_batch_size: int | None = flag(None, "old name: per_device_eval_batch_size")
@@ -115,13 +115,13 @@ class TrainingArguments:
         1.0, "the gradient's norm is clipped to this; 0 does not clip", **_NOT_NEGATIVE
     )
     num_train_epochs: float = flag(3.0, "passes over the training set; may be a fraction")
-    max_steps: int = flag(-1, "optimizer steps to make; where positive, wins over num_train_epochs")
+    max_steps: int = flag(-1, "optimizer steps to make; if positive, it overrides num_train_epochs")
     lr_scheduler_type: SchedulerType = flag("linear", "shape of the learning rate over time")
     warmup_ratio: float = flag(
         0.0, "share of all steps in which the rate rises from 0", least=0, most=1
     )
     warmup_steps: int = flag(
-        0, "the same in steps; where positive, it wins over warmup_ratio", least=0
+        0, "the same in steps; if positive, it overrides warmup_ratio", least=0
     )
     logging_dir: str | None = flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
     logging_strategy: IntervalStrategy = flag("steps", "when to log")
@@ -144,7 +144,7 @@ class TrainingArguments:
     )
     fp16: bool = flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
     bf16: bool = flag(False, "the same in bfloat16, on a GPU or a CPU")
-    fp16_opt_level: str = flag("O1", "apex's; not read", choices=["O0", "O1", "O2", "O3"])
+    fp16_opt_level: str = flag("O1", "for apex; ignored", choices=["O0", "O1", "O2", "O3"])
     fp16_backend: str = flag(
         "auto",
         "what runs fp16; apex, which has no amp any more, is refused",
@@ -172,13 +172,17 @@ class TrainingArguments:
     )
     remove_unused_columns: bool = flag(True, "drop the columns that the model does not take")
     label_names: list[str] | None = flag(
-        None, "names of the forward's arguments that are labels (default: labels)"
+        None, "names of the forward arguments that are labels (default: labels)"
     )
     load_best_model_at_end: bool = flag(
         False, "end with the checkpoint that evaluated best; one is saved at every evaluation"
     )
-    metric_for_best_model: str | None = flag(None, "what 'best' compares (default: loss)")
-    greater_is_better: bool | None = flag(None, "its direction (default: true unless a loss)")
+    metric_for_best_model: str | None = flag(
+        None, "the metric that decides which model is best (default: loss)"
+    )
+    greater_is_better: bool | None = flag(
+        None, "whether a greater value is better (default: true unless a loss)"
+    )
     ignore_data_skip: bool = flag(
         False, "after a resume, start the epoch's data over: faster, but not the same run"
     )
@@ -191,14 +195,14 @@ class TrainingArguments:
     group_by_length: bool = flag(False, "train on batches of texts of about the same length")
     report_to: list[str] | None = flag(
         None,
-        "where to log: tensorboard, wandb, plot, which writes learning_curves.png into output_dir "
-        "at the end of a run, several of them, all or none (default: all that are installed; plot "
-        "needs matplotlib)",
+        "where to log: any of tensorboard, wandb and plot, or all, or none; plot writes "
+        "learning_curves.png into output_dir at the end of a run (default: all that are "
+        "installed; plot needs matplotlib)",
     )
     log_level: str | None = flag(
         None,
-        "the least level of messages to show; below warning, one process of several shows them "
-        "(default: in scripts info, for a Trainer alone as set by transformers.logging)",
+        "lowest level of messages to show; of several processes, only one shows those below "
+        "warning (default: in scripts info, for a Trainer alone as set by transformers.logging)",
         choices=list(LOG_LEVELS),
     )
     ddp_find_unused_parameters: bool | None = flag(
@@ -225,8 +229,8 @@ class TrainingArguments:
     )
     torch_compile: bool = flag(
         False,
-        "compute each layer as one graph, by torch.compile: for GPUs; on CPUs it was slower; a "
-        "resumed run then ends with the same numbers to rounding, not to the bit",
+        "compile each layer with torch.compile: for GPUs; on CPUs it was slower; a resumed run "
+        "then has the same results to rounding, not bit for bit",
     )
 
     # What the launcher has started so far; a script sets it that resumes by itself.
@@ -325,7 +329,7 @@ class TrainingArguments:
         if given != (self.save_strategy, self.save_steps):
             logger.info(
                 "--load_best_model_at_end: a checkpoint is saved at every evaluation; "
-                "--save_strategy and --save_steps have no part in it"
+                "--save_strategy and --save_steps are ignored"
             )
 
     # ---- device and processes ----

@@ -83,15 +83,18 @@ BAD_BASES = {
     ),
     "eight bits": (
         lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int8)},
-        ["transformer.h.0.ln_1.bias holds int8, which is no weight without", "in float32, bfloat"],
+        [
+            "transformer.h.0.ln_1.bias holds int8, which is not a weight without",
+            "in float32, bfloat",
+        ],
     ),
     "eight bits with a point": (
         lambda: {**draw_base(), "ln_f.bias": torch.ones(WIDTH).to(torch.float8_e4m3fn)},
-        ["transformer.ln_f.bias holds float8_e4m3fn, which is no weight"],
+        ["transformer.ln_f.bias holds float8_e4m3fn, which is not a weight"],
     ),
     "in another entry": (
         lambda: {"epoch": 3, "state_dict": draw_base()},
-        ["something else than named tensors: these are in its entry 'state_dict'; save that alone"],
+        ["other than named tensors: these are in its entry 'state_dict'; save that alone"],
     ),
     "another model's": (
         lambda: {"roberta.embeddings.weight": torch.ones(2, 2)},
@@ -104,11 +107,11 @@ BAD_BASES = {
         },
         ["holds no GPT-2: its tensors are classifier.dense.bias, roberta.encoder.layer.0."],
     ),
-    "no tensors": (lambda: {"wte.weight": 3}, ["holds something else than named tensors"]),
-    "a list": (lambda: [torch.ones(2)], ["holds something else than named tensors"]),
+    "no tensors": (lambda: {"wte.weight": 3}, ["holds something other than named tensors"]),
+    "a list": (lambda: [torch.ones(2)], ["holds something other than named tensors"]),
     "a wrapped number": (
         lambda: {"model_state_dict": {"wte.weight": 3}},
-        ["holds something else than named tensors"],
+        ["holds something other than named tensors"],
     ),
     "a module": (lambda: nn.Linear(2, 2), ["holds more than tensors", "not loaded for safety"]),
 }
@@ -251,7 +254,7 @@ def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora)
     save_model(whole, *open_lora(), lora_only=False)
     says = [f"{whole}: holds a full model, not LoRA alone", "save_adapter writes the adapter"]
     refuses(says, ("--init_checkpoint", base_path), whole)
-    says = [f"{whole}: holds LoRA weights of its own", "base alone"]
+    says = [f"{whole}: already holds LoRA weights", "base without LoRA"]
     refuses(says, ("--init_checkpoint", whole), lora_path)
 
 
@@ -282,7 +285,7 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     path = write_wrapped(tensors, tmp_path)
     given = ("--init_checkpoint", base_path if lora_only else path)
     file = path if lora_only else None
-    says = [f"{path}: does not say with what alpha", "lora_alpha"]
+    says = [f"{path}: does not record the alpha", "lora_alpha"]
     refuses(says, given, file)
     refuses(says, (*given, "--lora_dim", 2), file)
     contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
@@ -291,8 +294,8 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     caplog.clear()
     model, _ = open_model(args, None if file is None else str(file))
     assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
-    assert caplog.text.count(f"{path} does not say its alpha: unverified: 32") == 1
-    says_base = f"{path} does not say its base's fingerprint: unverified: {base_path}"
+    assert caplog.text.count(f"{path} does not record its alpha: unverified: 32") == 1
+    says_base = f"{path} does not record its base's fingerprint: unverified: {base_path}"
     assert caplog.text.count(says_base) == lora_only
 
 

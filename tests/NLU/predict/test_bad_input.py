@@ -52,7 +52,7 @@ BAD_LINES = {
     ),
     "a key twice": (
         '{"adapter": "rte", "text": "a", "text": "b"}',
-        'line 2: has the key \'text\' 2 times, of which one would be read: "a", "b"',
+        'line 2: has the key \'text\' 2 times, and only one would be read: "a", "b"',
     ),
     "no adapter": ('{"text": "a"}', "line 2: does not say its adapter, one of rte, mnli, stsb"),
     **{

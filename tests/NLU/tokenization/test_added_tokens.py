@@ -205,7 +205,7 @@ def test_files_that_cannot_hold_a_token_s_spaces_say_so(
     tokenizer = open_one(RobertaTokenizerFast)
     tokenizer.add_tokens([AddedToken("<l>", lstrip=True)])
     tokenizer.save_pretrained(tmp_path, legacy_format=legacy)
-    assert ("tokenizer.json alone" in warnings.text) is warned
+    assert ("only in tokenizer.json" in warnings.text) is warned
 
 
 @pytest.mark.parametrize(

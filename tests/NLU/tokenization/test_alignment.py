@@ -220,12 +220,12 @@ def test_words_as_texts_have_the_same_ids(family, folders):
 
 def test_ids_alone_have_no_places(family, folders):
     plain = PLAIN[family].from_pretrained(folders[family])
-    with pytest.raises(NotImplementedError, match="take a fast tokenizer"):
+    with pytest.raises(NotImplementedError, match="use a fast tokenizer"):
         plain("a", return_offsets_mapping=True)
     for ask in (BatchEncoding.word_ids, BatchEncoding.sequence_ids, BatchEncoding.tokens):
-        with pytest.raises(ValueError, match="take a fast tokenizer"):
+        with pytest.raises(ValueError, match="use a fast tokenizer"):
             ask(plain("a"))
-    with pytest.raises(KeyError, match="rows have indices only where a fast tokenizer"):
+    with pytest.raises(KeyError, match="only rows made by a fast tokenizer have indices"):
         plain("a")[0]
 
 

@@ -151,7 +151,7 @@ def test_word_ids_follow_the_padding(tokenizer):
     batch = tokenizer(["a", "b c"], padding=True)
     assert batch.word_ids(0) == [None, 0, None, None]
     assert batch.word_ids(1) == [None, 0, 1, None]
-    with pytest.raises(ValueError, match="take a fast tokenizer"):
+    with pytest.raises(ValueError, match="use a fast tokenizer"):
         BatchEncoding({"input_ids": [[0]]}).word_ids()
 
 

@@ -96,10 +96,10 @@ def test_wrapped_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "holds something else than named tensors"),
-        ({"a": 1}, "holds something else than named tensors"),
-        ({1: torch.zeros(1)}, "holds something else than named tensors"),
-        ({"model_state_dict": {"a": "b"}}, "holds something else than named tensors"),
+        ([torch.zeros(1)], "holds something other than named tensors"),
+        ({"a": 1}, "holds something other than named tensors"),
+        ({1: torch.zeros(1)}, "holds something other than named tensors"),
+        ({"model_state_dict": {"a": "b"}}, "holds something other than named tensors"),
         ({"a": torch.zeros(1)}, "none of its 1 tensors is LoRA's"),
         ({}, "none of its 0 tensors is LoRA's"),
         (nn.Linear(2, 2), "not loaded for safety"),

@@ -205,7 +205,7 @@ def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, fam
     request.getfixturevalue("unregistered")
     with caplog.at_level(logging.INFO, "loralib"):
         found = read_adapter(tmp_path / TARGETS[format], lora_alpha=3 if format != "peft" else None)
-    assert "its tensors are taken by their names, as those of any model" in caplog.text
+    assert "its tensors are identified by name, as for any model" in caplog.text
     assert_same_bits(found.tensors, known.tensors)
     if (family, format) == ("gpt2", "peft"):
         assert found.metadata.slices == dict.fromkeys(MODULES["gpt2"], (True, False, True))

@@ -33,7 +33,7 @@ from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, Bottlen
 
 
 def test_a_model_with_updates_of_its_own(model_class):
-    with refuses(ValueError, f"{LAYER[model_class]} has LoRA of its own"):
+    with refuses(ValueError, f"{LAYER[model_class]} has LoRA already"):
         lora.AdapterBank(model_class(TRAINED["a"]))
 
 
@@ -134,7 +134,7 @@ async def asynchronous_generator():
 
 @pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
 def test_what_computes_after_its_call_is_not_decorated(bank, caplog, function):
-    with refuses(ValueError, f"{function.__name__} computes after its call", "inside it"):
+    with refuses(ValueError, f"{function.__name__} is a generator or a coroutine", "inside it"):
         bank.use("a")(function)
     assert not caplog.records  # the block is used up, and nothing says that it has no effect
 

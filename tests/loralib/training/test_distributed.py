@@ -191,7 +191,7 @@ def test_a_port_at_which_nobody_answers(monkeypatch):
         of_it = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", **of_it}.items():
             monkeypatch.setenv(name, value)
-        expected = r"could not be reached within 1 s \(it accepts connections and does not answer"
+        expected = r"could not be reached within 1 s \(it accepts connections but does not answer"
         begun = time.monotonic()
         with pytest.raises(TrainingError, match=expected):
             join(CPU, timeout=1)

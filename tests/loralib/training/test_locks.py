@@ -51,7 +51,7 @@ def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
         message = refused(tmp_path)
         whose = f"process {process.pid} on {socket.gethostname()}, since "
         assert message.startswith(f"{tmp_path}: another run is writing there ({whose}")
-        assert f"-c {tmp_path} '--learning rate'): wait for its end, or" in message
+        assert f"-c {tmp_path} '--learning rate'): wait until it ends, or" in message
         assert (tmp_path / OWNER_NAME).exists()
     finally:
         process.send_signal(signal.SIGKILL)

@@ -18,7 +18,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
         (True, False, GPU, False, None),
         (False, True, CPU, False, None),
         (False, True, GPU, True, None),
-        (False, True, GPU, False, "bf16 needs a GPU that has bfloat16, and a T4 has not: leave"),
+        (False, True, GPU, False, "bf16 needs a GPU with bfloat16, and a T4 has none: leave"),
         (False, False, GPU, False, None),
     ],
 )

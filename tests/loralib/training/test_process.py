@@ -241,7 +241,7 @@ def test_a_bug_shows_where_it_is(lines):
     assert lines == []
 
 
-GONE = "another process of the run is gone; if it ended by an error"
+GONE = "another process of the run is gone; if it ended with an error"
 LATE = "other processes of the run did not answer in time; see the timeout"
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
 

@@ -58,7 +58,7 @@ def test_it_is_said_where_bfloat16_saves_no_time(
     with caplog.at_level("INFO"):
         choose_products(frozen_weights(model()), dtype, world_size=1)
         choose_products(frozen_weights(model()), dtype, world_size=1)
-    assert caplog.text.count("bfloat16 saves memory here, and no time") == is_said
+    assert caplog.text.count("bfloat16 saves memory here, but not time") == is_said
 
 
 def test_an_evaluation_puts_back_what_was_chosen(cache, measured):

@@ -97,4 +97,4 @@ def test_the_store_is_gone():
     assert line.startswith(
         "the run's first host can no longer be reached (Connection reset by peer)"
     )
-    assert line.endswith("; if its process ended by an error, it has said which")
+    assert line.endswith("; if its process ended with an error, see its message")

@@ -96,7 +96,7 @@ def test_alpha_is_asked_for(failure, trained, tmp_path, format, folder):
     torch.save(given.adapter.tensors, tmp_path / "in.bin")
     target = tmp_path / ("out" if folder else OUT[format])
     line = failure(tmp_path / "in.bin", target, "--to", format, "--base", given.base)
-    assert "does not say with what alpha it was trained" in line
+    assert "does not record the alpha it was trained with" in line
     assert "--lora_alpha" in line
 
 
@@ -153,7 +153,7 @@ def test_base_goes_into_the_metadata(convert, trained, tmp_path, caplog, family,
     assert said["base"] == str(given.base)
     assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
     assert read_adapter(tmp_path / OUT[format]).metadata == given.adapter.metadata
-    assert f"{tmp_path / 'in.safetensors'} does not say its base's fingerprint" in caplog.text
+    assert f"{tmp_path / 'in.safetensors'} does not record its base's fingerprint" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,7 +167,7 @@ def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_pat
     assert said["base"] == str(given.base)
     assert not {"fingerprint", "revision"} & said.keys()
     assert said["notes"] == [f"{source} names its base 'elsewhere', which --base is not called"]
-    assert f"{source} does not say its base's fingerprint: unverified" in caplog.text
+    assert f"{source} does not record its base's fingerprint: unverified" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -29,7 +29,7 @@ def test_a_full_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained
     alpha = [] if said else ["--lora_alpha", one.adapter.metadata.alpha]
     if not said:
         line = failure(tmp_path / "model.100.pt", tmp_path / "e2e", "--to", "peft")
-        assert "does not say with what alpha it was trained" in line
+        assert "does not record the alpha it was trained with" in line
     assert convert(tmp_path / "model.100.pt", "--info", *alpha)["format"] == "in a full model"
     for format in ("lora", "release", "peft"):
         out = tmp_path / OUT[format]
@@ -116,6 +116,6 @@ def test_a_full_checkpoint_without_settings_beside_it(convert, failure, trained,
     tensors = {f"roberta.{name}": tensor for name, tensor in tensors.items()}
     torch.save(tensors | one.adapter.tensors, tmp_path / "whole.bin")
     line = failure(tmp_path / "whole.bin", tmp_path / "out.safetensors")
-    assert "does not say with what alpha it was trained" in line
+    assert "does not record the alpha it was trained with" in line
     convert(tmp_path / "whole.bin", tmp_path / "out.bin")
     assert_same_tensors(read_adapter(tmp_path / "out.bin").tensors, one.adapter.tensors)

@@ -192,16 +192,16 @@ def test_the_picture_names_ranks_where_they_differ():
     [
         (
             [1e-3],
-            ["All rows have the learning rate 0.001.", "One learning rate for all favours"],
+            ["All rows use a learning rate of 0.001.", "One learning rate for all favors"],
         ),
         (
             [1e-3, 2e-3],
             [
-                "A row's learning rate is the one of 0.001, 0.002 that had the least loss",
-                "may be: query (r = 1); LoRA+ (r = 2); query (r = 4).",
+                "A row's learning rate is the one of 0.001, 0.002 with the lowest loss",
+                "may lie beyond it: query (r = 1); LoRA+ (r = 2); query (r = 4).",
             ],
         ),
-        ([5e-4, 1e-3, 2e-3], ["may be: none."]),
+        ([5e-4, 1e-3, 2e-3], ["may lie beyond it: none."]),
     ],
 )
 def test_the_report_says_what_the_figures_are_of(monkeypatch, rates, said):
@@ -210,7 +210,7 @@ def test_the_report_says_what_the_figures_are_of(monkeypatch, rates, said):
     text = report(outcomes, Settings("python x.py", 2.0, rates, labels=[1, 1, 0, 1]))
     for part in ("```bash\nbash quickstart.sh\npython x.py\n```", "over 3 seeds", "75.0 %", *said):
         assert part in text
-    assert "an accuracy of 90 % on 4 sentences is known to ±29.4" in text
+    assert "for an accuracy of 90 % on 4 sentences, is ±29.4." in text
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"run": {}, "results": {"accuracy": 1}}'])

@@ -160,7 +160,7 @@ def test_the_tables_say_mean_and_interval_and_what_was_not_run():
     assert "| the most frequent label | - | 66.7 | 0 | 66.7 | 0 |" in text
     assert f"| {lora.name} | 0.001* | - |" in text
     assert "12,345 words" in text
-    assert "Made on: a machine." in text
+    assert "Measured on: a machine." in text
     assert f"| {full.name} | 0.0003 | 0.0003 |" in text
     figure = study_report.draw(outcomes)
     assert [panel.get_title() for panel in figure.axes] == [task.title for task in TASKS]

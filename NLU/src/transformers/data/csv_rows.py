@@ -52,8 +52,8 @@ def csv_header(path: str) -> list[str]:
     for separator, plural in _OTHER_SEPARATORS.items():
         if len(names) == 1 and separator in names[0] and any(separator in f for f in first):
             raise ValueError(
-                f"{path}: seems to be separated by {plural}: it has to be by commas, with texts "
-                "that hold one in quotes"
+                f"{path}: seems to be separated by {plural}: use commas, and put texts that "
+                "contain one in quotes"
             )
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:

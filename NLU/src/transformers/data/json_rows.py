@@ -219,7 +219,7 @@ def without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         name = next(name for name in names if names.count(name) > 1)
         raise RepeatedKeyError(
-            f"has the key '{name:.60}' {names.count(name)} times, of which one would be read: "
+            f"has the key '{name:.60}' {names.count(name)} times, and only one would be read: "
             f"{in_short(json.dumps(v, ensure_ascii=False) for n, v in pairs if n == name)}"
         )
     return found

@@ -39,8 +39,8 @@ class DataCollatorForMultipleChoice:
         counts = {len(row["input_ids"]) for row in features}
         if len(counts) > 1:
             raise ValueError(
-                f"examples of {min(counts)} to {max(counts)} choices make no batch: all need as "
-                "many"
+                f"examples of {min(counts)} to {max(counts)} choices cannot be batched: all need "
+                "the same number"
             )
         names = [name for name in features[0] if name not in ("label", "labels")]
         choices = [

@@ -162,8 +162,8 @@ def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) ->
             )
     if known_texts and any(" " in name for name in texts):
         logger.warning(
-            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
-            "before it: %s",
+            "%s: its first line is taken for column names: %s; if that is a row, write the names "
+            "in a line before it: %s",
             *(path, quoted(texts), ",".join(known_texts)),
         )
 
@@ -199,7 +199,7 @@ def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None
     if is_few or is_of_words:
         count = f"{len(values):,} values in {len(data):,} rows" if is_few else "single words"
         logger.warning(
-            "%s: %s is taken for text, and has %s (%s): if it is none, name the texts with "
+            "%s: %s is taken for text, and has %s (%s): if it is not, name the texts with "
             "--text_columns",
             *(path, name, count, in_short(values, width=60)),
         )
@@ -219,7 +219,7 @@ def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
     if of_columns or (label not in row and len(row) > _MOST_OF_A_ROW):
         raise ValueError(
             f"{path}: is one object of {len(row):,} keys ({in_short(row, width=60)}), which is "
-            f'read as one row: write an object a row, such as {{"text": "…", "{label}": "…"}}'
+            f'read as one row: write one object per row, such as {{"text": "…", "{label}": "…"}}'
         )
 
 

@@ -134,8 +134,8 @@ def _refuse_one_object(rows: Dataset, path: str) -> None:
         value = rows[name][0]
         if isinstance(value, list) and value and isinstance(value[0], dict):
             raise ValueError(
-                f"{path}: is one object, which has its rows in the list '{name}': write that list "
-                "alone, or an object a line"
+                f"{path}: is one object with its rows in the list '{name}': write only that list, "
+                "or one object per line"
             )
 
 
@@ -188,7 +188,7 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
     given = json_rows(path)
     if len(given) != len(rows):
         raise ValueError(
-            f"{path}: {taken[0]} holds dates, which would not stay texts: write an object a line"
+            f"{path}: {taken[0]} holds dates, which would not stay texts: write one object per line"
         )
     names = rows.column_names
     texts = Dataset.from_dict({name: [row.get(name) for row in given] for name in taken})

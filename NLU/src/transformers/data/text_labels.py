@@ -89,8 +89,8 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
     words = [label for label in labels if not _is_finite(label)]
     if numbers and words:
         logger.warning(
-            "%s: labels are numbers (%s) and words (%s): each is a class; if some are one, write "
-            "them alike",
+            "%s: labels are numbers (%s) and words (%s): each is a class; if some mean the same, "
+            "write them alike",
             *(path, in_short(numbers, width=70), in_short(words, width=70)),
         )
     else:
@@ -104,8 +104,8 @@ def _warn_of_missing(train: Dataset, path: str) -> None:
     missing = [v for v in values if may_be_missing(v) and v.strip().lower() not in ("none", "-")]
     if missing:
         logger.warning(
-            "%s: the label of %d rows is '%s', row %d first, which is a class of its own: if it "
-            "stands for no label, leave the rows out",
+            "%s: the label of %d rows is '%s', row %d first, which counts as a class: if it means "
+            "no label, leave the rows out",
             *(path, values.count(missing[0]), missing[0], values.index(missing[0]) + 1),
         )
 
@@ -123,7 +123,7 @@ def _warn_of_spellings(labels: Sequence[str], path: str) -> None:
     for several in spellings.values():
         if len(several) > 1:
             listed = quoted(several)
-            logger.warning("%s: %s are classes of their own; are they one?", path, listed)
+            logger.warning("%s: %s are separate classes; do they mean the same?", path, listed)
 
 
 def label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:

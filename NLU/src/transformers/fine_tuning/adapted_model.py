@@ -156,7 +156,9 @@ def leave_out_missing(model_args: AdaptedModelArguments) -> None:
     for path in PATHS.values():
         name = getattr(model_args, path)
         if name is not None and not os.path.exists(name):
-            logger.warning("--%s %s is not there: its rank and targets are the flags'", path, name)
+            logger.warning(
+                "--%s %s does not exist: rank and targets are taken from the flags", path, name
+            )
             setattr(model_args, path, None)
 
 
@@ -217,7 +219,7 @@ def load_task_config(
         ValueError: --cls_dropout, which these heads do not have.
     """
     if args.cls_dropout is not None:
-        raise ValueError("--cls_dropout is the dropout of a classifier of texts: leave it out")
+        raise ValueError("--cls_dropout is for text classifiers: leave it out")
     config = load_config(model_args)
     keep_to_layers(model_args, config, adapters)
     return config
@@ -379,7 +381,7 @@ def open_tokenizer(
     if aligned and not model_args.use_fast_tokenizer:
         raise ValueError(
             "--use_fast_tokenizer False: only a fast tokenizer knows which words and characters "
-            "its tokens are of; leave it out"
+            "its tokens come from; leave it out"
         )
     return load_tokenizer(
         model_args.tokenizer_name or model_args.model_name_or_path,
@@ -416,7 +418,7 @@ def build_model(
     for switch in ADAPTATIONS if args.do_train else ():
         if getattr(config, switch) and not getattr(model_args, switch):
             logger.warning(
-                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
+                "%s was made with --%s, and keeps it; start from its base to train it differently",
                 *(model_args.model_name_or_path, switch),
             )
     model = auto_class.from_pretrained(
@@ -451,7 +453,7 @@ def _reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
     head = CARRIED[model.config.model_type].family.heads[model.head]
     for parameter in model.get_submodule(head.logits).parameters():
         parameter.copy_(parameter[list(order)])
-    logger.info("the outputs of %s are put in the order of the data's classes", head.logits)
+    logger.info("the outputs of %s are reordered to match the data's classes", head.logits)
 
 
 def train_adapted(model: PreTrainedModel) -> None:

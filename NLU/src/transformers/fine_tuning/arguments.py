@@ -22,11 +22,11 @@ class AdaptedModelArguments:
     model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
     config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
     tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, if not the model's")
-    cache_dir: str | None = flag(None, "where to keep what is downloaded, and tables of data")
+    cache_dir: str | None = flag(None, "folder for downloads and for tables of data")
     use_fast_tokenizer: bool = flag(True, "both values give the same ids")
     model_revision: str = flag("main", "branch, tag or commit on the hub")
     use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
-    apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")
+    apply_lora: bool = flag(False, "train LoRA and the head; the model's own weights are frozen")
     lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r", least=1)
     lora_r: int | None = flag(None, "rank of the LoRA update", least=1)
     lora_path: str | None = flag(
@@ -36,9 +36,9 @@ class AdaptedModelArguments:
     )
     lora_targets: list[str] | None = flag(
         None,
-        f"the projections that LoRA adapts (default: query value): {', '.join(LORA_TARGETS)}, of "
-        "which intermediate and output are the feed-forward part's, up and down; ends of modules' "
-        "names; globs; or all-linear",
+        f"the projections that LoRA adapts (default: query value): {', '.join(LORA_TARGETS)} "
+        f"(intermediate and output are feed-forward, up and down), ends of module names, globs, "
+        f"or all-linear",
     )
     lora_layers: list[str] | None = flag(
         None,
@@ -46,41 +46,42 @@ class AdaptedModelArguments:
     )
     lora_rank_pattern: list[str] | None = flag(
         None,
-        "other ranks than lora_r, as target=rank …, such as value=4 layer.0.*=16; of several that "
-        "match a module the first one counts",
+        "other ranks than lora_r, as target=rank …, such as value=4 layer.0.*=16; the first match "
+        "counts",
     )
     lora_alpha_pattern: list[str] | None = flag(
         None, "other alphas than lora_alpha, as target=alpha …, likewise"
     )
     lora_variant: str | None = flag(
         None,
-        "of the update (default: lora): rslora scales it by lora_alpha / √lora_r (arXiv "
-        "2312.03732), dora trains magnitude and direction apart (arXiv 2402.09353)",
+        "LoRA's variant (default: lora): rslora scales the update by lora_alpha / √lora_r (arXiv "
+        "2312.03732), dora trains magnitude and direction separately (arXiv 2402.09353)",
         choices=list(VARIANTS),
     )
     lora_init: str | None = flag(
         None,
-        "where A and B start (default: A at random, B at zero): pissa at the weight's largest "
-        "singular values (arXiv 2404.02948), olora at its QR factors (arXiv 2406.01775), "
-        "orthogonal at random with B A = 0",
+        "initial values of A and B (default: A random, B zero): pissa, from the weight's largest "
+        "singular values (arXiv 2404.02948); olora, from its QR factors (arXiv 2406.01775); "
+        "orthogonal, random with B A = 0",
         choices=list(INITIALIZATIONS),
     )
     lora_freeze_A: bool | None = flag(
         None,
-        "LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained (default: false)",
+        "LoRA-FA (arXiv 2308.03303): A keeps its initial values, and only B is trained (default: "
+        "false)",
     )
     lora_dropout: float | None = flag(
         None, "dropout on the LoRA update's input (default: 0)", least=0, below=1
     )
     lora_positions: bool | None = flag(
         None,
-        "for DeBERTa-v2: LoRA also reaches the positions that its projections share with contents, "
-        "as PEFT's does (default: false, as in the release)",
+        "for DeBERTa-v2: LoRA also applies to positions, which share projections with contents, "
+        "as in PEFT (default: false, as in the release)",
     )
     apply_adapter: bool = flag(False, "train bottleneck adapters and the head")
     adapter_type: str | None = flag(
         None,
-        "houlsby (the default) after attention and feed-forward, pfeiffer after the latter alone",
+        "houlsby (the default) after attention and feed-forward, pfeiffer only after the latter",
         choices=list(ADAPTER_TYPES),
     )
     adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)", least=1)
@@ -90,7 +91,9 @@ class AdaptedModelArguments:
         "or with AdapterHub's pytorch_adapter.bin and pytorch_model_head.bin, or a repository",
     )
     apply_bitfit: bool = flag(False, "train the biases and the head")
-    bitfit_path: str | None = flag(None, "a file of trained biases, as lora_path is a LoRA file")
+    bitfit_path: str | None = flag(
+        None, "trained biases to start from or to evaluate; given like lora_path"
+    )
 
     @property
     def sources(self) -> dict[str, str | None]:
@@ -140,8 +143,8 @@ class DataArguments:
 class HubDataArguments(DataArguments):
     """Files, or a data set on the hub."""
 
-    dataset_name: str | None = flag(None, "a data set on the hub, for what no file is given for")
-    dataset_config_name: str | None = flag(None, "its configuration, where it has several")
+    dataset_name: str | None = flag(None, "a data set on the hub, for splits without a file")
+    dataset_config_name: str | None = flag(None, "its configuration, if it has several")
     preprocessing_num_workers: int | None = flag(
         None, "processes that tokenize (default: one)", least=1
     )

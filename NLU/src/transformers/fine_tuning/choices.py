@@ -99,7 +99,7 @@ def _endings(table: Table) -> tuple[str, ...]:
     if len(found) < 2 or found != list(range(len(found))):
         columns = in_short(table.rows.column_names)
         raise ValueError(
-            f"{table.source}: needs columns ending0, ending1 and so on, two at least; has {columns}"
+            f"{table.source}: needs columns ending0, ending1 and so on, at least two; has {columns}"
         )
     return tuple(f"ending{number}" for number in found)
 

@@ -102,7 +102,7 @@ def pipeline(
     if model is None:
         raise ValueError(f"pipeline('{task}') needs a model: a folder, or a name on the hub")
     if framework not in (None, "pt"):
-        raise ValueError(f"framework={framework!r}: this fork has PyTorch's models alone, 'pt'")
+        raise ValueError(f"framework={framework!r}: this fork has only PyTorch's models, 'pt'")
     where = {} if revision is None else {"revision": revision}
     if tokenizer is None:
         tokenizer = next(

@@ -86,7 +86,7 @@ class Pipeline(ABC):
         binary_output: bool = False,
     ):
         if framework not in (None, "pt"):
-            raise ValueError(f"framework={framework!r}: this fork has PyTorch's models alone, 'pt'")
+            raise ValueError(f"framework={framework!r}: this fork has only PyTorch's models, 'pt'")
         self.task = task
         self.model = model
         self.tokenizer = tokenizer

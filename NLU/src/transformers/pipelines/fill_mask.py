@@ -93,7 +93,7 @@ class FillMaskPipeline(Pipeline):
         """
         words = [targets] if isinstance(targets, str) else list(targets)
         if not words or not all(words):
-            raise ValueError("targets needs a word at least, and none that is empty")
+            raise ValueError("targets needs at least one word, and none may be empty")
         ids = []
         for word in words:
             tokens = self.tokenizer.tokenize(word)

@@ -13,6 +13,6 @@ def check_min_version(min_version: str) -> None:
 
     if version.parse(__version__) < version.parse(min_version):
         raise ImportError(
-            f"this script needs transformers {min_version}, and {__version__} is installed: take "
-            "the script of the version that is installed"
+            f"this script needs transformers {min_version}, and {__version__} is installed: use "
+            "the script of the installed version"
         )

@@ -90,7 +90,7 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
     elif not _can_be_written_to(datasets.config.HF_DATASETS_CACHE):
         logger.warning(
             "%s: cannot be written to, so data is kept in a temporary folder, and the next run "
-            "reads it anew: set HF_HOME to a folder of your own",
+            "reads it again: set HF_HOME to a folder of your own",
             datasets.config.HF_DATASETS_CACHE,
         )
         datasets.config.HF_DATASETS_CACHE = _temporary_cache()

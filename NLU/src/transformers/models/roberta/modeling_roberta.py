@@ -62,8 +62,8 @@ class RobertaEmbeddings(nn.Module):
         kind = getattr(config, "position_embedding_type", "absolute")
         if kind != "absolute":
             raise ValueError(
-                f"position_embedding_type is '{kind}': this package's RoBERTa has absolute ones "
-                "alone; upstream's transformers has others, in an environment of its own"
+                f"position_embedding_type is '{kind}': this package's RoBERTa has only absolute "
+                "ones; upstream's transformers has others, in an environment of its own"
             )
         pad = config.pad_token_id
         self.padding_idx = pad

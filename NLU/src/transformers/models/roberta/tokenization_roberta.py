@@ -84,7 +84,7 @@ class RobertaBackend(TokenizersBackend):
         **settings: Any,
     ):
         if errors != "replace":
-            raise ValueError(f"errors={errors!r}: bytes that are not UTF-8 are replaced, always")
+            raise ValueError(f"errors={errors!r}: bytes that are not UTF-8 are always replaced")
         self.errors = errors
         self.add_prefix_space = add_prefix_space
         self.trim_offsets = trim_offsets
@@ -155,8 +155,8 @@ class RobertaBackend(TokenizersBackend):
         ]
         if flagged and (legacy_format or not self.is_fast):
             logger.warning(
-                "that added tokens take spaces along, or are whole words, is in %s alone, which "
-                "the fast tokenizer writes: %s",
+                "whether added tokens absorb spaces or are whole words is recorded only in %s, "
+                "which the fast tokenizer writes: %s",
                 TOKENIZER_FILE,
                 ", ".join(flagged),
             )
