@@ -116,7 +116,7 @@ def test_a_model_that_is_offloaded_once_it_has_adapters(tmp_path, name, variant)
     offload(plain)
     with bank.use("a"):
         if variant == "dora" and has_bias:
-            message = r"^the bias of \S+ is on the meta device: .* take out the hooks that offload"
+            message = r"^the bias of \S+ is on the meta device: .* remove the hooks that offload"
             with pytest.raises(ValueError, match=message):
                 outputs(plain, case)
         else:
