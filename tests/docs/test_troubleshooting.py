@@ -11,6 +11,8 @@ from places import ROOT
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ROOMS = ("loralib", "NLU/src", "NLG/src", "NLG/eval", "examples", "utils")
 PLACEHOLDER = "\0"
+# Not in the code; a test below makes Python say it.
+PYTHONS = "cannot import name '…' from 'transformers'"
 
 
 def messages(text: str) -> list[str]:
@@ -45,12 +47,18 @@ def known() -> str:
 def is_known(message: str) -> bool:
     """Whether a string of the code is this message, each … standing for one line at most."""
     pattern = r"[^\n]*".join(re.escape(part) for part in message.split("…"))
-    return re.search(pattern, known()) is not None
+    return message == PYTHONS or re.search(pattern, known()) is not None
 
 
 @pytest.mark.parametrize("message", messages(PAGE.read_text(encoding="utf-8")))
 def test_a_message_is_one_of_the_code(message):
     assert is_known(message)
+
+
+def test_python_says_that_a_name_cannot_be_imported():
+    name = re.escape(PYTHONS).replace("…", "LlamaForCausalLM")
+    with pytest.raises(ImportError, match=name):
+        from transformers import LlamaForCausalLM  # noqa: F401
 
 
 def test_there_are_many():
