@@ -1,4 +1,4 @@
-"""The paper's ablations in small: which projections (table 5), which rank (table 6), which variant.
+"""The paper's ablations on a small scale: projections (table 5), ranks (table 6), and variants.
 
     bash quickstart.sh                                     makes the base and its task
     OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 300 times

@@ -4,7 +4,7 @@
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
     python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, after its own
     python utils/reproduce.py "roberta-base LoRA" --estimate  only what each recipe would take
-    python utils/reproduce.py --study                         a study in small: see --study --help
+    python utils/reproduce.py --study                         a small-scale study: see --study --help
 
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 

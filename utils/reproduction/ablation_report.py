@@ -100,7 +100,7 @@ def report(outcomes: Outcomes, settings: Settings) -> str:
         settings: of all of them.
     """
     lines = [
-        "# The paper's ablations in small\n",
+        "# The paper's ablations on a small scale\n",
         "<!-- not run: trains hundreds of models -->",
         f"```bash\nbash quickstart.sh\n{settings.command}\n```\n",
         *_introduction(outcomes[HEAD_ALONE.key], settings),

@@ -129,7 +129,7 @@ def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settin
     """All tables, with how they were made and what they mean."""
     title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
     lines = [
-        "# A study in small\n",
+        "# A study on a small scale\n",
         f"<!-- not run: trains for hours -->\n```bash\n{COMMANDS}\n```\n",
         *_introduction(settings),
         f"![scores by trained parameters]({PICTURE_NAME})\n",
