@@ -1,4 +1,4 @@
-"""Fine-tune RoBERTa or DeBERTa-v2, with LoRA or without, to choose among endings.
+"""Fine-tune RoBERTa, with LoRA or without, to choose among endings.
 
     python examples/multiple-choice/run_swag.py --model_name_or_path roberta-base \
         --dataset_name swag --dataset_config_name regular --do_train --do_eval \
