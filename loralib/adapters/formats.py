@@ -384,8 +384,8 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
         # Of a registered family, the names of what is held say it.
         if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
             return (
-                "its head is its own where it shares a weight in the base, as in PEFT (separate), "
-                "which this format cannot record"
+                "its head has its own copy of a weight that the base's head shares with another "
+                "module (separate, as in PEFT), which this format cannot record"
             )
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
         reason = peft_writing.what_forbids(adapter)
@@ -456,8 +456,8 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
     if is_known or format == "release":
         return []
     remark = (
-        "of no registered family: its modules are taken for linear layers, or what its shapes and "
-        "its metadata (embeddings, slices) say"
+        "of no registered family: its modules are assumed to be linear layers, or what its shapes "
+        "and its metadata (embeddings, slices) say"
     )
     of_peft = "; and a weight that the model uses in several places is adapted in all of them"
     return [remark + of_peft if format == "peft" else remark]

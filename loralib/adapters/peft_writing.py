@@ -76,21 +76,30 @@ def what_forbids(adapter: Adapter) -> str | None:
         attention = attention_of(module, modules)
         is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
         if metadata.has_magnitude and is_of_slices:
-            return f"the magnitudes of {module} are those of slices, PEFT's of the complete output"
+            return (
+                f"{module} has DoRA's magnitudes for slices of its output, and PEFT's are those of "
+                "the complete output"
+            )
         if metadata.has_magnitude and attention:
             return f"adapts {attention}, an nn.MultiheadAttention, for which PEFT has no DoRA"
         if attention and _strength(metadata, module) != _strength(metadata, attention):
-            return f"{module} has another rank or alpha than {attention}, which PEFT adapts as one"
+            return (
+                f"{module} and {attention} differ in rank or alpha, but PEFT adapts the two as one "
+                "module"
+            )
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
         if module in modules and last in ("in_proj_bias", "bias_k", "bias_v"):
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
-            return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+            return f"brings {name}, a parameter of the model itself, and PEFT saves only modules"
     for saved in _saved_modules(adapter):
         for module in modules:
             if module.startswith(f"{saved}."):
-                return f"brings parameters of {saved}, of which PEFT would save {module} as well"
+                return (
+                    f"brings parameters of {saved}: PEFT would save all of it, including "
+                    f"{module}, which has LoRA"
+                )
     return _tied_head(adapter)
 
 
@@ -100,7 +109,10 @@ def _tied_head(adapter: Adapter) -> str | None:
     tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
-            return f"brings {top_module(name)}, whose {name} is the base's {kept}: PEFT saves both"
+            return (
+                f"brings {top_module(name)}, whose {name} is tied to the base's {kept}: PEFT would "
+                "save that weight as well"
+            )
     return None
 
 
@@ -118,15 +130,15 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     remarks = []
     if adapter.lora.has_start:
         remarks.append(
-            f"the update from the start of {adapter.lora.initialization} is, for PEFT, plain LoRA "
-            "of twice the rank: the same sums"
+            f"the {adapter.lora.initialization} initialization becomes, for PEFT, plain LoRA of "
+            "twice the rank, which computes the same"
         )
         adapter = _without_start(adapter)
     metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
     if any(attention_of(module, deltas) for module in deltas):
         remarks.append(
-            "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice: its "
-            "lora_B is halved in the file, so that the sums are the same there"
+            "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice, so its "
+            "lora_B is halved in the file, and PEFT computes the same"
         )
     for module, delta in deltas.items():
         if not is_of_slices(delta):
@@ -136,9 +148,9 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
         if parts == 1:
             continue
         remarks.append(
-            f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one "
-            f"of rank {parts * rank} and alpha {_joined_alpha(metadata, alpha, parts):g}: the same "
-            "sums"
+            f"the {parts} updates of rank {rank} in one {module.rpartition('.')[2]} become, for "
+            f"PEFT, one of rank {parts * rank} and alpha "
+            f"{_joined_alpha(metadata, alpha, parts):g}, which computes the same"
         )
     return replace(adapter, metadata=replace(metadata, slices=slices)), sorted(set(remarks))
 
@@ -213,8 +225,8 @@ def _divided(B: Tensor, module: str, source: str) -> Tensor:
     divided = B / TIMES_ADDED
     if not torch.equal(divided * TIMES_ADDED, B):
         raise CheckpointError(
-            f"{source}: lora_B of {module} has values that cannot be halved in {B.dtype}, as PEFT "
-            "needs it: write it in float32"
+            f"{source}: lora_B of {module} has values too small to be halved in {B.dtype}, as "
+            "PEFT needs it: write it in float32"
         )
     return divided
 

@@ -238,7 +238,7 @@ BAD = {
     ),
     "labels that the model does not take": (
         f"{RTE} --do_train --label_names label",
-        "--label_names: RobertaForSequenceClassification takes no label; it takes what batches",
+        "--label_names: RobertaForSequenceClassification takes no label: leave the flag out",
     ),
     "predictions without predictions": (
         f"{RTE} --do_predict --prediction_loss_only",

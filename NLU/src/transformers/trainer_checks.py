@@ -89,8 +89,8 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         unknown = [name for name in label_names if name not in known]
         if unknown:
             raise ValueError(
-                f"--label_names: {type(model).__name__} takes no {', '.join(unknown)}; it takes "
-                "what batches call 'labels', unless the task says otherwise"
+                f"--label_names: {type(model).__name__} takes no {', '.join(unknown)}: leave the "
+                "flag out, or name the arguments of forward that are labels"
             )
     if args.label_smoothing_factor > 0:
         _check_smoothing(model, label_names)

@@ -211,7 +211,7 @@ LOST = {
 def test_what_each_format_cannot_hold(tmp_path, family):
     adapter = adapter_of(family)
     told = write_adapter(tmp_path / "a.safetensors", adapter)
-    assert [remark for remark in told if "modules are taken for linear" not in remark] == []
+    assert [remark for remark in told if "modules are assumed to be linear" not in remark] == []
     said = write_adapter(tmp_path / "a.bin", adapter)
     of_head = ("task", "labels", "text_columns")
     lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in of_head}
@@ -307,4 +307,4 @@ def test_an_alpha_that_is_given(tmp_path, name):
 @pytest.mark.parametrize("format", ["lora", "peft"])
 def test_a_user_is_told_of_an_unknown_model(tmp_path, family, told, format):
     remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
-    assert any("taken for linear layers" in remark for remark in remarks) is told
+    assert any("assumed to be linear layers" in remark for remark in remarks) is told

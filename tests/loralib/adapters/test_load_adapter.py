@@ -314,9 +314,9 @@ def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
         ("separate", {}, "is of an nn.MultiheadAttention with inputs of several sizes"),
         ("attention", {"targets": "out_proj"}, "is adapted without its nn.MultiheadAttention"),
         ("attention", {"variant": "dora"}, "an nn.MultiheadAttention, for which PEFT has no DoRA"),
-        ("own out_proj", {}, "attention.out_proj has another rank or alpha than attention"),
+        ("own out_proj", {}, "attention.out_proj and attention differ in rank or alpha"),
         ("attention", {"bias": "lora_only"}, "attention.in_proj_bias, a bias that PEFT does not"),
-        ("slices", {"variant": "dora"}, "the magnitudes of layers.0.qkv are those of slices"),
+        ("slices", {"variant": "dora"}, "layers.0.qkv has DoRA's magnitudes for slices"),
     ],
 )
 def test_what_peft_does_not_have(tmp_path, name, settings, message):
@@ -357,6 +357,6 @@ def test_halves_that_half_precision_cannot_halve(tmp_path):
     adapter = lora.read_adapter(tmp_path / "a.safetensors")
     tensors = {name: tensor.half() for name, tensor in adapter.tensors.items()}
     tensors["attention.out_proj.lora_B"][0, 0] = 2.0**-24
-    with pytest.raises(CheckpointError, match=r"cannot be halved in torch\.float16"):
+    with pytest.raises(CheckpointError, match=r"too small to be halved in torch\.float16"):
         lora.write_adapter(tmp_path / "b", Adapter(tensors, adapter.metadata), "peft")
     assert not (tmp_path / "b").exists()

@@ -218,7 +218,7 @@ def test_a_start_is_joined(tmp_path, initialization, variant, alpha):
 def test_a_users_remarks(tmp_path):
     model = CASES["attention"].adapted(initialization="pissa", freeze_A=True)
     remarks = lora.save_adapter(model, tmp_path / "a")
-    for part in ("out_proj twice", "from the start of pissa", "freeze_A"):
+    for part in ("out_proj twice", "the pissa initialization", "freeze_A"):
         assert any(part in remark for remark in remarks)
 
 

@@ -130,7 +130,7 @@ def test_what_is_apart_is_not_written_where_that_cannot_be_said(tmp_path):
     tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
     metadata = LoraMetadata(rank=2, alpha=2, targets=("up",), separate=True)
     adapter = Adapter({**tensors, "last.weight": torch.ones(9, 6)}, metadata)
-    with pytest.raises(NeedsMergingError, match=r"as in PEFT \(separate\), which this format"):
+    with pytest.raises(NeedsMergingError, match=r"\(separate, as in PEFT\), which this format"):
         write_adapter(tmp_path / "a.bin", adapter)
     write_adapter(tmp_path / "a.safetensors", adapter)
     assert read_adapter(tmp_path / "a.safetensors").lora.separate

@@ -112,8 +112,8 @@ def choose_columns(
 def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str) -> None:
     if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
         raise ValueError(
-            f"--text_columns takes one or two columns, not {label}'s and none twice; given "
-            f"are {', '.join(texts)}"
+            "--text_columns takes one or two columns, each once, and not that of the labels "
+            f"('{label}'); given: {', '.join(texts)}"
         )
     for name in texts:
         _check_has(data, path, name, "text_columns")
