@@ -123,7 +123,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if (args.data_dir is None) != (args.vocab is None):
         parser.error("--data_dir and --vocab go together")
     if are_fast_paths_off():
-        parser.error("LORALIB_PLAIN is set: it turns off the operations that are looked for here")
+        parser.error(
+            "LORALIB_PLAIN is set, which turns off the operations that are measured: unset it"
+        )
     return args
 
 

@@ -26,8 +26,8 @@ def check(output_dir: Path) -> None:
     """Checks that it is upstream's Transformers that is installed, and that no adapter is there."""
     if "+lora" in transformers.__version__:
         raise ValueError(
-            "this needs upstream's Transformers, and installed is the fork in NLU/, which goes by "
-            "the same name: in another environment, pip install transformers -e ."
+            "this needs upstream's Transformers, but the fork in NLU/, which has the same name, is "
+            "installed: in another environment, run pip install transformers -e ."
         )
     if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
         raise ValueError(f"{output_dir}: exists already: give another --output_dir")
@@ -39,7 +39,7 @@ def load_blocks(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8")).input_ids, device=DEVICE)
     blocks = ids[: len(ids) // args.length * args.length].view(-1, args.length)
     if len(blocks) < 2:
-        raise ValueError(f"{args.text}: {len(ids)} tokens are not two blocks: lower --length")
+        raise ValueError(f"{args.text}: {len(ids)} tokens do not fill two blocks: lower --length")
     training, held_out = blocks.tensor_split([len(blocks) * 9 // 10])
     return training, held_out
 

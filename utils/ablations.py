@@ -1,4 +1,4 @@
-"""The paper's ablations on a small scale: projections (table 5), ranks (table 6), and variants.
+"""The paper's ablations on a small scale: projections (table 5), ranks (table 6), variants.
 
     bash quickstart.sh                                     makes the base and its task
     OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 300 times
@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         list(dict.fromkeys(values)) for values in (args.seeds, args.learning_rates)
     )
     if len(args.seeds) < 2:
-        raise ValueError("--seeds: an interval needs two seeds at least")
+        raise ValueError("--seeds: an interval needs at least two seeds")
     return args
 
 

@@ -140,7 +140,7 @@ def _check_no_other(folder: Path, source: str) -> None:
         is_own = name in LORA.files and Path(source).resolve() in (folder.resolve(), file.resolve())
         if file.exists() and not is_own:
             raise CheckpointError(
-                f"{file}: is another adapter's, which would be read in the place of the new one; "
+                f"{file}: belongs to another adapter, which would be read instead of the new one; "
                 "give another folder"
             )
 
@@ -164,7 +164,7 @@ def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
     if metadata and metadata.trained_with:
         raise CheckpointError(
             f"{adapter.source}: was trained with {in_words(metadata.trained_with)} as well, whose "
-            "weights are in another file: without them it is not what was trained"
+            "weights are in another file; without them it computes something else"
         )
     if format == "merged" and base is None:
         known = f" (it names '{metadata.base}')" if metadata.base else ""
@@ -226,7 +226,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.target is None and not args.info:
         parser.error("give OUT, or --info")
     if args.info and any((args.target, args.to, args.base, args.dtype, args.task, args.labels)):
-        parser.error("--info writes nothing: with IN it takes --lora_alpha alone")
+        parser.error("--info writes nothing: give it only IN and, if needed, --lora_alpha")
     return args
 
 

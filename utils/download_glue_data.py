@@ -157,7 +157,7 @@ def install(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path 
         _download(key, task, data_dir, base_url, mrpc)
     elif fault := find_fault(task, release.rows, data_dir):
         raise ValueError(
-            f"{folder} is there but not complete ({fault}); move it away and run again"
+            f"{folder} exists but is not complete ({fault}); move it away and run again"
         )
     logger.info("%s is complete", folder)
 
@@ -184,11 +184,11 @@ def _download(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Pat
         if by_hand:
             there = ", ".join(map(str, by_hand))
             raise ValueError(
-                f"{error}; remove {there} to have it downloaded, or put the published one there"
+                f"{error}; remove {there} to download it again, or put the published file there"
             ) from error
         if not fetched:
             raise
-        raise ValueError(f"{error}; the download is removed, run again to repeat it") from error
+        raise ValueError(f"{error}; the download was removed; run again to repeat it") from error
     _remove(fetched)
 
 
@@ -352,7 +352,7 @@ def _append(response: HTTPResponse, part: Path, start: int) -> None:
         sent = response.headers.get("Content-Range", "")
         if not sent.startswith(f"bytes {start}-"):
             _etag_file(part).unlink()  # the next attempt starts over
-            raise ConnectionError(f"asked for the bytes from {start:,}, was sent {sent!r}")
+            raise ConnectionError(f"asked for the bytes from {start:,} on, but was sent {sent!r}")
     else:
         start = 0
     length = response.headers.get("Content-Length")

@@ -4,7 +4,7 @@
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
     python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, after its own
     python utils/reproduce.py "roberta-base LoRA" --estimate  only what each recipe would take
-    python utils/reproduce.py --study                         a small-scale study: see --study --help
+    python utils/reproduce.py --study                         a small-scale study; see --study -h
 
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 
@@ -98,14 +98,14 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     if args.estimate and args.small:
-        raise ValueError("--estimate is of the recipes themselves: leave out --small")
+        raise ValueError("--estimate is for the full recipes: leave out --small")
     if args.output_dir is None:
         args.output_dir = Path("output", "reproduce_small" if args.small else "reproduce")
     flags = argv[cut + 1 :]
     for flag in flags:
         name = flag.split("=")[0]
         if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
-            raise ValueError(f"{name} after --: this program gives each run its own")
+            raise ValueError(f"{name} cannot follow --: this program sets it for each run")
     return args, flags
 
 

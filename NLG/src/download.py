@@ -171,7 +171,7 @@ def fetch_e2e(root: Path) -> None:
                 if archive != own:
                     raise
                 raise ValueError(
-                    f"{error}; remove it to have it downloaded, or put the published one there"
+                    f"{error}; remove it to download it again, or put the published file there"
                 ) from error
     for _, target, rows in E2E_SPLITS:
         found = (root / target).read_bytes().count(b"\n")

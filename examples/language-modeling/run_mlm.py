@@ -110,7 +110,7 @@ def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTo
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
-        raise ValueError(f"--vocab_size {vocab_size}: bytes and special tokens are {least} already")
+        raise ValueError(f"--vocab_size {vocab_size}: bytes and special tokens alone are {least}")
     bpe = ByteLevelBPETokenizer()
     bpe.train(file, vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -299,7 +299,7 @@ def estimate(
 ) -> None:
     """Prints what training would take; reads the text, and no weights."""
     if estimate_args.estimate_length is not None:
-        raise ValueError("--estimate_length: lines are as long as those of --train_file")
+        raise ValueError("--estimate_length does not apply here: lengths are those of --train_file")
     set_up_datasets(model_args.cache_dir)
     check_text(text_args.train_file)
     config, tokenizer, length = choose_shape(model_args, text_args)

@@ -142,8 +142,8 @@ def prepare(
     """Reads settings, data and tokenizer, and checks that they belong together."""
     if args.label_smoothing_factor:
         raise ValueError(
-            "--label_smoothing_factor smooths one label, and an answer has two, its start and its "
-            "end: leave it out"
+            "--label_smoothing_factor smooths a single label, and an answer has two, its start "
+            "and its end: leave it out"
         )
     check_scores(args, names_of_scores(data_args.version_2_with_negative))
     config = load_task_config(model_args, args, adapters)
@@ -179,7 +179,7 @@ def choose_rows(
         data_args.doc_stride = min(USUAL_STRIDE, length // 3)
     if not 0 <= data_args.doc_stride < length:
         raise ValueError(
-            f"--doc_stride must be from 0 to below --max_seq_length {length}, not "
+            f"--doc_stride must be at least 0 and below --max_seq_length {length}, not "
             f"{data_args.doc_stride}"
         )
 

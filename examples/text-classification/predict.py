@@ -205,7 +205,7 @@ def _in_words(source: str) -> str:
 def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     """One line, checked, with its adapter filled in where there is a single one."""
     if not content:
-        raise ValueError("is blank; only lines at the end may be")
+        raise ValueError("is blank; only lines at the end may be blank")
     line = _decoded(content, names)
     if "tokens" in line:
         _check_words(line)
@@ -218,7 +218,7 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         if key in line:
             raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
     if "adapter" not in line and len(names) > 1:
-        raise ValueError(f"does not say its adapter, one of {in_short(names)}")
+        raise ValueError(f"does not name its adapter, one of {in_short(names)}")
     line.setdefault("adapter", names[0])
     _check_adapter(line["adapter"], names)
     return line
@@ -234,7 +234,7 @@ def _decoded(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # JSON's errors also count lines, from 1 in this very line: that would mislead.
         raise ValueError(
-            f"is not JSON ({getattr(error, 'msg', error)}); a line is, for one, "
+            f"is not JSON ({getattr(error, 'msg', error)}); a line looks like "
             f'{{"adapter": {json.dumps(names[0])}, "text": "A dog runs."}}'
         ) from error
     if not isinstance(line, dict):
@@ -292,7 +292,7 @@ def check_texts(
         if columns is not None and len(columns) != 1 + ("text_pair" in line):
             raise ValueError(
                 f"{_in_words(source)}: line {number}: has "
-                f"{'a' if 'text_pair' in line else 'no'} text_pair, and {adapter.source} was "
+                f"{'a' if 'text_pair' in line else 'no'} text_pair, but {adapter.source} was "
                 f"trained on rows of {' and '.join(columns)}"
             )
 
@@ -349,8 +349,8 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
     for kind in KINDS:
         if getattr(config, kind.switch):
             raise ValueError(
-                f"{name} is not a base, its config.json says {kind.switch}: give the model that "
-                "it was made from; utils/split_lora.py makes an adapter of what was trained"
+                f"{name} is not a base: its config.json has {kind.switch}; give the model that it "
+                "was trained from (utils/split_lora.py extracts what was trained as an adapter)"
             )
     return config
 
@@ -408,10 +408,10 @@ def head_of(adapters: Mapping[str, Adapter]) -> str:
         heads.setdefault(adapter.head or next(iter(INPUTS)), adapter.source)
     if len(heads) > 1:
         listed = ", ".join(f"{head} ({source})" for head, source in heads.items())
-        raise ValueError(f"the adapters are for several heads: {listed}; give those of one at once")
+        raise ValueError(f"the adapters are for different heads: {listed}; give only those for one")
     ((head, source),) = heads.items()
     if head not in INPUTS:
-        raise ValueError(f"{source}: is for {head}, here are predicted {' and '.join(INPUTS)}")
+        raise ValueError(f"{source}: is for {head}, but predict.py has only {' and '.join(INPUTS)}")
     return head
 
 

@@ -130,8 +130,8 @@ class ModelArguments(AdaptedModelArguments):
                 continue
             if (self.reg_loss_wgt, self.masking_prob) not in ((0.0, 0.0), values):
                 raise ValueError(
-                    f"--{name} is --reg_loss_wgt {values[0]} --masking_prob {values[1]}, and goes "
-                    "with no other values of these"
+                    f"--{name} sets --reg_loss_wgt {values[0]} --masking_prob {values[1]}: leave "
+                    f"out those flags, or --{name}"
                 )
             self.reg_loss_wgt, self.masking_prob = values
 
@@ -227,7 +227,7 @@ def load_glue(
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
         if task.name == "mnli-mm":
-            raise ValueError("--task_name mnli evaluates on mnli-mm as well; give that")
+            raise ValueError("--task_name mnli evaluates on mnli-mm as well: give mnli")
         way_out = f"`{download_command(task, 'glue_data')}` has another source: then give "
         way_out += "--data_dir glue_data, or such a folder of another machine"
         loaded = load_data_set(HUB_GLUE, task.name, cache_dir, way_out)
@@ -260,8 +260,8 @@ def load_own_files(
     known = () if "train" in splits else origin.texts
     if label in known:
         raise ValueError(
-            f"{origin.source} was trained on the texts of '{label}': --label_column has to say "
-            "which other column is the label's, even where a file has none"
+            f"{origin.source} was trained on the texts of '{label}': give another name for "
+            "the labels' column by --label_column, even if the file has no labels"
         )
     table = read_table(first, given or known, cache_dir)
     columns = choose_columns(table, first, given, label, known, origin.labels)
@@ -322,7 +322,7 @@ def own_labels(
     if any(scores.values()):
         if not is_training:
             raise ValueError(
-                f"{origin.source} has a head of {origin.outputs} classes, and the data's labels "
+                f"{origin.source} has a head of {origin.outputs} classes, but the data's labels "
                 f"are scores{without_points(whole)}"
             )
         if origin.outputs != 1:  # else it gives scores already

@@ -258,14 +258,14 @@ def warn_of_tags(labels: Sequence[str]) -> None:
     unread = unread_tags(labels)
     if unread:
         logger.warning(
-            "tag '%s' is read as a type of entity, and each run of it is scored as one entity: for "
-            "scores of entities write B-PER, I-PER and O (BILOU, BMES and BMEWO are read as well)",
+            "tag '%s' is taken for a type of entity, and consecutive words with it are scored as "
+            "one entity: to mark entities, write B-PER, I-PER and O (or BILOU, BMES, BMEWO)",
             unread[0],
         )
     elif all(label.isdecimal() for label in labels):
         logger.warning(
-            "the tags are numbers, of which scores take each for a type of entity, also one that "
-            "stands for O: write their names in files, such as O and B-PER, for scores of entities"
+            "the tags are numbers, and each is scored as a type of entity, even the one that means "
+            "O: to score entities, write names such as O and B-PER in the files"
         )
 
 

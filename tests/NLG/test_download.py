@@ -236,7 +236,7 @@ def test_another_archive_that_was_put_there_is_told(damage, says, published, tmp
         path.mkdir()
     else:
         path.write_bytes(spoilt(damage))
-    way_out = "; remove it to have it downloaded, or put the published one there"
+    way_out = "; remove it to download it again, or put the published file there"
     with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(says)}.*{way_out}$") as error:
         fetch(tmp_path, "e2e")
     assert "\n" not in str(error.value)

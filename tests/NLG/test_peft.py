@@ -251,7 +251,8 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
 
 def test_of_two_blocks_a_user_is_told(folder, tmp_path):
     assert write_adapter(tmp_path / "out", read_adapter(folder()), "peft") == [
-        "2 updates of rank 2 in one c_attn are, for PEFT, one of rank 4 and alpha 12: the same sums"
+        "the 2 updates of rank 2 in one c_attn become, for PEFT, one of rank 4 and alpha 12, "
+        "which computes the same"
     ]
     assert write_adapter(tmp_path / "2", read_adapter(folder("gpt2_c_attn")), "peft") == []
 

@@ -143,7 +143,7 @@ def test_consistency_flags(run_glue, flags, expected):
 def test_consistency_flags_that_contradict_each_other(run_glue, capsys, flags):
     with pytest.raises(SystemExit):
         parse(run_glue, flags)
-    assert "goes with no other values of these" in capsys.readouterr().err
+    assert "leave out those flags, or --" in capsys.readouterr().err
 
 
 def test_how_long_a_text_may_be(run_glue):

@@ -241,7 +241,7 @@ def test_a_text_that_is_called_label(glue, tmp_path):
     texts = ["--text_columns", "label"]
     glue("--train_file", file, *verdict, *texts, "--do_train", *LORA, "--output_dir", "out")
     later = ["--test_file", file, "--do_predict", "--apply_lora", "--lora_path", "out"]
-    message = "was trained on the texts of 'label': --label_column has to say which other"
+    message = "was trained on the texts of 'label': give another name for the labels' column"
     with pytest.raises(ValueError, match=message):
         glue(*later, "--output_dir", "refused")
     glue(*later, *verdict, "--output_dir", "found")

@@ -262,8 +262,11 @@ def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"O": 0, "B-ANI": 1, "B-PLA": 2}, "the tags are numbers, of which scores take each for"),
-        ({"O": "O", "B-ANI": "ANI-B", "B-PLA": "PLA-B"}, "tag 'ANI-B' is read as a type of entity"),
+        ({"O": 0, "B-ANI": 1, "B-PLA": 2}, "the tags are numbers, and each is scored as"),
+        (
+            {"O": "O", "B-ANI": "ANI-B", "B-PLA": "PLA-B"},
+            "tag 'ANI-B' is taken for a type of entity",
+        ),
         ({"O": "O", "B-ANI": "U_ANI", "B-PLA": "B_PLA"}, ""),
     ],
 )
@@ -474,7 +477,11 @@ BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
-        ("qa", ["--doc_stride", 40], "--doc_stride must be from 0 to below --max_seq_length 40"),
+        (
+            "qa",
+            ["--doc_stride", 40],
+            "--doc_stride must be at least 0 and below --max_seq_length 40",
+        ),
         ("qa", ["--n_best_size", 0], "--n_best_size must be at least 1, not 0"),
         ("qa", ["--null_score_diff_threshold", 1], "needs --version_2_with_negative"),
         ("ner", ["--cls_dropout", 0.1], "--cls_dropout is for text classifiers"),
@@ -484,7 +491,7 @@ BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_
         ("ner", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
         ("qa", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
         ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
-        ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
+        ("qa", ["--label_smoothing_factor", 0.1], "smooths a single label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
         ("swag", [*BEST, "f1"], "gives eval_f1; known: loss, accuracy"),
         ("qa", [*BEST, "em"], "gives eval_em; known: loss, exact_match, f1"),

@@ -31,7 +31,7 @@ CALLS = {
         ),
         (
             "--model {good}/base --text {bad}/nowhere.txt",
-            "this needs upstream's Transformers, and installed is the fork in NLU/",
+            "this needs upstream's Transformers, but the fork in NLU/",
         ),
     ],
     GLUE: [
@@ -284,7 +284,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/corpus.txt --vocab_size 0",
-            "--vocab_size 0: bytes and special tokens are 261 already",
+            "--vocab_size 0: bytes and special tokens alone are 261",
         ),
         (
             "--train_file {good}/corpus.txt --model_name_or_path {bad}/string_heads",
@@ -329,7 +329,7 @@ CALLS = {
         ),
         (
             "--input_file {bad}/gap.jsonl",
-            "gap.jsonl: line 2: is blank; only lines at the end may be",
+            "gap.jsonl: line 2: is blank; only lines at the end may be blank",
         ),
         (
             "--input_file {bad}/answered.jsonl",

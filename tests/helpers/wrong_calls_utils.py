@@ -91,7 +91,7 @@ CALLS = {
         ),
         (
             "roberta_base_sst2 --small -- --seed 1",
-            "--seed after --: this program gives each run its own",
+            "--seed cannot follow --: this program sets it for each run",
         ),
         (
             "roberta_base_sst2 --small --output_dir {bad}/empty",
@@ -105,7 +105,7 @@ CALLS = {
         ),
         (
             "--seeds 1 1",
-            "--seeds: an interval needs two seeds at least",
+            "--seeds: an interval needs at least two seeds",
         ),
     ],
     "utils/draw_pictures.py": [

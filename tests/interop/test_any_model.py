@@ -101,7 +101,7 @@ BAD = {
     "rank": (["--r", "0"], "r, the rank, has to be an integer of at least 1, got 0"),
     "alpha": (["--lora_alpha", "-1"], "lora_alpha has to be a number above 0"),
     "ratio": (["--lora_plus_ratio", "0"], "lora_plus_ratio has to be a number above 0"),
-    "length": (["--length", "5000"], "840 tokens are not two blocks: lower --length"),
+    "length": (["--length", "5000"], "840 tokens do not fill two blocks: lower --length"),
 }
 
 

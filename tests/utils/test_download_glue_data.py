@@ -347,7 +347,7 @@ def test_a_wrong_file_that_was_put_there_is_kept(script, wnli, tmp_path, caplog)
     assert run(script, wnli, tmp_path) == 1
     said = caplog.records[-1].getMessage()
     assert said.startswith("WNLI: WNLI.zip is damaged: ")
-    way_out = f"; remove {path} to have it downloaded, or put the published one there"
+    way_out = f"; remove {path} to download it again, or put the published file there"
     assert said.endswith(way_out)
     assert names(tmp_path) == ["WNLI.zip"]
     assert path.read_bytes() == before

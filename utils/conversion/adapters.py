@@ -89,8 +89,7 @@ def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
     found = dtypes_of(adapter)
     if dtype is None and len(found) > 1:
         raise CheckpointError(
-            f"{adapter.source}: holds tensors of {' and '.join(found)}; say which it is to be "
-            "with --dtype"
+            f"{adapter.source}: holds tensors of {' and '.join(found)}; choose one with --dtype"
         )
     if dtype is None:
         return adapter

@@ -85,7 +85,7 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
     for kind in KINDS:
         if settings.get(kind.switch):
             raise ValueError(
-                f"{name} was trained with --{kind.switch} itself: it is not a plain base"
+                f"{name} was itself trained with --{kind.switch}: it is not a plain base"
             )
     _check_head(family, name, settings, adapter)
     auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
@@ -116,9 +116,9 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
         head = family.heads.get(theirs or own)
         if theirs not in (None, own) and head and head.logits == family.heads[own].logits:
             raise CheckpointError(
-                f"{adapter.source}: does not say what its head is for: its names are those of "
-                f"{own}, {name} is a model for {theirs}; give a base without a head, or PEFT's "
-                "folder with its task_type"
+                f"{adapter.source}: does not record what its head is for: its names are those "
+                f"of {own}, but {name} is a model for {theirs}; give a base without a head, or "
+                "PEFT's folder with its task_type"
             )
 
 

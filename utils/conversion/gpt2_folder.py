@@ -79,7 +79,7 @@ def is_whole_gpt2(source: str) -> bool:
 
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     if any("lora_" in tensor for tensor in tensors):
-        raise ValueError(f"{name} holds LoRA weights itself: it is not a plain base")
+        raise ValueError(f"{name} itself holds LoRA weights: it is not a plain base")
     return canonical_names(tensors, name)
 
 
@@ -131,7 +131,7 @@ def check_trained_on_card(adapter: Adapter, base: str, settings: dict[str, Any])
     if different is not None:
         field, theirs, ours = different
         raise CheckpointError(
-            f"{adapter.source}: was trained as {card}, whose {field} is {ours}; that of {base} is "
+            f"{adapter.source}: was trained as {card}, whose {field} is {ours}, but {base} has "
             f"{theirs}: give the base that it was trained on"
         )
 

@@ -90,7 +90,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
     lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
     if lacking:
-        raise CheckpointError(f"{adapter.source}: lacks {min(lacking)} of the head that it brings")
+        raise CheckpointError(f"{adapter.source}: brings a head without {min(lacking)}")
     ties = model.tied.items()
     if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
         model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own

@@ -62,7 +62,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{folder}: another program is at work there") from error
+            raise ValueError(f"{folder}: another program is using it") from error
         try:
             yield file.fileno()
         finally:

@@ -227,8 +227,8 @@ def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, for
         (
             ("query", "key"),
             [
-                "2 updates of rank 2 in one c_attn are, for PEFT, one of rank 4 and alpha 12: "
-                "the same sums"
+                "the 2 updates of rank 2 in one c_attn become, for PEFT, one of rank 4 and alpha "
+                "12, which computes the same"
             ],
         ),
         (("mlp_up", "mlp_down"), []),

@@ -18,10 +18,10 @@ from loralib.adapters.formats import write_adapter
 
 BAD_LINES = {
     "no JSON": ("a dog", "line 2: is not JSON (Expecting value"),
-    "blank": ("", "line 2: is blank; only lines at the end may be"),
+    "blank": ("", "line 2: is blank; only lines at the end may be blank"),
     "half": (
         '{"adapter": "rte", "text": "a',
-        "line 2: is not JSON (Unterminated string starting at); a line is, for one, "
+        "line 2: is not JSON (Unterminated string starting at); a line looks like "
         '{"adapter": "rte", ',
     ),
     "no object": ('["rte", "a dog"]', 'line 2: is not a JSON object (["rte", "a dog"])'),
@@ -54,7 +54,7 @@ BAD_LINES = {
         '{"adapter": "rte", "text": "a", "text": "b"}',
         'line 2: has the key \'text\' 2 times, and only one would be read: "a", "b"',
     ),
-    "no adapter": ('{"text": "a"}', "line 2: does not say its adapter, one of rte, mnli, stsb"),
+    "no adapter": ('{"text": "a"}', "line 2: does not name its adapter, one of rte, mnli, stsb"),
     **{
         key: (
             f'{{"adapter": "rte", "text": "a", "{key}": 1}}',
@@ -109,11 +109,11 @@ BAD_ARGUMENTS = {
     "no model": ("rte={rte} --model_name_or_path {tmp}/none", "none"),
     "an adapted model": (
         "rte={rte} --model_name_or_path {tmp}/adapted",
-        "adapted is not a base, its config.json says apply_lora",
+        "adapted is not a base: its config.json has apply_lora",
     ),
     "a model with bottlenecks": (
         "rte={rte} --model_name_or_path {tmp}/bottlenecks",
-        "bottlenecks is not a base, its config.json says apply_adapter",
+        "bottlenecks is not a base: its config.json has apply_adapter",
     ),
     "unknown flag": ("rte={rte} --lora_r 8", "unrecognized arguments: --lora_r"),
 }
@@ -182,9 +182,9 @@ def test_the_output_s_folder_is_made(predict, bases, adapters, tmp_path):
         (
             ("premise", "claim"),
             2,
-            "has no text_pair, and {} was trained on rows of premise and claim",
+            "has no text_pair, but {} was trained on rows of premise and claim",
         ),
-        (("review",), 1, "has a text_pair, and {} was trained on rows of review"),
+        (("review",), 1, "has a text_pair, but {} was trained on rows of review"),
     ],
 )
 def test_texts_where_an_adapter_was_trained_on_pairs_and_the_reverse(

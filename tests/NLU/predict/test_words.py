@@ -150,7 +150,7 @@ def test_adapters_of_several_heads(predict, bases, adapters, taggers, tmp_path, 
     found = failed_untouched(
         predict, capsys, tmp_path, [*arguments, *files_of(taggers, "roberta")[:1]]
     )
-    assert "for several heads: sequence_classification" in found
+    assert "for different heads: sequence_classification" in found
     assert "token_classification" in found
 
 
@@ -170,4 +170,6 @@ def test_a_head_that_is_not_predicted(predict, bases, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", [{"text": "a dog"}])
     arguments = [*common(bases["roberta"], given), f"qa={tmp_path / 'qa.safetensors'}"]
     found = failed_untouched(predict, capsys, tmp_path, arguments)
-    assert "qa.safetensors: is for question_answering, here are predicted sequence_class" in found
+    assert (
+        "qa.safetensors: is for question_answering, but predict.py has only sequence_class" in found
+    )

@@ -246,7 +246,7 @@ def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_pat
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, switch: True}))
     line = failure(tmp_path / "in.safetensors", tmp_path / "out.bin", "--base", base)
-    assert f"was trained with --{switch} itself: it is not a plain base" in line
+    assert f"was itself trained with --{switch}: it is not a plain base" in line
 
 
 @pytest.mark.parametrize(

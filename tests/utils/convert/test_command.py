@@ -62,7 +62,7 @@ def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, firs
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     convert(tmp_path / "in.safetensors", folder, "--to", first)
     line = failure(tmp_path / "in.safetensors", folder, "--to", second)
-    assert "is another adapter's, which would be read in the place of the new one" in line
+    assert "belongs to another adapter, which would be read instead of the new one" in line
     convert(folder, folder, "--to", second, *(("--lora_alpha", 6) if second == "lora" else ()))
     assert len(list(folder.iterdir())) == 2
 
@@ -71,7 +71,7 @@ def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, firs
 def test_a_folder_of_pefts(failure, trained, tmp_path, format):
     write_adapter(tmp_path / "in", trained["roberta"].adapter, "peft")
     line = failure(tmp_path / "in", tmp_path / "in", "--to", format)
-    assert "adapter_config.json: is another adapter's" in line
+    assert "adapter_config.json: belongs to another adapter" in line
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "merged"])

@@ -244,7 +244,7 @@ def test_mixed_dtypes(convert, failure, trained, tmp_path, format):
     write_adapter(tmp_path / "in.safetensors", adapter)
     command = (tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format)
     line = failure(*command)
-    assert "holds tensors of bfloat16 and float32; say which it is to be with --dtype" in line
+    assert "holds tensors of bfloat16 and float32; choose one with --dtype" in line
     convert(*command, "--dtype", "float32")
     wide = {name: tensor.float() for name, tensor in adapter.tensors.items()}
     assert_same_tensors(read_adapter(tmp_path / OUT[format]).tensors, wide)

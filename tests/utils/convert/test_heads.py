@@ -172,7 +172,9 @@ def test_a_head_that_is_the_base_s_is_not_asked_of_pefts_folder(convert, tmp_pat
 def test_a_head_that_nothing_tells_is_not_guessed_against_the_base(failure, tmp_path, family):
     base, *_ = classifier(tmp_path, family)
     line = failure(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", base)
-    assert "does not say what its head is for: its names are those of token_classification" in line
+    assert (
+        "does not record what its head is for: its names are those of token_classification" in line
+    )
 
 
 def test_an_update_of_gpt2_s_embedding_unties_its_head(convert, tmp_path):

@@ -105,7 +105,7 @@ def test_what_is_interrupted_is_ended_and_unfinished(nlg, run, program, tmp_path
 def test_what_a_run_leaves_behind_keeps_its_folder(nlg, run, program, tmp_path):
     program(f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 1")
     programs.execute(nlg, run, [])
-    with pytest.raises(ValueError, match="another program is at work there"):
+    with pytest.raises(ValueError, match="another program is using it"):
         programs.execute(nlg, run, [])
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     program("echo again; exit 1")

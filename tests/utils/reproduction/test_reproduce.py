@@ -141,7 +141,9 @@ def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError):
             ask("--", "--bf16")
-    with pytest.raises(ValueError, match=r"runs made with --bf16, not with no flags: ask for the"):
+    with pytest.raises(
+        ValueError, match=r"runs made with --bf16, not with no flags: give the same"
+    ):
         ask()
     with pytest.raises(ValueError, match="not with --small and --bf16"):
         ask("--small", "--", "--bf16")
@@ -153,7 +155,7 @@ def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
 def test_a_flag_that_the_figures_depend_on(called, out, flag):
-    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} after --: this program gives"):
+    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} cannot follow --: this program"):
         reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
     assert not called
     assert not out.exists()
