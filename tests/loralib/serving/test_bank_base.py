@@ -121,8 +121,8 @@ def test_modules_at_the_top():
 @pytest.mark.parametrize(
     ("dtype", "known", "message"),
     [
-        (torch.float32, None, "does not record its base's fingerprint: unverified"),
-        (torch.float32, "", "does not record its base's fingerprint: unverified"),
+        (torch.float32, None, "its base's fingerprint: cannot check that its base is this model"),
+        (torch.float32, "", "its base's fingerprint: cannot check that its base is this model"),
         (torch.float16, "feed" * 4, "a model in float16, or quantized or offloaded in part"),
     ],
 )
