@@ -140,7 +140,7 @@ def add_lora(
     targets = as_targets(targets)
     check_has_modules(model)
     names = _adapted_names(model, targets, exclude, layers)
-    trained = find(model, to_train) if to_train else []
+    trained = find(model, to_train, what="modules_to_train") if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
     settings = _settings_by_name(names, common, rank_pattern, alpha_pattern, enable_lora)

@@ -1,8 +1,8 @@
 """Records which parameters optimizers change along with LoRA, as attributes of those parameters.
 
-Saving reads it to tell whether a base was trained along with LoRA. A step knows no modules, so that
-parameters are marked as LoRA's own, or as a weight beneath it. A copy of a model begins without
-this record.
+Saving reads it to tell whether a base was trained along with LoRA, and layers ask for the latest
+step to tell whether their merged copies still hold. A step knows no modules, so that parameters are
+marked as LoRA's own, or as a weight beneath it. A copy of a model begins without this record.
 """
 
 import logging
@@ -35,7 +35,7 @@ _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictio
 def latest_step() -> object:
     """What is another object after each step of any optimizer in the process.
 
-    Fused optimizers change tensors, but not their versions.
+    With it a merged copy is made again: fused optimizers change tensors, but not their versions.
     """
     return _latest_step
 

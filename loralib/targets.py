@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .text import called, listed, shown
+from .text import called, in_short, listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -132,6 +132,7 @@ def find(
     exclude: Target | Iterable[Target] = (),
     layers: Iterable[int] | None = None,
     is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
+    what: str = "targets",
 ) -> list[str]:
     """The names of the modules that are meant, in the model's order.
 
@@ -142,6 +143,7 @@ def find(
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
         is_linear: what counts as a linear layer for "all-linear".
+        what: what the targets are called; others than "targets" may be no linear layers.
 
     Raises:
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
@@ -161,7 +163,8 @@ def find(
         else:
             found = {name for name in names if matches(name, target)} - left_out
             if not found:
-                raise ValueError(_nothing_matches(target, names, left_out))
+                linear = _linear_names(model, is_linear) if what == "targets" else []
+                raise ValueError(_nothing_matches(target, names, left_out, linear))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -273,7 +276,7 @@ def _left_out(
     for target in exclude:
         found = {name for name in names if matches(name, target)}
         if not found:
-            raise ValueError(_nothing_matches(target, names, ()))
+            raise ValueError(_nothing_matches(target, names))
         left_out |= found
     if layers is not None:
         numbers = {number for name in names if (number := layer_of(name)) is not None}
@@ -285,7 +288,13 @@ def _left_out(
     return left_out
 
 
-def _nothing_matches(target: Target, names: Collection[str], left_out: Collection[str]) -> str:
+def _nothing_matches(
+    target: Target,
+    names: Collection[str],
+    left_out: Collection[str] = (),
+    linear: Collection[str] = (),
+) -> str:
+    """Why a target means nothing; where linear layers are likely to be meant, it names those."""
     text = text_of(target)
     excluded = [name for name in left_out if matches(name, target)]
     if excluded:
@@ -293,24 +302,33 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
             f"'{text}' matches only modules that are left out, such as {min(excluded)}: leave it "
             "out of targets as well"
         )
-    ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
-    last = text.rpartition(".")[2]
-    near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
-    has = listed(near or ends or names, at_most=8) or "none"
-    return f"'{text}' matches no module of the model; it has {has}{_spelling(target, names)}"
+    ends = sorted(_ends(names))
+    near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)
+    likely = dict.fromkeys([*near, *_ends(linear)]) or ends or linear or names
+    has = in_short(likely, at_most=8) or "none"
+    return f"'{text}' matches no module of the model; it has {has}{_way_out(target, names, linear)}"
 
 
-def _spelling(target: Target, names: Iterable[str]) -> str:
+def _ends(names: Iterable[str]) -> dict[str, None]:
+    """The ends of modules' names, each once and in their order; not the numbers."""
+    ends = (name.rpartition(".")[2] for name in names)
+    return dict.fromkeys(end for end in ends if not end.isdigit())
+
+
+def _way_out(target: Target, names: Iterable[str], linear: Collection[str]) -> str:
     """How a target that matches nothing is written where it is of another kind; or nothing."""
-    if isinstance(target, re.Pattern):
-        return ""
-    if target.lower().replace("_", "-") == ALL_LINEAR:
-        return f"; all linear layers are '{ALL_LINEAR}'"
+    if isinstance(target, str) and _is_expression(target, names):
+        return f"; a regular expression is re.compile('{target}')"
+    if linear:
+        return f"; '{ALL_LINEAR}' takes all linear layers, model.named_modules() lists all names"
+    return ""
+
+
+def _is_expression(target: str, names: Iterable[str]) -> bool:
     try:
-        is_expression = any(re.fullmatch(target, name) for name in names)
+        return any(re.fullmatch(target, name) for name in names)
     except re.error:
-        return ""
-    return f"; a regular expression is re.compile('{target}')" if is_expression else ""
+        return False
 
 
 def _no_linear_layer(linear: Collection[str], head: str | None) -> str:

@@ -173,6 +173,8 @@ def with_lora_plus(
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     """The part of `model.state_dict()` that `mark_only_lora_as_trainable` leaves to be trained.
 
+    That of a model without LoRA parameters has none, with a warning in the log.
+
     Args:
         model: a model with LoRA layers.
         bias: which biases to include: "none"; "all", every entry with `bias` in its name; or
@@ -187,6 +189,10 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     check_model(model)
     check_bias(bias)
     state = model.state_dict()
+    if not any("lora_" in name for name in state):
+        logger.warning(
+            "%s has no LoRA parameters: its lora_state_dict holds none", type(model).__name__
+        )
     names = {name for name in state if "lora_" in name or (bias == "all" and "bias" in name)}
     if bias == "lora_only":
         # A convolution's bias belongs to its submodule.
@@ -216,10 +222,14 @@ def merge(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
-        ValueError: the parameters are sharded over several processes, are not there (offloaded, or
-            on the meta device), or are quantized.
+        ValueError: there is no LoRA to merge; or the parameters are sharded over several processes,
+            are not there (offloaded, or on the meta device), or are quantized.
     """
     check_model(module)
+    if not any(isinstance(layer, LoRALayer) for layer in module.modules()):
+        raise ValueError(
+            "the model has no LoRA to merge: load its adapter first, unless it is merged already"
+        )
     check_whole(module, "LoRA is merged")
     check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):

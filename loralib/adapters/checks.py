@@ -68,12 +68,14 @@ def check_finite(adapter: Adapter) -> None:
 
 def warn_of_alpha(source: str | None, alpha: float) -> None:
     """Says that nothing confirms the alpha that was given for a file."""
-    logger.warning("%s does not record its alpha: unverified: %g", source, alpha)
+    logger.warning("%s does not record its alpha: cannot check that it is %g", source, alpha)
 
 
 def warn_of_base(source: str | None, base: str | None) -> None:
     """Says that nothing confirms that a file was trained on this base."""
-    logger.warning("%s does not record its base's fingerprint: unverified: %s", source, base)
+    logger.warning(
+        "%s does not record its base's fingerprint: cannot check that its base is %s", source, base
+    )
 
 
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
@@ -97,11 +99,11 @@ def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
     """
     theirs = adapter.lora.base_fingerprint
     if not theirs:
-        logger.warning("%s does not record its base's fingerprint: unverified", adapter.source)
+        warn_of_base(adapter.source, "this model")
     elif not fingerprints:
         logger.warning(
             "%s: a model in float16, or quantized or offloaded in part, has no fingerprint: "
-            "unverified",
+            "cannot check that it is the adapter's base",
             adapter.source,
         )
     elif theirs not in fingerprints:

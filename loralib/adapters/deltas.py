@@ -31,6 +31,7 @@ from .checks import check_positions
 from .completeness import check_all_there
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
+from .names import more_layers
 from .peft import peft_difference
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -222,15 +223,23 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
     """What to give in the place of a model that lacks a module: a part of it, or another model."""
     within = [each for each in first_names(model) if each.endswith(f".{name}")]
     if len(within) != 1:
-        return base_to_give(adapter)
+        adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}
+        return base_to_give(adapter, more_layers(adapted, first_names(model)))
     part = within[0].removesuffix(f".{name}")
     return f"it has {within[0]}; give that part, model.get_submodule('{part}')"
 
 
-def base_to_give(adapter: Adapter) -> str:
-    """The way out for an adapter that is not of a model, by the name of its base if it has one."""
-    base = adapter.lora.base
-    return f"give the model that it was trained in{f', of {base!r}' if base else ''}"
+def base_to_give(adapter: Adapter, layers: tuple[int, int] | None = None) -> str:
+    """The way out for an adapter that is not of a model, by the name of its base if it has one.
+
+    Args:
+        adapter: it.
+        layers: those of its base, as far as it has updates there, and of the model, see
+            `more_layers`.
+    """
+    base = adapter.metadata.base if adapter.metadata else None
+    why = f"its base has at least {layers[0]} layers, this model {layers[1]}; " if layers else ""
+    return f"{why}give the model that it was trained in{f', of {base!r}' if base else ''}"
 
 
 def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:

@@ -42,7 +42,7 @@ from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
 from .metadata import LoraMetadata, usual
-from .names import are_targets, lora_targets
+from .names import are_targets, lora_targets, more_layers
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def load_into(
         for name, tensor in expected.items()
         if adapter.kind.holds(name, starts) or name not in known or top_module(name) in brought
     }
-    _check_names(adapter, expected, starts)
+    _check_names(adapter, expected, starts, state.keys())
     if settings and settings.get("positions") is not None:
         # Only here: an adapter of another family does not say it, and cannot.
         check_positions(adapter, settings["positions"])
@@ -216,7 +216,13 @@ def _start_of(metadata: LoraMetadata) -> str | None:
     return metadata.initialization if metadata.has_start else None
 
 
-def _check_names(adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
+def _check_names(
+    adapter: Adapter,
+    expected: Mapping[str, Tensor],
+    starts: tuple[str, ...],
+    names: Collection[str],
+) -> None:
+    """Checks that an adapter has the tensors that are expected; `names` are all of the model's."""
     kind = adapter.kind
     theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
     ours = {name for name in expected if kind.holds(name, starts)}
@@ -232,6 +238,12 @@ def _check_names(adapter: Adapter, expected: Mapping[str, Tensor], starts: tuple
         raise CheckpointError(f"{adapter.source}: {mismatch}")
     lacking = expected.keys() - adapter.tensors.keys()
     unknown = adapter.tensors.keys() - expected.keys()
+    layers = more_layers(unknown, names)
+    if layers:
+        raise CheckpointError(
+            f"{adapter.source}: has, unknown to the model, {len(unknown)} tensors: "
+            f"{listed(unknown, at_most=1)}: {base_to_give(adapter, layers)}"
+        )
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed(some)}")

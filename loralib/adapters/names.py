@@ -1,7 +1,9 @@
-"""Names of adapted modules within a layer."""
+"""Names of adapted modules within a layer, and what names tell of the number of layers."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from ..targets import layer_of
 
 # What several modules of one layer are called: their last name alone does not tell which it is.
 AMBIGUOUS = ("dense", "c_proj")
@@ -29,3 +31,27 @@ def are_targets(targets: Iterable[str], modules: Iterable[str]) -> bool:
 def _target(module: str) -> str:
     last = module.rpartition(".")[2]
     return within_layer(module) if last in AMBIGUOUS else last
+
+
+def more_layers(theirs: Iterable[str], ours: Collection[str]) -> tuple[int, int] | None:
+    """The numbers of layers of two models, if names differ because the first one has more.
+
+    Args:
+        theirs: names of modules or tensors. All that are not `ours` have to be of further layers.
+        ours: the other model's.
+    """
+    unknown = set(theirs).difference(ours)
+    known = 1 + max(map(_layer, ours), default=-1)
+    alike = {_in_any_layer(name) for name in ours}
+    if not unknown or any(_layer(n) < known or _in_any_layer(n) not in alike for n in unknown):
+        return None
+    return 1 + max(map(_layer, unknown)), known
+
+
+def _layer(name: str) -> int:
+    number = layer_of(name)
+    return -1 if number is None else number
+
+
+def _in_any_layer(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name, count=1)

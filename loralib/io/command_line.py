@@ -1,16 +1,17 @@
 """The command lines of all scripts."""
 
 import argparse
-import difflib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
 from .elastic_error import tell_launcher
 
 _SIMILAR = 0.75  # of two names' letters, by difflib
+_AT_MOST = 4  # flags that an unknown one may have meant
 _LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
@@ -55,10 +56,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Ends the program for arguments that are not known, with the flags they may have meant."""
-        known = {flag.lstrip("-"): flag for flag in self._option_string_actions}
-        names = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
-        near = [name for x in names for name in difflib.get_close_matches(x, known, 1, _SIMILAR)]
-        hint = f"; did you mean {', '.join(known[name] for name in near)}?" if near else ""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        near = dict.fromkeys(flag for name in names for flag in _meant_by(name, known))
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -66,6 +68,42 @@ class ArgumentParser(argparse.ArgumentParser):
         line = f"{self.prog}: error: {message} (--help lists the flags)"
         tell_launcher(line)
         self.exit(2, f"{line}\n")
+
+
+def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
+    """The flags that an unknown one may have meant: those that the first rule finds that finds any.
+
+    It is one's initials (--lr), begins one or begins with one (--lora_rank), has the words of some
+    (--batch_size), is misspelled, or has half of the words (--target_modules).
+    """
+    name = _words(unknown)
+    alike = {flag: SequenceMatcher(None, unknown, flag).ratio() for flag in flags}
+    nearest = sorted(flags, key=alike.__getitem__, reverse=True)
+    words = {flag: _words(flag) for flag in nearest}
+    shared = {flag: sum(_has(words[flag], word) for word in name) for flag in nearest}
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda flag: name in (words[flag], ["".join(word[:1] for word in words[flag])]),
+        lambda flag: _begins("_".join(name), "_".join(words[flag]), least=3),
+        lambda flag: shared[flag] == len(name),
+        lambda flag: alike[flag] == max(alike.values()) >= _SIMILAR,
+        lambda flag: shared[flag] == max(shared.values()) >= len(name) / 2,
+    )
+    found = ([flag for flag in nearest if is_meant(flag)] for is_meant in rules)
+    return next(filter(None, found), [])[:_AT_MOST]
+
+
+def _words(flag: str) -> list[str]:
+    return flag.strip("-_").replace("-", "_").split("_")
+
+
+def _has(words: Sequence[str], word: str) -> bool:
+    return any(_begins(word, other) for other in words)
+
+
+def _begins(one: str, other: str, least: int = 1) -> bool:
+    """Whether one of two names, of so many letters at least, begins the other."""
+    short, long = sorted((one, other), key=len)
+    return len(short) >= least and long.startswith(short)
 
 
 def check_bounds(

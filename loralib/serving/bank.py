@@ -35,9 +35,10 @@ from ..arguments import as_names, check_model
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
-from ..text import called, in_short, shown
+from ..text import in_short, shown
 from ..wrappers import unwrapped, without_wrappers
-from .prepared import PreparedAdapter, SeenWeight, fingerprint_of, prepare
+from .prepared import PreparedAdapter, fingerprint_of, prepare
+from .seen import SeenModules
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,7 @@ class AdapterBank:
         self._key = _Key()
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
-        self._weights: dict[str, SeenWeight] = {}  # of the modules that adapters change
-        self._places: dict[str, _Place] = {}  # of these modules and of those around them
+        self._seen = SeenModules()
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
 
@@ -121,37 +121,14 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        self._check_same_base(tuple(self._adapters.values()))
+        self._seen.check(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
             if not self._adapters:
                 self._fingerprint = fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
-            self._places |= _places(plain, prepared)
-        in_use = {module for added in tuple(self._adapters.values()) for module in added.deltas}
-        for module, delta in prepared.deltas.items():
-            if module not in in_use:
-                self._weights[module] = SeenWeight(delta.module)
+            self._seen.note(plain, prepared)
         self._adapters[name] = prepared
-
-    def _check_same_base(self, adapters: Sequence[PreparedAdapter]) -> None:
-        """Checks that adapters are added to the modules and weights they were prepared for.
-
-        Raises:
-            ValueError: they are not.
-        """
-        for name, place in tuple(self._places.items()):
-            if place.has_changed() and any(_is_within(adapter, name) for adapter in adapters):
-                raise ValueError(
-                    f"{called(name)} has been replaced since an adapter was added to it: put the "
-                    "module back, or make another bank of the model as it is now"
-                )
-        for module, weight in tuple(self._weights.items()):
-            if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
-                raise ValueError(
-                    f"the weight of {called(module)} has changed since an adapter was added to it: "
-                    "load the base's weights again, or make another bank of the model as it is now"
-                )
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook, and their like."""
@@ -178,6 +155,7 @@ class AdapterBank:
         """
         self._find([name])
         del self._adapters[name]
+        self._seen.forget_unused(tuple(self._adapters.values()))
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
@@ -185,6 +163,7 @@ class AdapterBank:
             handle.remove()
         self._hooks.clear()
         self._adapters.clear()
+        self._seen.forget_unused(())
         self._closed = True
 
     def use(self, names: str | Sequence[str]) -> "Block":
@@ -222,7 +201,7 @@ class AdapterBank:
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        self._check_same_base(routing.adapters)
+        self._seen.check(routing.adapters)
         with routed(routing), self._key.in_use():
             yield
 
@@ -349,39 +328,6 @@ def _like(model: nn.Module, modules: Collection[str]) -> list[str]:
 def _kind_of_place(model: nn.Module, name: str) -> tuple[type[nn.Module], str]:
     owner, _, last = name.rpartition(".")
     return type(model.get_submodule(owner)), last
-
-
-class _Place:
-    """A module of a model, and where it is.
-
-    Args:
-        model: the model.
-        name: the module's, not the model itself.
-    """
-
-    def __init__(self, model: nn.Module, name: str):
-        owner, _, self._last = name.rpartition(".")
-        self._owner, self._module = model.get_submodule(owner), model.get_submodule(name)
-
-    def has_changed(self) -> bool:
-        """Whether the module has been replaced, other than by a wrapper of it, of any kind."""
-        found = self._owner._modules.get(self._last)
-        if found is self._module:
-            return False
-        return found is None or all(each is not self._module for each in found.modules())
-
-
-def _places(model: nn.Module, prepared: PreparedAdapter) -> dict[str, _Place]:
-    """The places of the modules that an adapter changes, and of those around them, by name."""
-    parts = [name.split(".") for name in (*prepared.deltas, *prepared.heads) if name]
-    names = {".".join(each[:count]) for each in parts for count in range(1, len(each) + 1)}
-    return {name: _Place(model, name) for name in names}
-
-
-def _is_within(prepared: PreparedAdapter, name: str) -> bool:
-    """Whether an adapter changes a module of this name, or one within."""
-    changed = (*prepared.deltas, *prepared.heads)
-    return any(f"{module}.".startswith(f"{name}.") for module in changed)
 
 
 @dataclass(frozen=True)

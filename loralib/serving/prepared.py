@@ -19,54 +19,12 @@ from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import (
     fingerprint,
     has_no_fingerprint,
-    is_readable,
     last_projection,
     possible_fingerprints,
-    sampled,
 )
-from ..adapters.loading import same_when_rounded
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
-from ..nn.fast_paths import is_transformed
-from ..wrappers import is_sharded
-
-
-class SeenWeight:
-    """A module's weight, as it was when adapters were prepared for it.
-
-    Args:
-        module: it, with a weight that can be read.
-    """
-
-    def __init__(self, module: Any):
-        self._module = module
-        self._note(module.weight)
-        self._sample = sampled(module.weight).clone()
-
-    def _note(self, weight: Tensor) -> None:
-        self._weight, self._writes = weight, _writes_to(weight)
-
-    def has_changed(self) -> bool:
-        """Whether the module's weight has got other values, as by `load_state_dict` or a merge.
-
-        Values are compared where it is another tensor, or PyTorch has counted a write to it: not
-        what is written through ``.data`` or by a fused step of an optimizer. Those of a tensor that
-        is sharded, transformed or cannot be read are not compared.
-        """
-        weight = self._module.weight
-        if weight is self._weight and _writes_to(weight) == self._writes:
-            return False
-        if is_sharded(weight) or is_transformed(weight) or not is_readable(weight):
-            return False
-        if not same_when_rounded(sampled(weight), self._sample):
-            return True
-        self._note(weight)
-        return False
-
-
-def _writes_to(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
 
 
 class DeviceDelta:

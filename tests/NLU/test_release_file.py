@@ -64,7 +64,10 @@ def test_one_tensor_less_or_more(adapter):
     [
         ({"lora_r": 16}, r"lora_A is \(8, 768\) in the file, \(16, 768\) in the model: rank 8"),
         ({"num_labels": 2}, r"classifier.out_proj.\w+ is \(3.*in the file, \(2.*in the model"),
-        ({"num_hidden_layers": 6}, "unknown to the model, 24 tensors"),
+        (
+            {"num_hidden_layers": 6},
+            r"the model, 24 tensors: \S+, …: its base has at least 12 layers, this model 6; give",
+        ),
         ({"apply_lora": False}, "no LoRA layers to take it"),
     ],
 )

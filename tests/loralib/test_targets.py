@@ -117,8 +117,11 @@ def test_all_linear_layers_but_the_head(model):
             {"targets": r".*q_proj|.*v"},
             r"; a regular expression is re\.compile\('\.\*q_proj\|\.\*v'\)$",
         ),
-        ({"targets": "[q_proj"}, r"matches no module of the model; it has .*proj$"),
-        ({"targets": "All_Linear"}, r"; all linear layers are 'all-linear'$"),
+        ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
+        ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
+        ({"targets": "query"}, r"; it has q_proj, v_proj, up, down, .*; 'all-linear' takes all l"),
+        ({"targets": "q_proj", "exclude": "zzz"}, r"; it has c_attn, conv1, .* more$"),
+        ({"targets": "haed", "what": "modules_to_train"}, r"; it has head$"),
         ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
         (
             {"targets": "all-linear", "exclude": ["layers.*", "encoder.*"]},
@@ -167,8 +170,16 @@ def test_the_layer_that_is_taken_for_the_head():
 
 
 def test_names_that_end_in_a_number_are_offered_and_bare_numbers_are_not(model):
-    with pytest.raises(ValueError, match=r"it has layers, linear1, linear2, norm1$"):
+    with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, q_proj, "):
         find(model, "linaer1")
+
+
+def test_the_likeliest_names_come_first():
+    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    with pytest.raises(ValueError, match=r"it has out_proj, linear1, linear2; 'all-linear' takes"):
+        find(model, "q_proj")
+    with pytest.raises(ValueError, match=r"it has conv$"):
+        find(nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1)}), "q_proj")
 
 
 def test_a_model_without_layers_says_so():

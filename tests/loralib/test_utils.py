@@ -97,6 +97,7 @@ def test_a_model_without_lora_is_frozen_with_a_warning(caplog):
     assert "Linear has no LoRA parameters" in caplog.text
     assert not any(p.requires_grad for p in model.parameters())
     assert lora.lora_state_dict(model) == {}
+    assert "Linear has no LoRA parameters: its lora_state_dict holds none" in caplog.text
 
 
 def test_the_saved_part_restores_the_model(model):
@@ -127,6 +128,14 @@ def test_merge_of_a_model(model, mode):
     assert_close_to_rounding(model(ids), expected, TERMS)
     # What was tied to a frozen weight stays the frozen weight.
     assert torch.equal(model.head.weight, original.embed.weight)
+
+
+def test_merge_of_a_model_without_lora(model):
+    """Such as one into which no adapter was loaded; a layer of rank 0 is made plain."""
+    assert type(lora.merge(nn.Sequential(lora.Linear(2, 2, r=0)))[0]) is nn.Linear
+    for plain in (nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), lora.merge(model)):
+        with pytest.raises(ValueError, match=r"^the model has no LoRA to merge: load its adapter"):
+            lora.merge(plain)
 
 
 def test_merge_leaves_a_single_layer_as_it_is(model):

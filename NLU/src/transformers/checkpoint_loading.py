@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import LORA, Kind
 from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.names import more_layers
 from loralib.errors import CheckpointError
 from loralib.initialization import deferring_start
 from loralib.text import listed
@@ -158,7 +159,7 @@ class CheckpointLoadingMixin:
 
     def _check_missing(self, missing: set[str], source: str, brought: set[str]) -> None:
         own = self.state_dict().keys()
-        prefix = self._prefix(own)
+        held, prefix = own - missing, self._prefix(own)
         groups = {kind.name: {name for name in own if kind.part in name} for kind in ADDED}
         head = {name for name in own if prefix and not name.startswith(prefix)}
         groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
@@ -175,7 +176,10 @@ class CheckpointLoadingMixin:
                 said = "%s has no %s weights: they are newly initialized%s"
                 logger.log(level, said, source, what, but)
         if missing:
-            raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {listed(missing)}")
+            layers = more_layers(missing, held)
+            raise CheckpointError(
+                f"{source}: lacks {len(missing)} tensors: {_told(missing, layers and layers[::-1])}"
+            )
 
     def _drop_foreign(
         self, tensors: dict[str, Tensor], own: Mapping[str, Tensor], source: str
@@ -183,10 +187,6 @@ class CheckpointLoadingMixin:
         """Leaves out what belongs to another head; refuses what this model should have known."""
         prefix = self._prefix(own)
         unknown = tensors.keys() - own.keys()
-        for kind, message in ADDED.items():
-            added = {name for name in unknown if kind.part in name}
-            if added:
-                raise CheckpointError(f"{source}: holds {message.format(listed(added))}")
         foreign = {
             name
             for name in unknown
@@ -194,10 +194,16 @@ class CheckpointLoadingMixin:
             or name.startswith((f"{prefix}pooler.", *_HEADS))
             or (prefix and not name.startswith(prefix))
         }
-        if unknown - foreign:
+        misplaced = unknown - foreign
+        layers = more_layers(misplaced, own.keys())
+        for kind, message in ADDED.items():
+            added = {name for name in unknown if kind.part in name}
+            if added and not layers:
+                raise CheckpointError(f"{source}: holds {message.format(listed(added))}")
+        if misplaced:
             raise CheckpointError(
-                f"{source}: has {len(unknown - foreign)} tensors unknown to the model: "
-                f"{listed(unknown - foreign)}"
+                f"{source}: has {len(misplaced)} tensors unknown to the model: "
+                f"{_told(misplaced, layers)}"
             )
         return {name: tensor for name, tensor in tensors.items() if name not in foreign}
 
@@ -206,6 +212,16 @@ class CheckpointLoadingMixin:
         missing = missing | {tied for tied, kept in self.tied.items() if kept in missing}
         for name in sorted({name.rpartition(".")[0] for name in missing}):
             self._init_weights(self.get_submodule(name))
+
+
+def _told(names: Collection[str], layers: tuple[int, int] | None) -> str:
+    """Names for an error; fewer, and why, where file and model have so many layers."""
+    if layers is None:
+        return listed(names)
+    return (
+        f"{listed(names, at_most=1)}: its number of layers is {layers[0]}, num_hidden_layers is "
+        f"{layers[1]}: give it with the config.json that belongs to it"
+    )
 
 
 def _shape_message(source: str, name: str, read: Tensor, own: Tensor) -> str:

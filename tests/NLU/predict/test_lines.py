@@ -60,7 +60,7 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
     answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
     assert_close(answers, expected("roberta"))
     assert b"14 lines for 3 adapters" in done.stderr
-    assert b"someone/mnli does not record its base's fingerprint: unverified" not in done.stderr
+    assert b"someone/mnli does not record its base's fingerprint: cannot check" not in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n"])
@@ -146,7 +146,7 @@ def test_alpha_is_for_those_that_do_not_say_theirs(
     assert not out.exists()
     caplog.clear()
     predict.main([*arguments, "--lora_alpha", "6"])
-    assert caplog.text.count("does not record its base's fingerprint: unverified") == 1
+    assert caplog.text.count("does not record its base's fingerprint: cannot check") == 1
     labels = [{**line, "label": "x"} if "label" in line else line for line in expected("roberta")]
     found = [{**line, "label": "x"} if "label" in line else line for line in read(out)]
     # A file that does not record its alpha does not name its labels either.

@@ -24,7 +24,10 @@ def parser():
     ("flags", "says"),
     [
         ([], "the following arguments are required: --data"),
-        (["--data", "x", "--lora_r", "3"], "unrecognized arguments: --lora_r 3"),
+        (
+            ["--data", "x", "--lora_r", "3"],
+            "unrecognized arguments: --lora_r 3; did you mean --lora_rank_pattern?",
+        ),
         (["--data", "x", "--dat", "y"], "unrecognized arguments: --dat y; did you mean --data?"),
         (["--data", "x", "--dtaa=y"], "unrecognized arguments: --dtaa=y; did you mean --data?"),
         (["--data", "x", "--other"], "unrecognized arguments: --other"),
@@ -36,6 +39,39 @@ def test_an_error_is_one_line(parser, capsys, flags, says):
         parser.parse_args(flags)
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"train.py: error: {says} (--help lists the flags)\n"
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("--lora_rank", "--lora_r, --lora_rank_pattern"),
+        ("--lora-r", "--lora_r"),
+        ("--alpha", "--lora_alpha"),
+        ("--rank", "--local_rank, --lora_r, --lora_rank_pattern"),
+        ("--lr", "--lora_r, --local_rank, --learning_rate"),
+        ("--learnin_rate", "--learning_rate"),
+        ("--batch_size", "--eval_batch_size, --train_batch_size"),
+        ("--eval_strategy", "--evaluation_strategy"),
+        ("--epochs", "--num_train_epochs"),
+        ("--target_modules", "--lora_targets"),
+        ("--nproc", ""),
+        ("--", ""),
+        ("-", ""),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_those_that_it_may_have_meant(
+    parser, capsys, unknown, meant
+):
+    parser.add_argument("--local_rank", "--local-rank")
+    for flag in (
+        *("--lora_r", "--lora_alpha", "--lora_targets", "--learning_rate", "--num_train_epochs"),
+        *("--train_batch_size", "--eval_batch_size", "--evaluation_strategy"),
+    ):
+        parser.add_argument(flag)
+    with pytest.raises(SystemExit):
+        parser.refuse([unknown])
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert f"unrecognized arguments: {unknown}{hint} (" in capsys.readouterr().err
 
 
 def test_whole_flags_are_taken(parser):

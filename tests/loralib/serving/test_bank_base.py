@@ -1,7 +1,9 @@
 """A bank compares an adapter's base with its model, also where the family is not known by name."""
 
 import copy
+import gc
 import logging
+import weakref
 
 import all_families  # noqa: F401
 import pytest
@@ -119,8 +121,8 @@ def test_modules_at_the_top():
 @pytest.mark.parametrize(
     ("dtype", "known", "message"),
     [
-        (torch.float32, None, "does not record its base's fingerprint: unverified"),
-        (torch.float32, "", "does not record its base's fingerprint: unverified"),
+        (torch.float32, None, "its base's fingerprint: cannot check that its base is this model"),
+        (torch.float32, "", "its base's fingerprint: cannot check that its base is this model"),
         (torch.float16, "feed" * 4, "a model in float16, or quantized or offloaded in part"),
     ],
 )
@@ -432,3 +434,33 @@ def test_a_bank_whose_adapters_were_removed_takes_another_base():
     again.add("a", mine)
     assert torch.equal(found, outputs(again, again._model))
     assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("end", [lambda bank: bank.close(), lambda bank: bank.remove("a")])
+def test_a_bank_keeps_nothing_that_no_adapter_needs(end):
+    model = Own()
+    bank = lora.AdapterBank(model)
+    bank.add("a", adapter(model, None))
+    layer = model.body[0]
+    kept = [weakref.ref(each) for each in (layer, layer.query, layer.query.weight, model.score)]
+    end(bank)
+    model.body[0], model.score, layer = Layer(), nn.Linear(WIDTH, 3), None
+    gc.collect()
+    assert [each() for each in kept] == [None] * len(kept)
+
+
+def test_what_another_adapter_needs_is_compared_when_one_is_removed():
+    model = Own()
+    bank = bank_of(model)
+    bank.add("first", adapter(model, None, head=False, modules=["body.0.query"]))
+    bank.remove("a")
+    bank.remove("headless")
+    model.score = nn.Linear(WIDTH, 3)  # where the removed one had its head
+    outputs(bank, model, "first")
+    with torch.no_grad():
+        model.body[0].query.weight.add_(1)
+    with pytest.raises(ValueError, match=r"the weight of body\.0\.query has changed"):
+        bank.use("first").__enter__()
+    model.body[0] = Layer()
+    with pytest.raises(ValueError, match=r"body\.0 has been replaced"):
+        bank.use("first").__enter__()

@@ -167,7 +167,7 @@ def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_pat
     assert said["base"] == str(given.base)
     assert not {"fingerprint", "revision"} & said.keys()
     assert said["notes"] == [f"{source} names its base 'elsewhere', which --base is not called"]
-    assert f"{source} does not record its base's fingerprint: unverified" in caplog.text
+    assert f"{source} does not record its base's fingerprint: cannot check" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
