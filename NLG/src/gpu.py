@@ -43,7 +43,13 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         help="this process's number on its machine, and its GPU's; LOCAL_RANK in the environment "
         "takes precedence; default, for one process: 0",
     )
-    add("--rank", default=0, type=int, help="accepted as in the release; the launcher decides")
+    add(
+        "--rank",
+        default=0,
+        type=int,
+        help="this process's number, not LoRA's rank (--lora_dim); the launcher decides, and a "
+        "different number here is an error",
+    )
     add("--device", default=0, type=int, help="accepted as in the release; see --local_rank")
     add(
         "--world_size",
@@ -119,6 +125,11 @@ def start(args: argparse.Namespace) -> DistEnv:
         raise ValueError(
             f"--world_size is {args.world_size}, but the launcher started {world_size} "
             "processes: leave the flag out"
+        )
+    if args.rank not in (0, rank):
+        raise ValueError(
+            f"--rank is {args.rank}, but this is process {rank} of {world_size}: leave the flag "
+            "out; LoRA's rank is --lora_dim"
         )
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     device = choose_device(local_rank)

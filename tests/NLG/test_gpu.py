@@ -165,6 +165,8 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
         ({"LOCAL_RANK": "1"}, ["--platform", "local"], "WORLD_SIZE is not set in the environment"),
         ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),
         ({}, ["--world_size", 2], "--world_size is 2, but the launcher started 1"),
+        ({**torchrun(1, 2, 1), **MASTER}, ["--rank", 2], "--rank is 2, but this is process 1 of 2"),
+        ({}, ["--rank", 8], "--rank is 8, .* leave the flag out; LoRA's rank is --lora_dim"),
     ],
 )
 def test_an_environment_that_does_not_fit(environment, joined, values, flags, message):
