@@ -25,11 +25,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         arguments: those of `argparse.ArgumentParser`.
+
+    Attributes:
+        given: names of the flags that were given a value, be it their default's.
     """
 
     def __init__(self, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+        self.given: set[str] = set()
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -40,6 +44,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         if not arg_string and action.default != "":
             raise argparse.ArgumentError(action, _EMPTY)
+        if arg_string is not action.default:  # argparse has defaults that are texts read, too
+            self.given.add(action.dest)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
         return super()._get_value(action, arg_string)
