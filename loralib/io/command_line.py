@@ -59,13 +59,18 @@ class ArgumentParser(argparse.ArgumentParser):
             self.refuse(unknown)
         return found
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Ends the program for arguments that are not known, with the flags they may have meant."""
+    def refuse(self, unknown: Sequence[str], way_out: str = "") -> NoReturn:
+        """Ends the program for arguments that are not known, with the flags they may have meant.
+
+        Args:
+            unknown: the arguments.
+            way_out: what else they may need; the end of the message.
+        """
         known = {flag.lstrip("-"): flag for flag in self._option_string_actions}
         names = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
         near = [name for x in names for name in difflib.get_close_matches(x, known, 1, _SIMILAR)]
         hint = f"; did you mean {', '.join(known[name] for name in near)}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}{way_out}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""
