@@ -264,7 +264,8 @@ def load_own_files(
             "which other column is the label's, even where a file has none"
         )
     table = read_table(first, given or known, cache_dir)
-    columns = choose_columns(table, first, given, label, known, origin.labels)
+    has_labels = splits[0] != "test"
+    columns = choose_columns(table, first, given, label, known, origin.labels, has_labels)
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)
