@@ -90,7 +90,7 @@ step "2. The base: a small GPT-2, trained on texts followed by their meanings"
 python src/gpt2_ft.py --platform local \
     --train_data "$out/reversed.jsonl" --valid_data "$out/test.jsonl" \
     --model_card gpt2.xs --obj jlm --train_batch_size 16 --max_step 400 \
-    --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 50 --eval_interval 500 \
+    --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 10 --eval_interval 500 \
     --work_dir "$out/base" --random_seed 1
 
 step "3. LoRA, by the release's launch line"
@@ -99,7 +99,7 @@ python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform 
     --model_card gpt2.xs --init_checkpoint "$out/base/model.400.pt" \
     --lora_dim 8 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
     --train_batch_size 8 --max_epoch 2 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
-    --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 250 \
+    --scheduler linear --warmup_step 100 --log_interval 20 --eval_interval 250 \
     --save_lora_only --work_dir "$out/lora" --random_seed 110
 lora=$(ls -t "$out"/lora/model.*.pt | head -n 1)
 
