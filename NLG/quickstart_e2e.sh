@@ -30,12 +30,12 @@ step() {
     printf '\n=== %s\n' "$*"
 }
 
-# has FOLDER FILE…: whether the folder has the files.
-has() {
+# lacking FOLDER FILE…: the files that the folder lacks.
+lacking() {
     local folder=$1 file
     shift
     for file in "$@"; do
-        [ -f "$folder/$file" ] || return 1
+        [ -f "$folder/$file" ] || printf ' %s' "$folder/$file"
     done
 }
 
@@ -62,10 +62,11 @@ generate() {
 vocab=${VOCAB:-vocab} data=${E2E:-data/e2e}
 # The validation data is small enough to train on in minutes.
 train=$data/valid.txt
-if ! { has "$data" valid.txt test.txt && has "$vocab" encoder.json vocab.bpe; }; then
+absent="$(lacking "$data" valid.txt test.txt)$(lacking "$vocab" encoder.json vocab.bpe)"
+if [ -n "$absent" ]; then
     if [ -n "${VOCAB:-}${E2E:-}" ]; then
-        echo "quickstart_e2e.sh: error: no valid.txt and test.txt in $data, or no encoder.json and" \
-            "vocab.bpe in $vocab (seen from $PWD); where E2E or VOCAB is set, both are needed" >&2
+        echo "quickstart_e2e.sh: error: no such files:$absent (seen from $PWD);" \
+            "where E2E or VOCAB is set, both are needed" >&2
         exit 1
     fi
     data=$out/corpus vocab=$out/corpus/vocab train=$out/corpus/train.txt
