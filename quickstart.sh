@@ -36,7 +36,7 @@ python examples/language-modeling/run_mlm.py --train_file "$out/data/corpus.txt"
     --hidden_size 128 --num_hidden_layers 2 --num_attention_heads 4 --intermediate_size 512 \
     --max_seq_length 62 --mlm_probability 0.2 --max_steps 800 --per_device_train_batch_size 64 \
     --learning_rate 1e-3 --warmup_ratio 0.2 --adam_beta2 0.98 --seed 0 \
-    --logging_steps 100 --save_strategy no --report_to none
+    --logging_steps 50 --save_strategy no --report_to none
 
 step "3. LoRA, by the release's launch line"
 python -m torch.distributed.launch --nproc_per_node=1 \

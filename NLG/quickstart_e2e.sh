@@ -30,12 +30,12 @@ step() {
     printf '\n=== %s\n' "$*"
 }
 
-# has FOLDER FILE…: whether the folder has the files.
-has() {
+# lacking FOLDER FILE…: the files that the folder lacks.
+lacking() {
     local folder=$1 file
     shift
     for file in "$@"; do
-        [ -f "$folder/$file" ] || return 1
+        [ -f "$folder/$file" ] || printf ' %s' "$folder/$file"
     done
 }
 
@@ -62,10 +62,11 @@ generate() {
 vocab=${VOCAB:-vocab} data=${E2E:-data/e2e}
 # The validation data is small enough to train on in minutes.
 train=$data/valid.txt
-if ! { has "$data" valid.txt test.txt && has "$vocab" encoder.json vocab.bpe; }; then
+absent="$(lacking "$data" valid.txt test.txt)$(lacking "$vocab" encoder.json vocab.bpe)"
+if [ -n "$absent" ]; then
     if [ -n "${VOCAB:-}${E2E:-}" ]; then
-        echo "quickstart_e2e.sh: error: no valid.txt and test.txt in $data, or no encoder.json and" \
-            "vocab.bpe in $vocab (seen from $PWD); where E2E or VOCAB is set, both are needed" >&2
+        echo "quickstart_e2e.sh: error: no such files:$absent (seen from $PWD);" \
+            "where E2E or VOCAB is set, both are needed" >&2
         exit 1
     fi
     data=$out/corpus vocab=$out/corpus/vocab train=$out/corpus/train.txt
@@ -90,7 +91,7 @@ step "2. The base: a small GPT-2, trained on texts followed by their meanings"
 python src/gpt2_ft.py --platform local \
     --train_data "$out/reversed.jsonl" --valid_data "$out/test.jsonl" \
     --model_card gpt2.xs --obj jlm --train_batch_size 16 --max_step 400 \
-    --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 50 --eval_interval 500 \
+    --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 10 --eval_interval 500 \
     --work_dir "$out/base" --random_seed 1
 
 step "3. LoRA, by the release's launch line"
@@ -99,7 +100,7 @@ python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform 
     --model_card gpt2.xs --init_checkpoint "$out/base/model.400.pt" \
     --lora_dim 8 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
     --train_batch_size 8 --max_epoch 2 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
-    --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 250 \
+    --scheduler linear --warmup_step 100 --log_interval 20 --eval_interval 250 \
     --save_lora_only --work_dir "$out/lora" --random_seed 110
 lora=$(ls -t "$out"/lora/model.*.pt | head -n 1)
 

@@ -245,11 +245,11 @@ def check_small(folders: Sequence[str]) -> None:
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
-    """Checks that the LoRA weights that the recipe starts from exist, and are no full model.
+    """Checks that the LoRA weights that the recipe starts from exist, and are of such a model.
 
     Raises:
         FileNotFoundError: they do not; the message says which recipe makes them.
-        ValueError: they are a full model's.
+        ValueError: they are a full model's, or of a model of another size.
     """
     path = _given(recipe.arguments(extra), "--lora_path")
     if path is None:
@@ -257,7 +257,10 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     path = os.path.expanduser(path)  # as run_glue.py's parser reads --lora_path=~/file
     if os.path.exists(path):
         if recipe.after is not None:
-            _check_is_adapter(recipe, path)
+            tensors = _adapter_tensors(recipe, path)
+            flag = "--lora_path" if _given(extra, "--lora_path") else "MNLI_CHECKPOINT"
+            base = _given(recipe.arguments(extra), "--model_name_or_path")
+            _check_size(flag, path, tensors, os.path.expanduser(base))
         return
     if recipe.after is None or _given(extra, "--lora_path") is not None:
         raise FileNotFoundError(f"--lora_path {path}: no such file")
@@ -269,8 +272,10 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     )
 
 
-def _check_is_adapter(recipe: Recipe, path: str) -> None:
-    """Refuses a full model: what run_glue.py would say of it, a recipe cannot do.
+def _adapter_tensors(recipe: Recipe, path: str) -> Mapping[str, Any]:
+    """The tensors of LoRA weights; none where they cannot be read, as run_glue.py then says why.
+
+    Refuses a full model: what run_glue.py would say of it, a recipe cannot do.
 
     Raises:
         ValueError: it is one; the message says how to get LoRA weights.
@@ -280,7 +285,7 @@ def _check_is_adapter(recipe: Recipe, path: str) -> None:
 
     first = read_recipes()[recipe.after]
     try:
-        read_adapter(path)
+        return read_adapter(path).tensors
     except ModelAsAdapterError as error:
         raise ValueError(
             f"{path}: is a model without LoRA, and the recipe starts from LoRA weights: "
@@ -293,7 +298,40 @@ def _check_is_adapter(recipe: Recipe, path: str) -> None:
             f"then MNLI_CHECKPOINT=mnli_lora.bin bash {_shown(recipe.script)}"
         ) from error
     except CheckpointError:
-        return  # run_glue.py says what is wrong, and what to do about it
+        return {}  # run_glue.py says what is wrong, and what to do about it
+
+
+def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> None:
+    """Refuses LoRA weights of a model of another size, where the base is a folder.
+
+    run_glue.py would list tensors that do not fit, and does not know the variable.
+
+    Args:
+        flag: what names the weights.
+        path, tensors: the weights.
+        base: the model's folder or name.
+
+    Raises:
+        ValueError: they have more layers than it, or another width.
+    """
+    from loralib.targets import layer_of
+    from transformers import AutoConfig
+
+    lora = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+    if not lora or not os.path.isdir(base):
+        return
+    config = AutoConfig.from_pretrained(base)
+    layers = 1 + max(layer_of(name) or 0 for name in lora)
+    # Feed-forward layers have other widths.
+    widths = {
+        t.shape[-1] for name, t in lora.items() if name.endswith("attention.self.query.lora_A")
+    }
+    width = max(widths, default=config.hidden_size)
+    if layers > config.num_hidden_layers or width != config.hidden_size:
+        raise ValueError(
+            f"{flag} {path}: is for a model of {layers} layers, {width} wide, and {base} has "
+            f"{config.num_hidden_layers}, {config.hidden_size} wide: give LoRA weights of this base"
+        )
 
 
 def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:

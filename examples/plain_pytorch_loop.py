@@ -61,17 +61,18 @@ def add_lora(model: nn.Module, r: int, lora_alpha: float = 16) -> None:
             model.set_submodule(name, new)
 
 
-def train(model: nn.Module, examples: Examples, epochs: int) -> None:
+def train(name: str, model: nn.Module, examples: Examples, epochs: int) -> None:
     """The usual loop (steps 3 and 4): frozen parameters are just not in the list."""
     images, labels = examples
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     model.train()
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         for batch in torch.randperm(len(labels)).split(64):
             loss = F.cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        print(f"{name}: epoch {epoch} of {epochs}, last loss {loss.item():.4f}", flush=True)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def train_base(file: Path, epochs: int) -> nn.Module:
     """Trains the base on upright digits and saves it to `file`."""
     examples, _ = load_data(turned=False)
     model = make_model()
-    train(model, examples, epochs)
+    train("base", model, examples, epochs)
     torch.save(model.state_dict(), file)
     return model
 
@@ -98,7 +99,7 @@ def adapt(base_file: Path, lora_file: Path, r: int, epochs: int) -> nn.Module:
     model.load_state_dict(torch.load(base_file, weights_only=True))
     add_lora(model, r)  # step 1
     lora.mark_only_lora_as_trainable(model)  # step 2
-    train(model, examples, epochs)  # steps 3 and 4
+    train("base + LoRA", model, examples, epochs)  # steps 3 and 4
     torch.save(lora.lora_state_dict(model), lora_file)  # step 5
     return model
 

@@ -34,6 +34,7 @@ from transformers import (
     EvalPrediction,
     PrinterCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     glue_compute_metrics,
     set_seed,
@@ -175,9 +176,18 @@ class Quickstart:
         padding = DataCollatorWithPadding(self.tokenizer)
         trainer = Trainer(model, args, padding, training, measured, compute_metrics=accuracy)
         trainer.remove_callback(PrinterCallback)  # a table follows
+        trainer.add_callback(EpochPrinter)
         trainer.train()
         trainer.evaluate()  # once more where that is done after each epoch
         return Curve(_accuracies(trainer.state.log_history), parameters)
+
+
+class EpochPrinter(TrainerCallback):
+    """Prints a line after each epoch: on a busy machine it takes long."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A line."""
+        print(f"  epoch {state.epoch:g} of {args.num_train_epochs:g}", flush=True)
 
 
 def accuracy(evaluated: EvalPrediction) -> dict[str, float]:

@@ -211,6 +211,10 @@ def test_a_quickstart_that_is_given_one_folder_needs_the_other_as_well(tmp_path,
         env={**others, named: str(folders[named])},
     )
     assert (done.returncode, done.stdout) == (1, "")
+    # Those of the other folder, at its default, and not of the one that has its files.
+    other = "vocab/encoder.json vocab/vocab.bpe" if named == "E2E" else "data/e2e/valid.txt"
+    assert f"error: no such files: {other} " in done.stderr
+    assert str(folders[named]) not in done.stderr
     assert done.stderr.endswith("where E2E or VOCAB is set, both are needed\n")
     assert earlier.is_dir()
 

@@ -96,7 +96,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:cut])
+    args, unknown = parser.parse_known_args(argv[:cut])
+    if unknown:
+        parser.refuse(unknown, "; flags of the recipes go after --, as in NAME -- --data_dir DATA")
     if args.estimate and args.small:
         raise ValueError("--estimate is for the full recipes: leave out --small")
     if args.output_dir is None:
@@ -138,6 +140,15 @@ def execute_all(
         if problem and UNFETCHED in problem:
             lacking.add(run.recipe)
         after_each()
+
+
+def left_out(runs: Sequence[tuple[Tree, Run]]) -> dict[str, list[str]]:
+    """The recipes that cannot begin, each once, by what is in their way."""
+    found: dict[str, dict[str, None]] = {}
+    for tree, run in runs:
+        if obstacle := tree.obstacle(run):
+            found.setdefault(obstacle, {})[run.recipe] = None
+    return {obstacle: list(recipes) for obstacle, recipes in found.items()}
 
 
 def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None:
@@ -190,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report, out, list(rows.values()), [run for _, run in runs], settings
     )
     if args.small:
-        # A recipe without small data is not a failure; the table says it.
+        # A recipe without small data is not a failure; the table says it, too.
+        for obstacle, recipes in left_out(runs).items():
+            logger.info("left out of the trial: %s (%s)", ", ".join(recipes), obstacle)
         runs = [(tree, run) for tree, run in runs if not tree.obstacle(run)]
     try:
         for tree in dict.fromkeys(tree for tree, _ in runs):

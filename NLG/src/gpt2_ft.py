@@ -177,6 +177,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     metrics = MetricsLog(work_dir, progress.step, dist_env.is_main, args.report_to)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
+        warn_of_rate(args)
         show_beginning(run, progress.step)
     best_ppl = take_steps(run, ddp_model, progress, metrics)
     write_model(run, run.last_step, lora_only=args.save_lora_only)
@@ -369,6 +370,15 @@ def warn_of_ends(data: Mapping[str, FT_Dataset]) -> None:
             "%s: completions do not all end in one token that occurs nowhere else in them, so the "
             "model cannot learn where a text ends: encode them with gpt2_encode.py --add_eos",
             without,
+        )
+
+
+def warn_of_rate(args: argparse.Namespace) -> None:
+    """Says that LoRA is going to be trained at a rate that nobody has given."""
+    uses_it = args.scheduler != "cycle"
+    if args.lora_dim > 0 and uses_it and not args.lr_is_given:
+        logger.warning(
+            "--lr is not given: it is %g, the release's default; its recipes have 2e-4", args.lr
         )
 
 

@@ -49,6 +49,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add_log_level(parser)
     _add_params_without_effect(parser)
     args = parser.parse_args(argv)
+    args.lr_is_given = "lr" in parser.given
     for bounds, flags in _BOUNDS:
         for flag in flags:
             check_bounds(f"--{flag}", getattr(args, flag), **bounds)

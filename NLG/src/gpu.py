@@ -82,7 +82,7 @@ class DistEnv(Place):
 # hold is compared apart.
 _OWN = {"platform", "local_rank", "rank", "device", "world_size", "ddp_timeout"}
 _OWN |= {"work_dir", "output_file", "data", "train_data", "valid_data", "init_checkpoint"}
-_OWN |= {"lora_path", "log_level", "report_to"}
+_OWN |= {"lora_path", "log_level", "report_to", "lr_is_given"}
 
 
 def check_same_flags(

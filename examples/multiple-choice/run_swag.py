@@ -2,7 +2,7 @@
 
     python examples/multiple-choice/run_swag.py --model_name_or_path roberta-base \
         --dataset_name swag --dataset_config_name regular --do_train --do_eval \
-        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir swag
+        --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir swag
 
 Files have SWAG's columns, of two endings or more:
 

@@ -2,7 +2,7 @@
 
     python examples/question-answering/run_qa.py --model_name_or_path roberta-base \
         --dataset_name squad --do_train --do_eval \
-        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir squad
+        --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir squad
 
 Files are SQuAD's own, or have a question a line, whose answers are parts of the text:
 

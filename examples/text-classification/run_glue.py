@@ -3,7 +3,7 @@
     python -m torch.distributed.launch --nproc_per_node=1 \
         examples/text-classification/run_glue.py \
         --model_name_or_path roberta-base --task_name rte --do_train --do_eval \
-        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir rte
+        --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir rte
 
 The paper's baselines are --apply_adapter and --apply_bitfit, which go with --apply_lora and with
 each other; with none of the three, all weights are trained. All flags can also come from a JSON
@@ -264,7 +264,8 @@ def load_own_files(
             "the labels' column by --label_column, even if the file has no labels"
         )
     table = read_table(first, given or known, cache_dir)
-    columns = choose_columns(table, first, given, label, known, origin.labels)
+    has_labels = splits[0] != "test"
+    columns = choose_columns(table, first, given, label, known, origin.labels, has_labels)
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)

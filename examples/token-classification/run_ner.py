@@ -2,7 +2,7 @@
 
     python examples/token-classification/run_ner.py --model_name_or_path roberta-base \
         --train_file train.json --validation_file dev.json --do_train --do_eval \
-        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir ner
+        --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir ner
 
 A file has one sentence a line, as words and as many tags:
 

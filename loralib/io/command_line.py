@@ -26,11 +26,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         arguments: those of `argparse.ArgumentParser`.
+
+    Attributes:
+        given: names of the flags that were given a value, be it their default's.
     """
 
     def __init__(self, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+        self.given: set[str] = set()
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -41,6 +45,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         if not arg_string and action.default != "":
             raise argparse.ArgumentError(action, _EMPTY)
+        if arg_string is not action.default:  # argparse has defaults that are texts read, too
+            self.given.add(action.dest)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
         return super()._get_value(action, arg_string)
@@ -54,14 +60,19 @@ class ArgumentParser(argparse.ArgumentParser):
             self.refuse(unknown)
         return found
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Ends the program for arguments that are not known, with the flags they may have meant."""
+    def refuse(self, unknown: Sequence[str], way_out: str = "") -> NoReturn:
+        """Ends the program for arguments that are not known, with the flags they may have meant.
+
+        Args:
+            unknown: the arguments.
+            way_out: what else they may need; the end of the message.
+        """
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         near = dict.fromkeys(flag for name in names for flag in _meant_by(name, known))
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}{way_out}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""

@@ -561,6 +561,21 @@ def test_a_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_me
     assert torch.load(tmp_path / "resume.pt", weights_only=True)["step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [("", 1), ("--lr 1e-5", 0), ("--scheduler cycle --i_steps 0,1 --i_lrs 0.1,0.1", 0)],
+)
+def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(tiny, tmp_path, caplog, more, count):
+    """Of LoRA alone, and not where the default's is given."""
+    said = "--lr is not given: it is 1e-05, the release's default; its recipes have 2e-4"
+    argv = tiny.flags(tmp_path / "lora", *f"--max_step 1 {more}".split())
+    gpt2_ft.main(argv)
+    assert caplog.text.count(said) == count
+    caplog.clear()
+    gpt2_ft.main(tiny.flags(tmp_path / "full", "--max_step", 1, lora=False))
+    assert said not in caplog.text
+
+
 def test_a_validation_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_metrics):
     more = "--max_step 4 --eval_interval 1 --lr 1e30 --scheduler constant"
     error = error_of(tiny.flags(tmp_path, *more.split()))

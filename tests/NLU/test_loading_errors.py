@@ -255,8 +255,21 @@ def test_folders_that_are_no_models(tmp_path):
         ("{", OSError, ["config.json: not a JSON file"]),
         (b"\xff\xfe", OSError, ["config.json: not a JSON file"]),
         ("[]", OSError, ["config.json: holds a list, not settings by name"]),
-        ("{}", ValueError, ["is a model of no stated type; this package carries roberta"]),
-        ('{"model_type": "bert"}', ValueError, ["is a bert; this package carries roberta"]),
+        (
+            "{}",
+            ValueError,
+            ["is a model of no stated type; this package carries roberta", "give one of these"],
+        ),
+        (
+            '{"model_type": "bert"}',
+            ValueError,
+            ["is a bert; this package carries roberta", "by lora.add_lora with upstream's Tr"],
+        ),
+        (
+            '{"model_type": "gpt2"}',
+            ValueError,
+            ["is a gpt2", "such as roberta-base, or train it by NLG/src/gpt2_ft.py --init_checkp"],
+        ),
     ],
 )
 def test_broken_config(tmp_path, content, error, parts):

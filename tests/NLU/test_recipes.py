@@ -20,6 +20,7 @@ import pytest
 import torch
 from launches import quick_python
 
+import loralib as lora
 from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -485,6 +486,31 @@ def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
     monkeypatch.setenv("MNLI_CHECKPOINT", "mnli_lora.bin")
     recipe.main(["roberta_base_rte"])
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("shape", [{"num_hidden_layers": 3}, {"hidden_size": 64}, {}])
+def test_weights_of_a_model_of_another_size(
+    run_glue, started, small_glue, tiny_base, monkeypatch, shape
+):
+    """Before a launcher lists tensors; what names them is what is said."""
+    settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16, **shape}
+    config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
+    path = "other.bin"
+    torch.save(lora.lora_state_dict(RobertaForSequenceClassification(config)), path)
+    call = ["roberta_base_rte", "--small", str(tiny_base), str(small_glue)]
+    monkeypatch.setenv("MNLI_CHECKPOINT", path)
+    for name, more in (("MNLI_CHECKPOINT", []), ("--lora_path", ["--lora_path", path])):
+        if not shape:
+            recipe.main([*call, *more])
+            continue
+        with pytest.raises(SystemExit) as ended:
+            recipe.main([*call, *more])
+        said = f"{config.num_hidden_layers} layers, {config.hidden_size} wide, and"
+        assert f"error: {name} {path}: is for a model of {said}" in ended.value.code
+        assert ended.value.code.endswith(
+            f"{tiny_base} has 2, 32 wide: give LoRA weights of this base"
+        )
+    assert len(started) == (0 if shape else 2)
 
 
 def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):

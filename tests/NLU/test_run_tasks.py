@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from compare import assert_same_bits
-from glue_runs import lora_of, results, write
+from glue_runs import LORA, lora_of, results, write
 from places import load_script
 from task_runs import SCRIPTS, choice_rows, command, question_rows, sentence_rows, write_data
 
@@ -73,6 +73,29 @@ def call(scripts, tiny_base, tmp_path, monkeypatch):
         return tmp_path / out
 
     return run
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(
+    scripts, tiny_base, tmp_path, caplog, task
+):
+    """Of LoRA alone, and not where the default's is given; the default is for all weights."""
+    data = write_data(task, tmp_path / "data")
+    flags = [*data, "--do_train", "--max_steps", 1, "--save_strategy", "no", "--no_cuda"]
+    given = command(tiny_base, tmp_path / "given", *flags)
+    at = given.index("--learning_rate")
+    adapted = given[:at] + given[at + 2 :]
+    at = adapted.index(LORA[0])
+    full = adapted[:at] + adapted[at + len(LORA) :]
+    for out, argv, count in (
+        ("given", [*given, "--learning_rate", "5e-5"], 0),
+        ("full", full, 0),
+        ("lora", adapted, 1),
+    ):
+        caplog.clear()
+        scripts[task].main([*argv, "--output_dir", str(tmp_path / out)])
+        said = "--learning_rate is not given: it is 5e-05, for training all weights; LoRA needs"
+        assert caplog.text.count(said) == count
 
 
 def predicted(out: Path, task: str) -> list[str]:

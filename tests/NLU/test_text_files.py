@@ -224,6 +224,36 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_label_that_is_not_there_is_an_error_before_texts_are_warned_of(
+    tmp_path, caplog, labelled
+):
+    """One of them may be the label; a file to predict needs none."""
+    path = tmp_path / "rows.csv"
+    rows = [f"a film of {n} minutes,{('bad', 'good')[n % 2]}\n" for n in range(40)]
+    path.write_text("".join(["review,verdict\n", *rows]))
+    data = read_table(str(path))
+    if labelled:
+        with pytest.raises(
+            ValueError, match=r"has no column 'label', but 'review', 'verdict': --l"
+        ):
+            choose_columns(data, str(path), labelled=True)
+    else:
+        choose_columns(data, str(path))
+    assert ("verdict is taken for text" in caplog.text) is not labelled
+
+
+def test_one_row_of_many_texts(tmp_path):
+    """Of a file to predict; it may be all rows by their names, as well."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({f"n{n}": f"text {n}" for n in range(25)}))
+    data = read_table(str(path))
+    with pytest.raises(ValueError, match=r"is one row, name its texts with --text_columns$"):
+        choose_columns(data, str(path))
+    columns = choose_columns(data, str(path), texts=["n3"])
+    assert list(take_columns(data, str(path), columns, labelled=False)) == [{"text": "text 3"}]
+
+
 @pytest.mark.parametrize(
     ("values", "is_warned"),
     [

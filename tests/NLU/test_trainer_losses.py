@@ -59,12 +59,16 @@ def losses_of(trainer: Trainer) -> list[float]:
         ((None, None, 4), 2, [4, math.nan, 4]),
     ],
 )
-def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, rows, accumulation, expected):
+def test_a_batch_without_a_target_says_nothing_of_the_loss(
+    tmp_path, caplog, rows, accumulation, expected
+):
     settings = {"logging_strategy": "epoch", "num_train_epochs": 2} if len(rows) == 3 else {}
     trainer = make_trainer(tmp_path, rows, gradient_accumulation_steps=accumulation, **settings)
     result = trainer.train()
     assert losses_of(trainer) == pytest.approx(expected, nan_ok=True)
     assert result.training_loss == pytest.approx(expected[-1], nan_ok=True)
+    warnings = caplog.text.count("had a target, such as a label or a masked token: the loss is no")
+    assert warnings == sum(map(math.isnan, expected))
 
 
 ROWS = (2, None, 6, None, None, 9, 1, None, 4)

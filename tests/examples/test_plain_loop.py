@@ -88,9 +88,13 @@ def test_rank_zero_is_refused(loop, capsys):
     assert "--r must be at least 1" in capsys.readouterr().err
 
 
-def test_prints_the_table(loop, tmp_path, capsys):
-    loop.main(["--output_dir", str(tmp_path), "--r", "1", "--epochs", "1"])
-    lines = capsys.readouterr().out.splitlines()
+def test_prints_epochs_and_the_table(loop, tmp_path, capsys):
+    loop.main(["--output_dir", str(tmp_path), "--r", "1", "--epochs", "2"])
+    *epochs, _, _, _, _ = lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in epochs] == [
+        f"{name}: epoch {number} of 2" for name in ("base", "base + LoRA") for number in (1, 2)
+    ]
+    lines = lines[len(epochs) :]
     assert [line.split("  ")[0] for line in lines[1:]] == ["base", "base + LoRA", "reloaded"]
     assert lines[2].split()[-2:] == lines[3].split()[-2:]
 

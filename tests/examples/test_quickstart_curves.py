@@ -39,7 +39,9 @@ def test_a_table_and_a_picture_of_three_runs(script, folder, capsys, monkeypatch
     drawn, draw = [], script.draw
     monkeypatch.setattr(script, "draw", lambda curves: drawn.append(curves) or draw(curves))
     script.main([str(folder)])
-    *_, _titles, head, lora, full, last = capsys.readouterr().out.splitlines()
+    *said, _titles, head, lora, full, last = capsys.readouterr().out.splitlines()
+    epochs = [f"  epoch {number} of {EPOCHS}" for number in range(1, EPOCHS + 1)]
+    assert [line for line in said if line.startswith("  epoch")] == 2 * epochs
     assert last == f"learning curves: {folder / 'learning_curves.png'}"
     with Image.open(folder / "learning_curves.png") as image:
         assert image.format == "PNG"

@@ -159,7 +159,15 @@ class TrainerRecords:
         weight, empty = sum_over_processes(own, args.world_size).tolist()
         if not empty:
             return summed / args.world_size / steps
-        return summed / weight if weight else math.nan
+        if weight:
+            return summed / weight
+        # Else nan looks like a training that has gone wrong.
+        logger.warning(
+            "no batch of %s had a target, such as a label or a masked token: the loss is not known "
+            "(nan)",
+            counted(steps, "step"),
+        )
+        return math.nan
 
     def save_state(self) -> None:
         """Writes ``trainer_state.json`` into the output folder."""

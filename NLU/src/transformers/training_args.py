@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import Enum, EnumMeta
 from functools import cached_property
@@ -235,6 +235,8 @@ class TrainingArguments:
 
     # What the launcher has started so far; a script sets it that resumes by itself.
     launch: Launch | None = field(default=None, init=False)
+    # Whether somebody has chosen the learning rate; a script sets it that reads flags.
+    rate_is_given: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if self.log_level is not None:
@@ -428,10 +430,11 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, which JSON and weights-only torch files can hold."""
+        settings = {each.name for each in fields(self) if each.init}
         return {
             name: value.value if isinstance(value, Enum) else value
             for name, value in vars(self).items()
-            if name in self.__dataclass_fields__ and name != "launch"
+            if name in settings
         }
 
     def to_json_string(self) -> str:

@@ -108,6 +108,14 @@ def test_an_empty_value_may_be_a_default(parser):
     assert parser.parse_args(["--data", "x", "--only", ""]).only == ""
 
 
+def test_it_knows_which_flags_were_given(parser):
+    """Also where a value is the default's, and not where argparse reads a default that is text."""
+    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default="3")
+    assert parser.parse_args(["--data", "x", "--rate=0.5"]).steps == 3
+    assert parser.given == {"data", "rate"}
+
+
 def test_scripts_read_their_flags_by_this_parser():
     """Else ``--output_dir=~/run`` would make a folder of the name ~."""
     folders = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks")

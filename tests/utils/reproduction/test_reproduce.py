@@ -161,6 +161,30 @@ def test_a_flag_that_the_figures_depend_on(called, out, flag):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("row", ["roberta-base LoRA", "roberta_base_rte"])
+def test_a_flag_of_a_recipe_before_the_dashes(called, out, capsys, row):
+    with pytest.raises(SystemExit):
+        reproduce.main([row, "--data_dir", "X", "--output_dir", str(out)])
+    said = "unrecognized arguments: --data_dir X; flags of the recipes go after --, as in NAME"
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        reproduce.main([row, "--seed", "1", "--", "--data_dir", "X"])
+    assert "--seed 1; did you mean --seeds?; flags of the" in capsys.readouterr().err
+    assert not called
+
+
+def test_a_trial_says_what_it_leaves_out(called, out, caplog, monkeypatch):
+    monkeypatch.setattr(reproduce.Glue, "make_small", lambda tree: None)
+    caplog.set_level("INFO")
+    with pytest.raises(RuntimeError):
+        reproduce.main(["roberta-base LoRA", "--small", "--output_dir", str(out)])
+    tasks = ("mnli", "mrpc", "cola", "qnli", "qqp", "rte", "stsb")
+    listed = ", ".join(f"roberta_base_{task}" for task in tasks)
+    said = f"left out of the trial: {listed} (the small data has SST-2 only)"
+    assert caplog.messages.count(said) == 1
+    assert [run for run, _ in called] == ["roberta_base_sst2, seed 0", "roberta_base_sst2, seed 1"]
+
+
 def start(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)],

@@ -62,6 +62,7 @@ def choose_columns(
     label: str = LABEL,
     known_texts: Sequence[str] = (),
     known_labels: Sequence[str] = (),
+    labelled: bool = False,
 ) -> Columns:
     """Which columns are texts: those asked for, or those that can be nothing else.
 
@@ -76,6 +77,7 @@ def choose_columns(
         label: the label's column.
         known_texts: the text columns that a model was already trained on, as far as it says.
         known_labels: its classes.
+        labelled: whether `take_columns` is going to take the label as well.
 
     Raises:
         ValueError: a column asked for is absent or asked for twice; or it is ambiguous, or what
@@ -103,6 +105,8 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
+    if labelled:  # first, as one of these texts may be the label
+        _check_has_label(data, path, Columns(tuple(found), label))
     words = [] if found == _PAIR else [n for n in of_texts if _is_of_words(data, n)]
     for name in of_texts:
         _warn_of_few(data, path, name, is_of_words=name in words and len(words) < len(found))
@@ -220,6 +224,7 @@ def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
         raise ValueError(
             f"{path}: is one object of {len(row):,} keys ({in_short(row, width=60)}), which is "
             f'read as one row: write one object per row, such as {{"text": "…", "{label}": "…"}}'
+            f"{'' if of_columns else '; if it is one row, name its texts with --text_columns'}"
         )
 
 
@@ -323,17 +328,21 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
     warn_of_empty_texts(path, texts)
     if labelled:
         names[columns.label] = LABEL
-        if not any(_may_be_label(name, columns) for name in data.column_names):
-            raise ValueError(
-                f"{path}: has no column '{columns.label}', but its text's alone, "
-                f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
-                "--do_predict"
-            )
-        _check_has(data, path, columns.label, "label_column")
+        _check_has_label(data, path, columns)
         _check_labels(data, path, columns.label)
     taken = data.select_columns(list(names))
     # In one step, as one column's old name may be another's new one.
     return taken.rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:
+    if not any(_may_be_label(name, columns) for name in data.column_names):
+        raise ValueError(
+            f"{path}: has no column '{columns.label}', but its text's alone, "
+            f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
+            "--do_predict"
+        )
+    _check_has(data, path, columns.label, "label_column")
 
 
 def _may_be_label(name: str, columns: Columns) -> bool:

@@ -88,6 +88,7 @@ def start(
         *of_task, args, estimate_args = parser.parse_json_file(given[0])
     else:
         *of_task, args, estimate_args = parser.parse_args_into_dataclasses(argv)
+    args.rate_is_given = "learning_rate" in parser.given
     set_up_logging(args.log_level)
     check_same_flags(args, *of_task, estimate_args)
     if estimate_args.estimate:
@@ -175,6 +176,13 @@ def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
     """Trains, from a checkpoint on where there is one; writes the model, the state, the metrics."""
+    args = trainer.args
+    if trainer.model.config.apply_lora and not args.rate_is_given:
+        logger.warning(
+            "--learning_rate is not given: it is %g, for training all weights; LoRA needs a higher "
+            "one, such as 5e-4, which recipes for RoBERTa-base have",
+            args.learning_rate,
+        )
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     trainer.save_model()
     trainer.save_state()

@@ -57,7 +57,16 @@ def _carried(model_type: str | None, source: str) -> Carried:
         raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
     if model_type not in CARRIED:
         raise ValueError(
-            f"'{source}' is a {model_type or 'model of no stated type'}; "
-            f"this package carries {', '.join(CARRIED)}: give one of these, such as roberta-base"
+            f"'{source}' is a {model_type or 'model of no stated type'}; this package carries "
+            f"{', '.join(CARRIED)}: give one of these, such as roberta-base{_elsewhere(model_type)}"
         )
     return CARRIED[model_type]
+
+
+def _elsewhere(model_type: str | None) -> str:
+    """What takes models that this package does not carry; "" where their type is unknown."""
+    if model_type is None:
+        return ""
+    if model_type == "gpt2":
+        return ", or train it by NLG/src/gpt2_ft.py --init_checkpoint"
+    return ", or adapt it by lora.add_lora with upstream's Transformers (docs/any-model.md)"
