@@ -8,6 +8,7 @@ import argparse
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,8 +299,8 @@ def _remove_models_after(step: int, work_dir: str | os.PathLike) -> None:
 
     With a shorter length it may not reach them, and the latest step's model is taken for the run's.
     """
-    for path in Path(work_dir).glob("model.*.pt"):
-        number = path.name.split(".")[1]
-        if number.isdecimal() and int(number) > step:
+    for path in Path(work_dir).iterdir():
+        found = re.fullmatch(r"model\.(\d+)\.pt", path.name, re.ASCII)
+        if found and int(found[1]) > step:
             path.unlink()
             logger.info("removed %s: the run is resumed from step %d", path, step)

@@ -93,7 +93,7 @@ INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ``adapters`` maps each name to where its adapter is."""
-    parser = HfArgumentParser([], description=__doc__.split("\n")[0])
+    parser = HfArgumentParser([], description=__doc__.split("\n")[0], takes_empty=False)
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="the base: a model's folder, or hub name")
     add(

@@ -15,7 +15,7 @@ _AT_MOST = 4  # flags that an unknown one may have meant
 _LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
-_EMPTY = "the value is empty, as that of an unset shell variable: give one, or leave it out"
+_EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -25,15 +25,17 @@ class ArgumentParser(argparse.ArgumentParser):
     flags' usage would bury an error. argparse itself takes ``-1e-5`` for a flag.
 
     Args:
+        takes_empty: whether an empty text is a value, rather than an error.
         arguments: those of `argparse.ArgumentParser`.
 
     Attributes:
         given: names of the flags that were given a value, be it their default's.
     """
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, *, takes_empty: bool = False, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+        self._takes_empty = takes_empty
         self.given: set[str] = set()
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
@@ -43,7 +45,7 @@ class ArgumentParser(argparse.ArgumentParser):
         Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too. An
         empty value would be read as a flag that is not given, or as the current folder.
         """
-        if not arg_string and action.default != "":
+        if not (arg_string or self._takes_empty or action.default == ""):
             raise argparse.ArgumentError(action, _EMPTY)
         if arg_string is not action.default:  # argparse has defaults that are texts read, too
             self.given.add(action.dest)

@@ -34,7 +34,7 @@ class SeenModules:
     def forget_unused(self, adapters: Collection[PreparedAdapter]) -> None:
         """Drops all but what these adapters change."""
         for name in tuple(self._places):
-            if not any(_is_within(adapter, name) for adapter in adapters):
+            if not _changed(adapters, name):
                 del self._places[name]
         for module in tuple(self._weights):
             if not any(module in adapter.deltas for adapter in adapters):
@@ -47,11 +47,9 @@ class SeenModules:
             ValueError: it is not.
         """
         for name, place in tuple(self._places.items()):
-            if place.has_changed() and any(_is_within(adapter, name) for adapter in adapters):
-                raise ValueError(
-                    f"{called(name)} has been replaced since an adapter was added to it: put the "
-                    "module back, or make another bank of the model as it is now"
-                )
+            found = place.found()
+            if found is not place.module:
+                self._check_within(name, found, adapters)
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
@@ -59,11 +57,34 @@ class SeenModules:
                     "load the base's weights again, or make another bank of the model as it is now"
                 )
 
+    def _check_within(
+        self, name: str, found: nn.Module | None, adapters: Collection[PreparedAdapter]
+    ) -> None:
+        """Checks that adapted modules of a place are within what has taken it, such as a wrapper.
 
-def _is_within(prepared: PreparedAdapter, name: str) -> bool:
-    """Whether an adapter changes a module of this name, or one within."""
-    changed = (*prepared.deltas, *prepared.heads)
-    return any(f"{module}.".startswith(f"{name}.") for module in changed)
+        Not a head that an `nn.Identity` has replaced, for the features before it.
+        """
+        within = () if found is None else tuple(found.modules())
+        for module in _changed(adapters, name):
+            is_there = any(each is self._places[module].module for each in within)
+            is_head = any(module in each.heads for each in adapters)
+            if not (is_there or (is_head and isinstance(found, nn.Identity))):
+                raise ValueError(
+                    f"{called(module)} has been replaced since an adapter was added to it: put the "
+                    "module back, or make another bank of the model as it is now"
+                )
+            if module == name and not is_head and type(found).__name__ == "OptimizedModule":
+                # Dynamo would take what it compiled for a module without a hook for this one.
+                raise ValueError(
+                    f"{called(module)} is wrapped by torch.compile alone, where adapters get lost: "
+                    "wrap the model or its layers, or call the module's own compile()"
+                )
+
+
+def _changed(adapters: Collection[PreparedAdapter], place: str) -> list[str]:
+    """The modules at or within a place that adapters change."""
+    changed = dict.fromkeys(name for each in adapters for name in (*each.deltas, *each.heads))
+    return [name for name in changed if f"{name}.".startswith(f"{place}.")]
 
 
 class _Place:
@@ -76,14 +97,11 @@ class _Place:
 
     def __init__(self, model: nn.Module, name: str):
         owner, _, self._last = name.rpartition(".")
-        self._owner, self._module = model.get_submodule(owner), model.get_submodule(name)
+        self._owner, self.module = model.get_submodule(owner), model.get_submodule(name)
 
-    def has_changed(self) -> bool:
-        """Whether the module has been replaced, other than by a wrapper of it, of any kind."""
-        found = self._owner._modules.get(self._last)
-        if found is self._module:
-            return False
-        return found is None or all(each is not self._module for each in found.modules())
+    def found(self) -> nn.Module | None:
+        """What is there now."""
+        return self._owner._modules.get(self._last)
 
 
 class _Weight:

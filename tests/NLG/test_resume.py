@@ -463,10 +463,12 @@ def test_no_model_of_a_later_step_is_left_by_a_longer_run(tiny, tmp_path, monkey
     run_until([*argv, "12"], (gpt2_ft, "write_run"), 3, monkeypatch)
     later = tmp_path / "run" / "model.8.pt"
     assert later.is_file()
+    own = later.with_name("model.8.mine.pt")
+    own.write_bytes(b"a copy of the user's")
     gpt2_ft.main([*argv, "7", "--resume"])
     assert f"removed {later}: the run is resumed from step 5" in caplog.text
     models = {path.name for path in (tmp_path / "run").glob("model.*.pt")}
-    assert models == {"model.4.pt", "model.5.pt", "model.7.pt"}
+    assert models == {"model.4.pt", "model.5.pt", "model.7.pt", own.name}
 
 
 def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypatch, error_of):

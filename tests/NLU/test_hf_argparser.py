@@ -308,6 +308,19 @@ def test_json_of_one_value_for_a_list(parser):
     assert parser.parse_dict({"name": "x", "tags": "-a"})[0].tags == ["-a"]
 
 
+def test_an_empty_text_is_a_value_but_in_the_project_s_scripts(parser, tmp_path, capsys):
+    assert parse(parser, "--tags", "", "a").tags == ["", "a"]
+    assert parser.parse_dict({"name": "", "tags": []})[0].name == ""
+    script = HfArgumentParser((Paint, Brush), prog="paint", takes_empty=False)
+    for refused in (
+        lambda: parse(script, "--tags", "", "a"),
+        lambda: parse_json(script, tmp_path, {"name": ""}),
+    ):
+        with pytest.raises(SystemExit):
+            refused()
+        assert "the value is empty" in capsys.readouterr().err
+
+
 def test_json_of_a_list_for_one_value(parser):
     paint, _ = parser.parse_dict({"name": ["x"], "layers": [3], "dry": [True]})
     assert (paint.name, paint.layers, paint.dry) == ("x", 3, True)

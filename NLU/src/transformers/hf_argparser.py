@@ -60,11 +60,11 @@ class HfArgumentParser(ArgumentParser):
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
-        arguments: those of `ArgumentParser`.
+        arguments: those of `ArgumentParser`; empty texts are values by default, as in 4.4.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
-        arguments.setdefault("formatter_class", _HelpFormatter)
+        arguments = {"formatter_class": _HelpFormatter, "takes_empty": True, **arguments}
         super().__init__(**arguments)
         types_ = [dataclass_types] if dataclasses.is_dataclass(dataclass_types) else dataclass_types
         self.dataclass_types = list(types_)

@@ -98,7 +98,7 @@ def test_an_empty_value_is_not_a_flag_that_is_not_given(parser, capsys, flags):
     with pytest.raises(SystemExit):
         parser.parse_args(["--data", "x", *flags])
     (line,) = capsys.readouterr().err.splitlines()
-    said = "the value is empty, as that of an unset shell variable: give one, or leave it out"
+    said = "the value is empty (an unset shell variable?): give one, or leave it out"
     assert f"argument {flags[0].rstrip('=')}: {said}" in line
 
 
@@ -106,6 +106,12 @@ def test_an_empty_value_may_be_a_default(parser):
     parser.add_argument("--only", default="")
     assert parser.parse_args(["--data", "x"]).only == ""
     assert parser.parse_args(["--data", "x", "--only", ""]).only == ""
+
+
+def test_a_parser_may_take_what_is_empty():
+    parser = ArgumentParser(takes_empty=True)
+    parser.add_argument("--prefix")
+    assert parser.parse_args(["--prefix", ""]).prefix == ""
 
 
 def test_it_knows_which_flags_were_given(parser):

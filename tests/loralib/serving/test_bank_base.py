@@ -275,10 +275,10 @@ def take_the_body_out(model):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (replace_a_layer, r"body\.0"),
+        (replace_a_layer, r"body\.0\.query"),
         (replace_a_projection, r"body\.1\.value"),
         (replace_the_head, "score"),
-        (take_the_body_out, "body"),
+        (take_the_body_out, r"body\.0\.query"),
     ],
 )
 def test_a_module_that_took_the_place_of_an_adapted_one_is_refused(change, name):
@@ -341,6 +341,11 @@ def wrap_a_projection(model):
     model.body[1] = Wrapper(model.body[1])
 
 
+def put_it_into_another_list(model):
+    model.body = nn.ModuleList(list(model.body))
+    model.body = nn.ModuleList([torch.compile(layer, backend="eager") for layer in model.body])
+
+
 def replace_what_no_adapter_touches(model):
     model.body[1].query = nn.Linear(WIDTH, WIDTH)
     model.words = nn.Embedding(9, WIDTH)
@@ -361,6 +366,7 @@ def change_what_no_adapter_touches(model):
         load_it_into_halves,
         train_another,
         compile_a_layer,
+        put_it_into_another_list,
         replace_what_no_adapter_touches,
         change_what_no_adapter_touches,
     ],
@@ -372,6 +378,33 @@ def test_a_base_that_is_the_same_is_used(change):
     for _ in range(2):
         outputs(bank, model, "headless")
     bank.add("b", adapter(model, None))
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_a_projection_that_is_compiled_alone_is_refused(wrapped_first):
+    """It would be computed by the code of one that no adapter changes."""
+    model = Own()
+    bank = lora.AdapterBank(model)
+    if wrapped_first:
+        model.body[0].query = torch.compile(model.body[0].query, backend="eager")
+    bank.add("a", adapter(model, None))
+    if not wrapped_first:
+        model.body[0].query = torch.compile(model.body[0].query, backend="eager")
+    with pytest.raises(ValueError, match=r"body\.0\.query is wrapped by torch\.compile alone"):
+        bank.use("a").__enter__()
+    model.body[0].query = model.body[0].query._orig_mod
+    model.body[0].query.compile(backend="eager")  # the way out
+    outputs(bank, model)
+
+
+def test_a_head_may_be_taken_out_for_the_features_before_it():
+    model = Own()
+    bank = bank_of(model)
+    seen = []
+    model.score.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    outputs(bank, model)
+    model.score = nn.Identity()
+    assert torch.equal(outputs(bank, model), seen[0])
 
 
 def test_an_adapted_module_may_be_wrapped():
@@ -462,5 +495,5 @@ def test_what_another_adapter_needs_is_compared_when_one_is_removed():
     with pytest.raises(ValueError, match=r"the weight of body\.0\.query has changed"):
         bank.use("first").__enter__()
     model.body[0] = Layer()
-    with pytest.raises(ValueError, match=r"body\.0 has been replaced"):
+    with pytest.raises(ValueError, match=r"body\.0\.query has been replaced"):
         bank.use("first").__enter__()

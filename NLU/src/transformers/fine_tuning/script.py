@@ -60,7 +60,9 @@ def parser_of(types: Sequence[type], description: str) -> HfArgumentParser:
         description: what the script does; its first line is for --help.
     """
     return HfArgumentParser(
-        (*types, TrainingArguments, EstimateArguments), description=description.split("\n")[0]
+        (*types, TrainingArguments, EstimateArguments),
+        description=description.split("\n")[0],
+        takes_empty=False,
     )
 
 
