@@ -143,7 +143,7 @@ def _add_fixed(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> None:
     for flags, (value, _) in _FIXED.items():
         if getattr(args, flags[-1].lstrip("-")) != value:
-            raise ValueError(f"{flags[0]}: can be {value} alone")
+            raise ValueError(f"{flags[0]}: can only be {value}")
     two_files = args.references is not None and args.predictions is not None
     with_flags = args.reference is not None and args.hypothesis is not None
     given = [args.references, args.predictions, args.reference, args.hypothesis]

@@ -152,7 +152,7 @@ def check_bounds(
         end = f"{below})" if most is None else f"{most}]"
         bounds = f"lie in {begin}, {end}"
     elif is_too_large:
-        bounds = f"be at most {_LARGEST:.2g}"
+        bounds = f"be at most {_LARGEST}"
     elif value == math.inf:
         bounds = "be finite"
     raise ValueError(f"{name} must {bounds}, not {value}")

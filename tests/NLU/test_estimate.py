@@ -196,7 +196,7 @@ def test_float16_is_counted_on_a_gpu_without_bfloat16(gpu_without_bfloat16, tmp_
     with trainer_estimate._without_output(asked) as own:
         assert (own.fp16, own.bf16, own.device.type) == (True, False, "cuda")
     with (
-        pytest.raises(ValueError, match="an old GPU has not"),
+        pytest.raises(ValueError, match="an old GPU has none"),
         trainer_estimate._without_output(TrainingArguments(str(tmp_path), bf16=True)),
     ):
         pass

@@ -263,7 +263,7 @@ BAD = {
         "the weights are not finite after step 1; no checkpoint was saved before",
     ),
     "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
-    "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be positive"),
+    "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be above 0"),
     "alpha 0": (
         f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0",
         "--lora_alpha must be at",

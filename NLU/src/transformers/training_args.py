@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import torch
 import torch.distributed as dist
 
+from loralib.io.command_line import check_bounds
 from loralib.io.console import is_terminal
 from loralib.training.determinism import LARGEST_SEED
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
@@ -290,8 +291,8 @@ class TrainingArguments:
                 "--max_steps must be at least 1, not 0: leave it out to train for "
                 "--num_train_epochs, and --do_train to train nothing"
             )
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
-            raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
+        if self.max_steps <= 0:
+            check_bounds("--num_train_epochs", self.num_train_epochs, above=0, below=math.inf)
         if self.do_train and not self.adafactor:  # else these have no effect
             self._check_adam()
         if self.fp16 and self.bf16:

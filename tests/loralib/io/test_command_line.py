@@ -161,7 +161,7 @@ def test_what_is_no_number_is_no_value(parser, capsys, text):
         ({"above": 0}, [1e-9, None], [0, -1, math.nan], "be above 0"),
         ({"least": 0, "below": math.inf}, [0, 1e30], [-1, math.nan], "be at least 0"),
         ({"least": 0, "below": math.inf}, [], [math.inf], "be finite"),
-        ({"least": 1}, [2**62], [2**62 + 1, 10**400], "be at most 4.6e+18"),
+        ({"least": 1}, [2**62], [2**62 + 1, 10**400], f"be at most {2**62}"),
         ({"least": 0, "below": 1}, [0, 0.9], [-0.1, 1, math.nan], "lie in [0, 1)"),
         ({"above": 0, "most": 1}, [0.1, 1], [0, 1.1, math.inf, math.nan], "lie in (0, 1]"),
     ],
