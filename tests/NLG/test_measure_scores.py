@@ -337,7 +337,7 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
         (["-R", "r", "-H", "p", "-m", ","], "no metric ''"),
         (["-R", "r", "-H", "p", "-nr", "0"], "-nr is 0"),
         (["-R", "r", "-H", "p", "-lng", "de"], "-lng: can only be en"),
-        (["-R", "r", "-H", "p", "-nc", "4"], "-nc: can be 6 alone"),
+        (["-R", "r", "-H", "p", "-nc", "4"], "-nc: can only be 6"),
         ([], "give either"),
         (["r"], "give either"),
         (["-R", "r"], "give either"),
