@@ -282,7 +282,7 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
     assert results(tmp_path / "eval")["eval_mse"] > 0
     with pytest.raises(ValueError, match=r"words\.csv: the labels are words, and the model gives"):
         glue(*evaluate, "of scores", "--validation_file", tmp_path / "words.csv")
-    with pytest.raises(ValueError, match="has a head of 2 classes, and the data's labels are"):
+    with pytest.raises(ValueError, match="has a head of 2 classes, but the data's labels are"):
         glue(*evaluate, "of words", "--validation_file", tmp_path / "scores.csv")
 
 
