@@ -67,14 +67,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
         Args:
             unknown: the arguments.
-            way_out: what else they may need; the end of the message.
+            way_out: how they are given otherwise; the end of the message in a guess's place.
         """
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         near = dict.fromkeys(flag for name in names for flag in _meant_by(name, known))
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}{way_out}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{way_out or hint}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""
@@ -90,13 +90,14 @@ def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     (--batch_size), is misspelled, or has half of the words (--target_modules).
     """
     name = _words(unknown)
-    alike = {flag: SequenceMatcher(None, unknown, flag).ratio() for flag in flags}
+    words = {flag: _words(flag) for flag in flags}
+    spelled = "_".join(name)
+    alike = {f: SequenceMatcher(None, spelled, "_".join(words[f])).ratio() for f in flags}
     nearest = sorted(flags, key=alike.__getitem__, reverse=True)
-    words = {flag: _words(flag) for flag in nearest}
     shared = {flag: sum(_has(words[flag], word) for word in name) for flag in nearest}
     rules: tuple[Callable[[str], bool], ...] = (
         lambda flag: name in (words[flag], ["".join(word[:1] for word in words[flag])]),
-        lambda flag: _begins("_".join(name), "_".join(words[flag]), least=3),
+        lambda flag: _begins(spelled, "_".join(words[flag]), least=3),
         lambda flag: shared[flag] == len(name),
         lambda flag: alike[flag] == max(alike.values()) >= _SIMILAR,
         lambda flag: shared[flag] == max(shared.values()) >= len(name) / 2,

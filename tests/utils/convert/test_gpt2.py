@@ -105,7 +105,7 @@ def test_a_base_with_other_heads_than_its_card(convert, failure, tmp_path, given
 
     line = failure(*command(8))
     assert f"{adapter}: was trained as gpt2.xs, whose n_head is 4, but " in line
-    assert line.endswith("is 8: give the base that it was trained on")
+    assert line.endswith("has 8: give the base that it was trained on")
     convert(*command(4))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 4
 
