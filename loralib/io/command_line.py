@@ -67,14 +67,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
         Args:
             unknown: the arguments.
-            way_out: how they are given otherwise; the end of the message in a guess's place.
+            way_out: what else they may need; the end of the message.
         """
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         near = dict.fromkeys(flag for name in names for flag in _meant_by(name, known))
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{way_out or hint}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}{way_out}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""
@@ -87,20 +87,19 @@ def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     """The flags that an unknown one may have meant: those that the first rule finds that finds any.
 
     It is one's initials (--lr), begins one or begins with one (--lora_rank), has the words of some
-    (--batch_size), is misspelled, or has half of the words (--target_modules).
+    (--batch_size), is misspelled, or has the first word (--target_modules).
     """
     name = _words(unknown)
     words = {flag: _words(flag) for flag in flags}
     spelled = "_".join(name)
     alike = {f: SequenceMatcher(None, spelled, "_".join(words[f])).ratio() for f in flags}
     nearest = sorted(flags, key=alike.__getitem__, reverse=True)
-    shared = {flag: sum(_has(words[flag], word) for word in name) for flag in nearest}
     rules: tuple[Callable[[str], bool], ...] = (
         lambda flag: name in (words[flag], ["".join(word[:1] for word in words[flag])]),
         lambda flag: _begins(spelled, "_".join(words[flag]), least=3),
-        lambda flag: shared[flag] == len(name),
+        lambda flag: all(_has(words[flag], word) for word in name),
         lambda flag: alike[flag] == max(alike.values()) >= _SIMILAR,
-        lambda flag: shared[flag] == max(shared.values()) >= len(name) / 2,
+        lambda flag: _has(words[flag], name[0]),
     )
     found = ([flag for flag in nearest if is_meant(flag)] for is_meant in rules)
     return next(filter(None, found), [])[:_AT_MOST]
