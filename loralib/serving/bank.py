@@ -127,8 +127,9 @@ class AdapterBank:
                 self._fingerprint = fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
-            self._seen.note(plain, prepared)
-        self._adapters[name] = prepared
+            with self._key.lock:
+                self._seen.note(plain, prepared)
+                self._adapters[name] = prepared
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook, and their like."""
@@ -154,8 +155,9 @@ class AdapterBank:
             ValueError: there is no such adapter.
         """
         self._find([name])
-        del self._adapters[name]
-        self._seen.forget_unused(tuple(self._adapters.values()))
+        with self._key.lock:
+            del self._adapters[name]
+            self._seen.forget_unused(self._adapters.values())
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
@@ -294,7 +296,7 @@ class _Key:
     """What tells a bank's hooks and blocks from another's; it counts the blocks in progress."""
 
     def __init__(self) -> None:
-        self._lock, self.blocks = threading.Lock(), 0
+        self.lock, self.blocks = threading.Lock(), 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Key":
         return _Key()  # a copied model's hooks are of no bank
@@ -305,12 +307,12 @@ class _Key:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Counts a block."""
-        with self._lock:
+        with self.lock:
             self.blocks += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self.blocks -= 1
 
 

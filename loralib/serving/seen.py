@@ -1,6 +1,6 @@
 """What a bank has seen of its model, and whether adapters still find it as it was."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,23 +22,19 @@ class SeenModules:
 
     def note(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Notes what an adapter changes, which has just been prepared for the model."""
-        for module in (*prepared.deltas, *prepared.heads):
-            parts = module.split(".") if module else []
-            for count in range(1, len(parts) + 1):
-                name = ".".join(parts[:count])
-                self._places[name] = _Place(model, name)
+        for name in _around(_changed(prepared)):
+            place = self._places.setdefault(name, _Place(model, name))
+            place.is_head |= name in prepared.heads
         for module, delta in prepared.deltas.items():
             if module not in self._weights:
                 self._weights[module] = _Weight(delta.module)
 
     def forget_unused(self, adapters: Collection[PreparedAdapter]) -> None:
         """Drops all but what these adapters change."""
-        for name in tuple(self._places):
-            if not _changed(adapters, name):
-                del self._places[name]
-        for module in tuple(self._weights):
-            if not any(module in adapter.deltas for adapter in adapters):
-                del self._weights[module]
+        places = _around(name for adapter in adapters for name in _changed(adapter))
+        weights = {module for adapter in adapters for module in adapter.deltas}
+        self._places = {name: x for name, x in self._places.items() if name in places}
+        self._weights = {module: x for module, x in self._weights.items() if module in weights}
 
     def check(self, adapters: Collection[PreparedAdapter]) -> None:
         """Checks that what these adapters change is as it was.
@@ -47,9 +43,9 @@ class SeenModules:
             ValueError: it is not.
         """
         for name, place in tuple(self._places.items()):
-            found = place.found()
-            if found is not place.module:
-                self._check_within(name, found, adapters)
+            fault = place.fault()
+            if fault and any(name in _around(_changed(adapter)) for adapter in adapters):
+                raise ValueError(f"{called(name)} {fault}")
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
@@ -57,34 +53,27 @@ class SeenModules:
                     "load the base's weights again, or make another bank of the model as it is now"
                 )
 
-    def _check_within(
-        self, name: str, found: nn.Module | None, adapters: Collection[PreparedAdapter]
-    ) -> None:
-        """Checks that adapted modules of a place are within what has taken it, such as a wrapper.
 
-        Not a head that an `nn.Identity` has replaced, for the features before it.
-        """
-        within = () if found is None else tuple(found.modules())
-        for module in _changed(adapters, name):
-            is_there = any(each is self._places[module].module for each in within)
-            is_head = any(module in each.heads for each in adapters)
-            if not (is_there or (is_head and isinstance(found, nn.Identity))):
-                raise ValueError(
-                    f"{called(module)} has been replaced since an adapter was added to it: put the "
-                    "module back, or make another bank of the model as it is now"
-                )
-            if module == name and not is_head and type(found).__name__ == "OptimizedModule":
-                # Dynamo would take what it compiled for a module without a hook for this one.
-                raise ValueError(
-                    f"{called(module)} is wrapped by torch.compile alone, where adapters get lost: "
-                    "wrap the model or its layers, or call the module's own compile()"
-                )
+def _changed(adapter: PreparedAdapter) -> tuple[str, ...]:
+    """The modules that an adapter changes."""
+    return (*adapter.deltas, *adapter.heads)
 
 
-def _changed(adapters: Collection[PreparedAdapter], place: str) -> list[str]:
-    """The modules at or within a place that adapters change."""
-    changed = dict.fromkeys(name for each in adapters for name in (*each.deltas, *each.heads))
-    return [name for name in changed if f"{name}.".startswith(f"{place}.")]
+def _around(modules: Iterable[str]) -> dict[str, None]:
+    """These modules and those around them, but for the model itself."""
+    parts = [module.split(".") for module in modules if module]
+    return dict.fromkeys(".".join(x[:count]) for x in parts for count in range(1, len(x) + 1))
+
+
+_REPLACED = (
+    "has been replaced since an adapter was added to it: put the module back, or make another bank "
+    "of the model as it is now"
+)
+# Dynamo takes what it compiled for a module without a hook for one of its class that has one.
+_COMPILED_ALONE = (
+    "is wrapped by torch.compile alone, where adapters get lost: wrap the model or its layers, or "
+    "call the module's own compile()"
+)
 
 
 class _Place:
@@ -97,11 +86,41 @@ class _Place:
 
     def __init__(self, model: nn.Module, name: str):
         owner, _, self._last = name.rpartition(".")
-        self._owner, self.module = model.get_submodule(owner), model.get_submodule(name)
+        self._owner, self._module = model.get_submodule(owner), model.get_submodule(name)
+        self.is_head = False
 
-    def found(self) -> nn.Module | None:
-        """What is there now."""
-        return self._owner._modules.get(self._last)
+    def fault(self) -> str | None:
+        """Why an adapter would not have its effect here, if that is so."""
+        found = self._owner._modules.get(self._last)
+        if found is self._module:
+            return None
+        if self.is_head and isinstance(found, nn.Identity):
+            return None  # for the features before it
+        if found is None or not _holds(found, self._module):
+            return _REPLACED
+        is_leaf = not self._module._modules
+        if is_leaf and any(type(each).__name__ == "OptimizedModule" for each in found.modules()):
+            return _COMPILED_ALONE
+        return None
+
+
+def _holds(found: nn.Module, module: nn.Module) -> bool:
+    """Whether a module is, wraps, or is a list of the same modules as another."""
+    if any(each is module for each in found.modules()):
+        return True
+    if not (isinstance(found, _LISTS) and isinstance(module, _LISTS)):
+        return False
+    ours, theirs = found._modules, module._modules
+    return ours.keys() == theirs.keys() and all(
+        ours[key] is theirs[key] or _both_hold(ours[key], theirs[key]) for key in ours
+    )
+
+
+def _both_hold(found: nn.Module | None, module: nn.Module | None) -> bool:
+    return found is not None and module is not None and _holds(found, module)
+
+
+_LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 class _Weight:
