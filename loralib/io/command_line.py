@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from .elastic_error import tell_launcher
 
-_SIMILAR = 0.75  # of two names' letters, by difflib
+_SIMILAR, _MISSPELLED = 0.75, 0.9  # of two names' letters, by difflib
+_RANK = {"r": "rank", "dim": "rank"}  # what LoRA's rank is called in flags: --lora_r, --lora_dim
 _AT_MOST = 4  # flags that an unknown one may have meant
 _LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
 # A number below zero as `float` reads it, be it in scientific notation.
@@ -86,8 +87,9 @@ class ArgumentParser(argparse.ArgumentParser):
 def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     """The flags that an unknown one may have meant: those that the first rule finds that finds any.
 
-    It is one's initials (--lr), begins one or begins with one (--lora_rank), has the words of some
-    (--batch_size), is misspelled, or has the first word (--target_modules).
+    It is one's initials (--lr), is misspelled by a letter or two, begins one or begins with one
+    (--output), has the words of some (--batch_size), is similar, or has the first word
+    (--target_modules).
     """
     name = _words(unknown)
     words = {flag: _words(flag) for flag in flags}
@@ -96,6 +98,7 @@ def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     nearest = sorted(flags, key=alike.__getitem__, reverse=True)
     rules: tuple[Callable[[str], bool], ...] = (
         lambda flag: name in (words[flag], ["".join(word[:1] for word in words[flag])]),
+        lambda flag: alike[flag] == max(alike.values()) >= _MISSPELLED,
         lambda flag: _begins(spelled, "_".join(words[flag]), least=3),
         lambda flag: all(_has(words[flag], word) for word in name),
         lambda flag: alike[flag] == max(alike.values()) >= _SIMILAR,
@@ -106,14 +109,15 @@ def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
 
 
 def _words(flag: str) -> list[str]:
-    return flag.strip("-_").replace("-", "_").split("_")
+    words = flag.strip("-_").replace("-", "_").split("_")
+    return [_RANK.get(word, word) for word in words]
 
 
 def _has(words: Sequence[str], word: str) -> bool:
     return any(_begins(word, other) for other in words)
 
 
-def _begins(one: str, other: str, least: int = 1) -> bool:
+def _begins(one: str, other: str, least: int = 2) -> bool:
     """Whether one of two names, of so many letters at least, begins the other."""
     short, long = sorted((one, other), key=len)
     return len(short) >= least and long.startswith(short)

@@ -44,12 +44,14 @@ def test_an_error_is_one_line(parser, capsys, flags, says):
 @pytest.mark.parametrize(
     ("unknown", "meant"),
     [
-        ("--lora_rank", "--lora_r, --lora_rank_pattern"),
+        ("--lora_rank", "--lora_r"),
         ("--lora-r", "--lora_r"),
         ("--alpha", "--lora_alpha"),
-        ("--rank", "--local_rank, --lora_r, --lora_rank_pattern"),
+        ("--rank", "--lora_r, --local_rank, --lora_rank_pattern"),
         ("--lr", "--lora_r, --local_rank, --learning_rate"),
         ("--learnin_rate", "--learning_rate"),
+        ("--lora_rank_ptatern", "--lora_rank_pattern"),
+        ("--lora_dim", "--lora_r"),
         ("--batch_size", "--eval_batch_size, --train_batch_size"),
         ("--eval_strategy", "--evaluation_strategy"),
         ("--epochs", "--num_train_epochs"),
