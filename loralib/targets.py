@@ -304,7 +304,7 @@ def _nothing_matches(
         )
     ends = sorted(_ends(names))
     near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)
-    likely = dict.fromkeys([*near, *_ends(linear), *(() if near else ends)]) or linear or names
+    likely = dict.fromkeys([*near, *_ends(linear), *(() if near else ends)]) or names
     has = in_short(likely, at_most=8) or "none"
     return f"'{text}' matches no module of the model; it has {has}{_way_out(target, names, linear)}"
 
