@@ -219,8 +219,8 @@ def _told(names: Collection[str], layers: tuple[int, int] | None) -> str:
     if layers is None:
         return listed(names)
     return (
-        f"{listed(names, at_most=1)}: its number of layers is {layers[0]}, num_hidden_layers is "
-        f"{layers[1]}: give it with the config.json that belongs to it"
+        f"{listed(names, at_most=1)}: the file has {layers[0]} layers, num_hidden_layers is "
+        f"{layers[1]}: use the config.json that belongs to the file"
     )
 
 
