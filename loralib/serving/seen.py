@@ -69,7 +69,7 @@ _REPLACED = (
     "has been replaced since an adapter was added to it: put the module back, or make another bank "
     "of the model as it is now"
 )
-# Dynamo takes what it compiled for a module without a hook for one of its class that has one.
+# Dynamo may run what it compiled for a module without a hook in place of one that has a hook.
 _COMPILED_ALONE = (
     "is wrapped by torch.compile alone, where adapters get lost: wrap the model or its layers, or "
     "call the module's own compile()"
@@ -104,23 +104,19 @@ class _Place:
         return None
 
 
-def _holds(found: nn.Module, module: nn.Module) -> bool:
+_LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+
+
+def _holds(found: nn.Module | None, module: nn.Module | None) -> bool:
     """Whether a module is, wraps, or is a list of the same modules as another."""
+    if found is None or module is None:
+        return found is module
     if any(each is module for each in found.modules()):
         return True
     if not (isinstance(found, _LISTS) and isinstance(module, _LISTS)):
         return False
     ours, theirs = found._modules, module._modules
-    return ours.keys() == theirs.keys() and all(
-        ours[key] is theirs[key] or _both_hold(ours[key], theirs[key]) for key in ours
-    )
-
-
-def _both_hold(found: nn.Module | None, module: nn.Module | None) -> bool:
-    return found is not None and module is not None and _holds(found, module)
-
-
-_LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+    return ours.keys() == theirs.keys() and all(_holds(ours[key], theirs[key]) for key in ours)
 
 
 class _Weight:
