@@ -296,7 +296,8 @@ class _Key:
     """What tells a bank's hooks and blocks from another's; it counts the blocks in progress."""
 
     def __init__(self) -> None:
-        self.lock, self.blocks = threading.Lock(), 0
+        # One thread may take it twice: a block ends wherever its generator is collected.
+        self.lock, self.blocks = threading.RLock(), 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Key":
         return _Key()  # a copied model's hooks are of no bank

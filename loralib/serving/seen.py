@@ -23,8 +23,8 @@ class SeenModules:
     def note(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Notes what an adapter changes, which has just been prepared for the model."""
         for name in _around(_changed(prepared)):
-            place = self._places.setdefault(name, _Place(model, name))
-            place.is_head |= name in prepared.heads
+            if name not in self._places:
+                self._places[name] = _Place(model, name)
         for module, delta in prepared.deltas.items():
             if module not in self._weights:
                 self._weights[module] = _Weight(delta.module)
@@ -44,7 +44,7 @@ class SeenModules:
         """
         for name, place in tuple(self._places.items()):
             fault = place.fault()
-            if fault and any(name in _around(_changed(adapter)) for adapter in adapters):
+            if fault and any(_needs(adapter, name, place.found) for adapter in adapters):
                 raise ValueError(f"{called(name)} {fault}")
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
@@ -57,6 +57,16 @@ class SeenModules:
 def _changed(adapter: PreparedAdapter) -> tuple[str, ...]:
     """The modules that an adapter changes."""
     return (*adapter.deltas, *adapter.heads)
+
+
+def _needs(adapter: PreparedAdapter, name: str, found: nn.Module | None) -> bool:
+    """Whether an adapter needs the module of this name, in whose place another is found.
+
+    Not its head where an `nn.Identity` is, for the features before it.
+    """
+    is_taken_out = name in adapter.heads and isinstance(found, nn.Identity)
+    needed = adapter.deltas if is_taken_out else _changed(adapter)
+    return name in _around(needed)
 
 
 def _around(modules: Iterable[str]) -> dict[str, None]:
@@ -87,36 +97,35 @@ class _Place:
     def __init__(self, model: nn.Module, name: str):
         owner, _, self._last = name.rpartition(".")
         self._owner, self._module = model.get_submodule(owner), model.get_submodule(name)
-        self.is_head = False
+
+    @property
+    def found(self) -> nn.Module | None:
+        """What is there now."""
+        return self._owner._modules.get(self._last)
 
     def fault(self) -> str | None:
         """Why an adapter would not have its effect here, if that is so."""
-        found = self._owner._modules.get(self._last)
-        if found is self._module:
-            return None
-        if self.is_head and isinstance(found, nn.Identity):
-            return None  # for the features before it
-        if found is None or not _holds(found, self._module):
-            return _REPLACED
-        is_leaf = not self._module._modules
-        if is_leaf and any(type(each).__name__ == "OptimizedModule" for each in found.modules()):
-            return _COMPILED_ALONE
-        return None
+        return _fault(self.found, self._module)
 
 
 _LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
-def _holds(found: nn.Module | None, module: nn.Module | None) -> bool:
-    """Whether a module is, wraps, or is a list of the same modules as another."""
-    if found is None or module is None:
-        return found is module
-    if any(each is module for each in found.modules()):
-        return True
-    if not (isinstance(found, _LISTS) and isinstance(module, _LISTS)):
-        return False
-    ours, theirs = found._modules, module._modules
-    return ours.keys() == theirs.keys() and all(_holds(ours[key], theirs[key]) for key in ours)
+def _fault(found: nn.Module | None, module: nn.Module | None) -> str | None:
+    """Why one module is not another, does not wrap it, and is no list of the same modules."""
+    if found is module:
+        return None
+    if found is not None and module is not None:
+        within = tuple(found.modules())
+        if any(each is module for each in within):
+            is_compiled = any(type(each).__name__ == "OptimizedModule" for each in within)
+            return _COMPILED_ALONE if is_compiled and not module._modules else None
+        ours, theirs = found._modules, module._modules
+        are_lists = isinstance(found, _LISTS) and isinstance(module, _LISTS)
+        if are_lists and ours.keys() == theirs.keys():
+            faults = (_fault(ours[key], theirs[key]) for key in ours)
+            return next(filter(None, faults), None)
+    return _REPLACED
 
 
 class _Weight:

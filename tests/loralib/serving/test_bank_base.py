@@ -434,8 +434,39 @@ def test_a_head_may_be_taken_out_for_the_features_before_it():
     seen = []
     model.score.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     outputs(bank, model)
+    bank.add("of the head", adapter(model, None, head=False, modules=["score"]))
     model.score = nn.Identity()
     assert torch.equal(outputs(bank, model), seen[0])
+    for names in ("of the head", ["a", "of the head", "a"]):
+        with pytest.raises(ValueError, match=r"^score has been replaced since"):
+            bank.use(names).__enter__()
+
+
+def test_projections_that_are_compiled_alone_are_refused_in_another_list():
+    model = Own()
+    model.body[0].query = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    bank = lora.AdapterBank(model)
+    bank.add("a", adapter(model, None, head=False, modules=["body.0.query.0"]))
+    model.body[0].query = nn.Sequential(compile_alone(model.body[0].query[0]))
+    with pytest.raises(ValueError, match=r"^body\.0\.query is wrapped by torch\.compile alone"):
+        bank.use("a").__enter__()
+
+
+def test_a_block_may_end_while_its_thread_adds_an_adapter(monkeypatch):
+    """As one does in a generator that the garbage collector finds meanwhile."""
+    model = Own()
+    bank = bank_of(model)
+    block = bank.use("a")
+    block.__enter__()
+    note = bank._seen.note
+
+    def noting(*given):
+        block.__exit__(None, None, None)
+        note(*given)
+
+    monkeypatch.setattr(bank._seen, "note", noting)
+    bank.add("b", adapter(model, None))
+    assert bank._key.blocks == 0
 
 
 def test_an_adapted_module_may_be_wrapped():
