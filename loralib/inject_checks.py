@@ -13,6 +13,7 @@ from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
+from .nn.products import Linear
 from .targets import Target, first_names, matches, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
@@ -113,6 +114,11 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if isinstance(module, LoRALayer) and module.r > 0:
         raise ValueError(
             f"{what} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
+        )
+    if isinstance(module, Linear):
+        raise UnsupportedLayerError(
+            f"{what} belongs to an encoder of this project, which is built with LoRA, also for "
+            "load_adapter: from_pretrained(…, apply_lora=True, lora_r=8, lora_alpha=16)"
         )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):

@@ -56,6 +56,7 @@ ROOMS = {
         "functional",
         "layers",
         "lora_layer",
+        "nn",
         "targets",
         "text",
         "wrappers",

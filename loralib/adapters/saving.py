@@ -6,11 +6,11 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
@@ -21,10 +21,11 @@ from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
-from ..text import called
+from ..text import called, in_short
 from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .families import in_known_backbone
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
@@ -136,6 +137,7 @@ def _adapter_of(
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}
+    _check_frozen(model, tensors)
     settings: dict[str, Any] = lora_settings(model)
     seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
     metadata = LoraMetadata(
@@ -149,6 +151,18 @@ def _adapter_of(
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that what is trained is not of a registered family's backbone, but for biases."""
+    biases = base_biases(tensors)
+    base = [n for n in tensors if in_known_backbone(n) and LORA.part not in n and n not in biases]
+    if base:
+        raise CheckpointError(
+            f"{type(model).__name__}: {in_short(base, at_most=1)} of the base is trained, and no "
+            "adapter holds it: if nothing has changed it yet, call mark_only_lora_as_trainable, "
+            f"requires_grad_(True) on the head, and save again; else {_SAVED_WHOLE}"
+        )
 
 
 def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:

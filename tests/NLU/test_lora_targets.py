@@ -6,7 +6,9 @@ import pytest
 import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
+from torch import nn
 
+import loralib as lora
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import lora_targets
@@ -192,6 +194,29 @@ def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, f
     write_adapter(tmp_path / f"x{format}", model.adapter())
     assert fresh.load_adapters([read_adapter(tmp_path / f"x{format}")]) == []
     close(fresh(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_library_s_functions_say_how_such_a_model_is_built(build, batch, tmp_path, family):
+    model, again, path = build(family, **LORA), build(family, **LORA), tmp_path / "a.safetensors"
+    with pytest.raises(CheckpointError, match=r"of the base is trained, and no adapter holds it"):
+        lora.save_adapter(model, path)
+    assert not path.exists()
+    lora.mark_only_lora_as_trainable(model)
+    lora.save_adapter(model, path)
+    plain = build(family)
+    plain.load_state_dict({n: t for n, t in model.state_dict().items() if "lora_" not in n})
+    for refused in (
+        lambda: lora.add_lora(plain, "all-linear", r=3),
+        lambda: lora.load_adapter(plain, path),
+    ):
+        with pytest.raises(lora.UnsupportedLayerError, match=r"encoder of this project, which is"):
+            refused()
+    for layer in lora_layers(again).values():
+        nn.init.zeros_(layer.lora_B)
+    assert not torch.equal(again(**batch).logits, model(**batch).logits)
+    lora.load_adapter(again, path)
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
 def test_what_a_file_says(build, tmp_path):
