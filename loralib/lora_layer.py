@@ -56,7 +56,9 @@ class LoRALayer:
 
     Attributes:
         scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
-        merged: whether the merged weight is in effect.
+        merged: whether the merged weight is in effect. In a class with a forward of its own, which
+            computes with `weight`: whether that holds the update, as 0.1.2 has it; it does where
+            the class has added it there and set this to True.
         lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
         lora_A_start: what A starts as, where that is made of the weight; the update is then
             s · (B A − B_start A_start), so that it starts as zero.
@@ -65,14 +67,14 @@ class LoRALayer:
     Raises:
         ValueError: r is not an integer or is negative; lora_alpha is not a finite number, but for
             r = 0; lora_dropout lies outside [0, 1]; a flag is something else than True or False;
-            the variant or the initialization is unknown.
+            the variant or the initialization is unknown. Or merged is set to True, except by a
+            class with a forward of its own.
     """
 
     r: int = 0
     variant: str = "lora"
     initialization: str = "default"
     freeze_A: bool = False
-    merged: bool = False
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter
@@ -85,10 +87,16 @@ class LoRALayer:
     _buffers: dict[str, Tensor]
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
+    forward: Callable[..., Any]
 
     # Of A and B, what was made on the meta device and may have no values yet: its name, and how
     # often it had been written to when it got memory.
     _empty: tuple[tuple[str, int], ...] = ()
+
+    # Whether forward computes with the merged copy in this mode, and what a class with a forward of
+    # its own has set `merged` to.
+    _in_effect: bool = False
+    _set_merged: bool = False
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -117,7 +125,7 @@ class LoRALayer:
         p = as_dropout(lora_dropout)
         self.lora_dropout = nn.Identity() if p == 0 else Dropout(p)
         self.merge_weights = as_flag("merge_weights", merge_weights)
-        self.merged = False
+        self._in_effect = False
         self._merged_copy: _MergedCopy | None = None
 
     @property
@@ -138,16 +146,62 @@ class LoRALayer:
         """The frozen layer's bias, if it has one."""
         return getattr(self.base, "bias", None)
 
+    @property
+    def merged(self) -> bool:
+        """Whether the merged weight is in effect; see `LoRALayer`."""
+        if self._computes_elsewhere():
+            return self._set_merged
+        return self._in_effect
+
+    @merged.setter
+    def merged(self, value: bool) -> None:
+        if self._computes_elsewhere():
+            self._set_merged = value
+        elif value and not self._in_effect:
+            raise ValueError(
+                "merged cannot be set to True: a layer's weight never holds its update here. "
+                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
+            )
+        else:
+            self._in_effect = bool(value)
+
+    def _computes_elsewhere(self) -> bool:
+        """Whether the layer's forward is not this package's, be it of its class or set on it.
+
+        Those written for 0.1.2 compute with `weight` alone where `merged` is true.
+        """
+        return not _is_from_here(type(self).forward) or has_own_forward(self)
+
+    def _weight_holds_update(self) -> bool:
+        """Whether a class with a forward of its own has added the update to the weight."""
+        return bool(self._set_merged) and self._computes_elsewhere()
+
     def train(self, mode: bool = True) -> "LoRALayer":
         """Takes the merged weight out of effect (mode=True) or puts it into effect."""
         super().train(mode)
-        self.merged = self.merge_weights and not mode
+        self._in_effect = self.merge_weights and not mode
         self._merged_copy = None
         return self
 
     def merged_layer(self) -> nn.Module:
         """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
         raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
+
+    def check_merged_layer(self) -> None:
+        """Checks that the class says how it is merged, if it computes in a way of its own.
+
+        Raises:
+            TypeError: it does not.
+        """
+        kind = type(self)
+        is_own = not _is_from_here(kind.forward)
+        if kind.merged_layer is LoRALayer.merged_layer or (
+            is_own and _is_from_here(kind.merged_layer)
+        ):
+            raise TypeError(
+                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
+                "plain layer computes the same: give it one"
+            )
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
         """The low-rank update, see functional.py; A and B are cast to `dtype`."""
@@ -285,11 +339,15 @@ class LoRALayer:
 
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
+        if self._weight_holds_update():
+            return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
-        if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self._weight_holds_update():
+            return self.frozen_weight
+        if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         weight, update = self.frozen_weight, self._update_tensors()
         # What is transformed has derivatives, which a copy would not have.
@@ -361,6 +419,12 @@ class LoRALayer:
         super().__setstate__(state)
         mark_layer(self)
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
+
+
+def _is_from_here(function: Callable[..., Any]) -> bool:
+    """Whether a function is of this package."""
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith(f"{__package__}.")
 
 
 _FACTORS = ("lora_A", "lora_B")

@@ -1,0 +1,103 @@
+"""What code written for loralib 0.1.2 does with its layers, and gets here."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_close_to_rounding
+from torch import nn
+
+import loralib as lora
+
+# ---- subclasses ----
+
+
+def as_of_0_1_2(self, x):
+    """What subclasses of its `Linear` have as their forward, one way or another."""
+    weight = self.weight.t() if self.fan_in_fan_out else self.weight
+    out = F.linear(x, weight, self.bias)
+    if self.r > 0 and not self.merged:
+        out = out + (self.lora_dropout(x) @ self.lora_A.t() @ self.lora_B.t()) * self.scaling
+    return out
+
+
+class OwnForward(lora.Linear):
+    forward = as_of_0_1_2
+
+
+class OwnMerging(lora.Linear):
+    """Merges into its weight, as 0.1.2 does, and computes with that or by the usual forward."""
+
+    def train(self, mode=True):
+        nn.Linear.train(self, mode)
+        if mode == self.merged:
+            sign = -1 if mode else 1
+            self.weight.data += sign * (self.lora_B @ self.lora_A) * self.scaling
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def patched(*args, **kwargs):
+    layer = lora.Linear(*args, **kwargs)
+    layer.forward = types.MethodType(as_of_0_1_2, layer)
+    return layer
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("build", [OwnForward, OwnMerging, patched])
+def test_a_forward_written_for_0_1_2_has_the_update_in_both_modes(build, grad):
+    torch.manual_seed(0)
+    layer, x = build(6, 4, r=2, lora_alpha=6), torch.randn(3, 6)
+    nn.init.normal_(layer.lora_B)
+    expected = F.linear(x, layer.weight + 3 * layer.lora_B @ layer.lora_A, layer.bias)
+    with torch.set_grad_enabled(grad):
+        for mode in (True, False, True, False):
+            layer.train(mode)
+            assert_close_to_rounding(layer(x), expected, 4 * 6)
+
+
+def test_a_layer_that_has_its_update_in_its_weight_is_merged_once():
+    torch.manual_seed(0)
+    layer, x = OwnMerging(6, 4, r=2), torch.randn(3, 6)
+    nn.init.normal_(layer.lora_B)
+    expected = layer(x)
+    for mode in (True, False):
+        assert_close_to_rounding(lora.Linear.merged_layer(layer.train(mode))(x), expected, 4 * 6)
+
+
+def test_merged_is_not_to_be_set_by_hand_where_weights_hold_no_update():
+    layer = lora.Linear(6, 4, r=2)
+    with pytest.raises(ValueError, match=r"merged cannot be set to True: .* lora\.merge"):
+        layer.merged = True
+    layer.eval().merged = True  # it is
+    layer.merged = False
+    assert not layer.merged
+    assert layer.eval().merged
+    assert not layer.train().merged
+
+
+def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
+    class Twice(lora.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Twice(6, 4, r=2))
+    lora.add_lora(model, ["0"], r=2)
+    with pytest.raises(TypeError, match="Twice has a forward of its own and no merged_layer"):
+        lora.merge(model)
+    assert isinstance(model[0], lora.LoRALayer)  # as it was
+
+    def merged_layer(self):
+        plain = lora.Linear.merged_layer(self)
+        plain.weight.data *= 2
+        plain.bias = nn.Parameter(2 * plain.bias)
+        return plain
+
+    Twice.merged_layer = merged_layer
+    x = torch.randn(3, 6)
+    expected = model(x)
+    assert_close_to_rounding(lora.merge(model)(x), expected, 4 * 6)
