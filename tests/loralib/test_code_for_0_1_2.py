@@ -101,3 +101,57 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
     x = torch.randn(3, 6)
     expected = model(x)
     assert_close_to_rounding(lora.merge(model)(x), expected, 4 * 6)
+
+
+# ---- ConvLoRA ----
+
+
+@pytest.mark.parametrize("plain", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_convlora_is_the_layer_of_the_class_that_it_is_given(plain):
+    layers = []
+    for build in (lora.ConvLoRA, getattr(lora, plain.__name__)):
+        torch.manual_seed(0)
+        given = {"conv_module": plain} if build is lora.ConvLoRA else {}
+        layers.append(
+            build(
+                in_channels=4, out_channels=6, kernel_size=3, r=2, lora_alpha=6, stride=2, **given
+            )
+        )
+        assert isinstance(layers[-1], lora.ConvLoRA)
+        nn.init.normal_(layers[-1].lora_B)
+    direct, derived = layers
+    torch.testing.assert_close(direct.state_dict(), derived.state_dict(), atol=0, rtol=0)
+    x = torch.randn(2, 4, *[5] * (direct.conv.weight.dim() - 2))
+    torch.testing.assert_close(direct(x), derived(x), atol=0, rtol=0)
+    merged = lora.merge(direct)
+    assert type(merged) is plain
+    assert_close_to_rounding(merged(x), derived(x), 4 * 3**3)
+
+
+class Transposed(lora.ConvLoRA):
+    def __init__(self, *args, **kwargs):
+        super().__init__(nn.ConvTranspose2d, *args, **kwargs)
+
+    def forward(self, x):
+        kernel, conv = self.conv.weight, self.conv
+        if self.r > 0 and not self.merged:
+            kernel = kernel + (self.lora_B @ self.lora_A).view(kernel.shape) * self.scaling
+        return F.conv_transpose2d(x, kernel, conv.bias, conv.stride, 0, conv.output_padding)
+
+    def merged_layer(self):
+        return super().merged_layer()
+
+
+def test_a_subclass_of_convlora_with_another_convolution():
+    torch.manual_seed(0)
+    layer, x = Transposed(4, 6, 3, r=2, stride=2, output_padding=1), torch.randn(2, 4, 5, 5)
+    nn.init.normal_(layer.lora_B)
+    assert not torch.allclose(layer(x), layer.conv(x))
+    merged, terms = lora.merge(layer), 4 * 3 * 3
+    for mode in (True, False):
+        assert_close_to_rounding(layer.train(mode)(x), merged(x), terms)
+
+
+def test_convlora_says_what_else_needs_a_forward():
+    with pytest.raises(ValueError, match=r"conv_module must be nn.Conv1d, .* got ConvTranspose2d"):
+        lora.ConvLoRA(nn.ConvTranspose2d, 4, 6, 3, r=2)
