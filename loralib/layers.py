@@ -114,12 +114,20 @@ class _SlicedLinear(LoRALayer, nn.Linear):
     def _add_slices(self, enabled: Sequence[bool], dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the slices' updates."""
         if self.r > 0:
-            width = self.out_features // len(enabled)
-            self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
-            count = len(self._starts)
+            self._set_starts(enabled)
+            width, count = self.out_features // len(enabled), len(self._starts)
             self._add_lora_parameters(
                 (self.r * count, self.in_features), (width * count, self.r), dtype
             )
+
+    def _set_starts(self, enabled: Sequence[bool]) -> None:
+        width = self.out_features // len(enabled)
+        self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
+
+    def _complete_old_state(self) -> None:
+        if self.r > 0:
+            self.register_forward_pre_hook(_keep_encoder_off_fast_path)
+        super()._complete_old_state()
 
     def _transpose_weight(self) -> None:
         self.weight.data = self.weight.data.t().contiguous()
@@ -304,6 +312,10 @@ class MergedLinear(_SlicedLinear):
             **kwargs,
         )
         self.enable_lora = enabled
+
+    def _complete_old_state(self) -> None:
+        self._set_starts(self.enable_lora)
+        super()._complete_old_state()
 
     def extra_repr(self) -> str:
         """As that of `LoRALayer`, and which slices have an update."""

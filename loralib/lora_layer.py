@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ class LoRALayer:
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
     forward: Callable[..., Any]
+    training: bool
 
     # Of A and B, what was made on the meta device and may have no values yet: its name, and how
     # often it had been written to when it got memory.
@@ -207,8 +209,11 @@ class LoRALayer:
         """The low-rank update, see functional.py; A and B are cast to `dtype`."""
         A, B = self._factors()
         A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
+        scaling: Any = self.scaling
+        if isinstance(scaling, Tensor):  # which others have put there, and may train
+            B, scaling = B * scaling.to(B.dtype).reshape(()), 1.0
         magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
-        return kind(A, B, self.scaling, self._starts, **magnitude)
+        return kind(A, B, scaling, self._starts, **magnitude)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """A and B as matrices; with a start made of the weight, A above it and B beside it."""
@@ -368,7 +373,9 @@ class LoRALayer:
     def _update_tensors(self) -> list[Tensor]:
         """The tensors that the update is made of; not those that a parametrization computes."""
         held = (*self._parameters.items(), *self._buffers.items())
-        return [tensor for name, tensor in held if name.startswith("lora_")]
+        scaling: Any = self.scaling
+        own = [scaling] if isinstance(scaling, Tensor) else []
+        return own + [tensor for name, tensor in held if name.startswith("lora_")]
 
     def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
         """Whether all changes of the weight and the update can be seen from one call to the next.
@@ -400,7 +407,8 @@ class LoRALayer:
         is_trained = any(t.requires_grad for t in (weight, *update))
         step = latest_step() if is_trained or not is_seen else None
         kinds = [(t.dtype, t.device) for t in update]
-        return self.scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+        scaling = None if isinstance(self.scaling, Tensor) else self.scaling
+        return scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -417,8 +425,27 @@ class LoRALayer:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        if "_merged_copy" not in state:
+            self._complete_old_state()
         mark_layer(self)
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
+
+    @torch.no_grad()
+    def _complete_old_state(self) -> None:
+        """Makes this a layer of this package where 0.1.2 has pickled it.
+
+        There, the weight of a merged layer holds the update.
+        """
+        was_merged = vars(self).pop("merged", False)
+        self._merged_copy = None
+        if self._computes_elsewhere():
+            self._set_merged = was_merged
+            return
+        self._in_effect = self.merge_weights and not self.training
+        if was_merged and self.r > 0:
+            added = self._delta()
+            negative = replace(added, scaling=-added.scaling)
+            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
 
 
 def _is_from_here(function: Callable[..., Any]) -> bool:

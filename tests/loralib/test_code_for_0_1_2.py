@@ -1,11 +1,13 @@
 """What code written for loralib 0.1.2 does with its layers, and gets here."""
 
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from layer_cases import CASES, base_of, built, reference, run_plain, update
 from torch import nn
 
 import loralib as lora
@@ -155,3 +157,61 @@ def test_a_subclass_of_convlora_with_another_convolution():
 def test_convlora_says_what_else_needs_a_forward():
     with pytest.raises(ValueError, match=r"conv_module must be nn.Conv1d, .* got ConvTranspose2d"):
         lora.ConvLoRA(nn.ConvTranspose2d, 4, 6, 3, r=2)
+
+
+# ---- pickled layers, and scalings ----
+
+PICKLED = [name for name in CASES if name not in ("embedding", "conv1d", "conv3d")]
+
+
+def as_pickled_by_0_1_2(layer, mode):
+    """The state that 0.1.2 would have of a layer, which it can pickle if it has dropout."""
+    state = layer.train(mode).__getstate__()
+    is_merged = layer.merged
+    for name in ("_merged_copy", "_in_effect", "_starts", "_empty", "variant", "initialization"):
+        state.pop(name, None)
+    state |= {"merged": is_merged, "_forward_pre_hooks": OrderedDict()}
+    if is_merged:
+        base_of(layer).weight.data += update(layer)
+    return state
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("merge_weights", [True, False])
+@pytest.mark.parametrize("name", PICKLED)
+@torch.no_grad()
+def test_a_layer_that_0_1_2_has_pickled(name, merge_weights, mode):
+    torch.manual_seed(0)
+    layer, x = built(CASES[name], lora_dropout=0.5, merge_weights=merge_weights), CASES[name].x()
+    expected, weight = reference(layer, x), base_of(layer).weight.clone()
+    again = type(layer).__new__(type(layer))
+    again.__setstate__(as_pickled_by_0_1_2(layer, mode))
+    assert again.merged == (merge_weights and not mode)
+    for _ in range(2):
+        assert_close_to_rounding(again.eval()(x), expected, 6 * 9)
+        again.train()
+    assert_close_to_rounding(base_of(again).weight, weight, 4)
+    assert_close_to_rounding(lora.merge(again)(x), expected, 6 * 9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scaling_that_is_trained(name):
+    torch.manual_seed(0)
+    layer, x = built(CASES[name]), CASES[name].x()
+    ratio = layer.scaling
+    del layer.scaling
+    layer.scaling = nn.Parameter(torch.tensor([0.5]))
+    out = layer(x)
+    out.square().sum().backward()
+    with torch.no_grad():
+        plain, full = run_plain(layer, x, base_of(layer).weight), reference(layer, x)
+    added = (full - plain) / ratio
+    assert_close_to_rounding(out, plain + 0.5 * added, 6 * 9)
+    expected = (2 * out.detach() * added).sum().view(1)
+    torch.testing.assert_close(layer.scaling.grad, expected, rtol=1e-4, atol=1e-3)
+    layer.eval()
+    for write in (layer.scaling.mul_, layer.scaling.data.mul_):
+        with torch.no_grad():
+            layer(x)
+            write(2)
+            assert_close_to_rounding(layer(x), plain + layer.scaling * added, 6 * 9)
