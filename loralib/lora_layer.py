@@ -81,7 +81,7 @@ class LoRALayer:
     lora_magnitude_vector: nn.Parameter
     lora_A_start: Tensor
     lora_B_start: Tensor
-    lora_dropout: nn.Module
+    lora_dropout: Callable[[Tensor], Tensor]  # no child without dropout, as in 0.1.2
 
     # Of the plain layer.
     _parameters: dict[str, Tensor]
@@ -125,7 +125,7 @@ class LoRALayer:
         self.freeze_A = as_flag("freeze_A", freeze_A)
         self.scaling = variant_of(variant).scale(self.lora_alpha, r)
         p = as_dropout(lora_dropout)
-        self.lora_dropout = nn.Identity() if p == 0 else Dropout(p)
+        self.lora_dropout = _unchanged if p == 0 else Dropout(p)
         self.merge_weights = as_flag("merge_weights", merge_weights)
         self._in_effect = False
         self._merged_copy: _MergedCopy | None = None
@@ -446,6 +446,11 @@ class LoRALayer:
             added = self._delta()
             negative = replace(added, scaling=-added.scaling)
             self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    """Dropout of nothing. A lambda could not be pickled."""
+    return x
 
 
 def _is_from_here(function: Callable[..., Any]) -> bool:

@@ -1,5 +1,7 @@
 """What code written for loralib 0.1.2 does with its layers, and gets here."""
 
+import copy
+import pickle
 import types
 from collections import OrderedDict
 
@@ -103,6 +105,24 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
     x = torch.randn(3, 6)
     expected = model(x)
     assert_close_to_rounding(lora.merge(model)(x), expected, 4 * 6)
+
+
+# ---- children and dropout ----
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_without_dropout_has_the_children_of_0_1_2(name):
+    layer, x = built(CASES[name]), CASES[name].x()
+    convolution = [layer.conv] if isinstance(layer, lora.ConvLoRA) else []
+    assert list(layer.children()) == convolution
+    for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        torch.testing.assert_close(again(x), layer(x), atol=0, rtol=0)
+    out = layer(x)
+    layer.lora_dropout = lambda x: x
+    torch.testing.assert_close(layer(x), out, atol=0, rtol=0)
+    layer.lora_dropout = nn.Dropout(0.0)
+    assert list(layer.children()) == [*convolution, layer.lora_dropout]
+    torch.testing.assert_close(layer(x), out)
 
 
 # ---- ConvLoRA ----
