@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import as_flag, as_flags
-from .functional import variant_of
+from .functional import Delta, variant_of
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import check_dense, linear, product_dtype
@@ -312,6 +312,18 @@ class MergedLinear(_SlicedLinear):
             **kwargs,
         )
         self.enable_lora = enabled
+
+    def merge_AB(self) -> Tensor:
+        """B A of all slices as 0.1.2 computes it: in the shape of `weight`, and not scaled.
+
+        Rows of slices without an update are zero. Gradients reach A and B.
+        """
+        blank = self.weight.new_zeros(self.out_features // len(self.enable_lora), self.in_features)
+        blocks = Delta(*self._factors(), 1.0, self._starts).blocks()
+        products = (block.B @ block.A for block in blocks)
+        return self._as_matrix(
+            torch.cat([next(products) if on else blank for on in self.enable_lora])
+        )
 
     def _complete_old_state(self) -> None:
         self._set_starts(self.enable_lora)

@@ -179,6 +179,35 @@ def test_convlora_says_what_else_needs_a_forward():
         lora.ConvLoRA(nn.ConvTranspose2d, 4, 6, 3, r=2)
 
 
+# ---- MergedLinear ----
+
+
+class OwnMergedForward(lora.MergedLinear):
+    def forward(self, x):
+        weight = self.weight
+        if self.r > 0 and not self.merged:
+            weight = weight + self.merge_AB() * self.scaling
+        return F.linear(x, weight.t() if self.fan_in_fan_out else weight, self.bias)
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+@pytest.mark.parametrize("enable_lora", [[True, False, True], [False, True], [True]])
+def test_merge_ab_has_the_product_and_its_gradients(enable_lora, fan_in_fan_out):
+    outs, gradients = [], []
+    for build in (OwnMergedForward, lora.MergedLinear):
+        torch.manual_seed(0)
+        layer = build(6, 12, 2, 6, 0.0, enable_lora, fan_in_fan_out)
+        nn.init.normal_(layer.lora_B)
+        out = layer(torch.randn(3, 6))
+        out.square().sum().backward()
+        outs.append(out)
+        gradients.append((layer.lora_A.grad, layer.lora_B.grad))
+    assert_close_to_rounding(*outs, 6 * 9)
+    for pair in zip(*gradients, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+    assert_close_to_rounding(layer.merge_AB() * layer.scaling, update(layer), 6)
+
+
 # ---- pickled layers, and scalings ----
 
 PICKLED = [name for name in CASES if name not in ("embedding", "conv1d", "conv3d")]
