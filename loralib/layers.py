@@ -561,6 +561,18 @@ class ConvLoRA(LoRALayer, nn.Module):
         self.conv.reset_parameters()
         self.reset_lora_parameters()
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Also takes the names of a plain convolution: otherwise strict=False would pass them over.
+
+        What is given is a copy, from which the convolution gets its part next.
+        """
+        for name in ("weight", "bias"):
+            if f"{prefix}conv.{name}" not in state_dict and f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}conv.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(len(self.lora_B), -1)
 

@@ -179,6 +179,30 @@ def test_convlora_says_what_else_needs_a_forward():
         lora.ConvLoRA(nn.ConvTranspose2d, 4, 6, 3, r=2)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_root", [True, False])
+def test_weights_of_a_plain_convolution_are_loaded(is_root, bias):
+    plain, layer = (build(4, 6, 3, bias=bias) for build in (nn.Conv2d, lora.Conv2d))
+    for model in (layer, lora.Conv2d(4, 6, 3, bias=bias, r=2)):
+        given, taking = (part if is_root else nn.Sequential(part) for part in (plain, model))
+        state = given.state_dict()
+        names = set(state)
+        keys = taking.load_state_dict(state, strict=model is layer)
+        assert set(state) == names  # as it was
+        assert not keys.unexpected_keys
+        assert {key.rpartition(".")[2] for key in keys.missing_keys} <= {"lora_A", "lora_B"}
+        torch.testing.assert_close(model.conv.state_dict(), plain.state_dict(), atol=0, rtol=0)
+        keys = taking.load_state_dict({**state, "odd": torch.ones(1)}, strict=False)
+        assert keys.unexpected_keys == ["odd"]
+
+
+def test_a_convolutions_own_names_come_first():
+    layer = lora.Conv2d(4, 6, 3)
+    state = layer.state_dict()
+    keys = layer.load_state_dict({**state, "weight": torch.ones(1)}, strict=False)
+    assert keys.unexpected_keys == ["weight"]
+
+
 # ---- MergedLinear ----
 
 
