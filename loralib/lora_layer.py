@@ -314,6 +314,25 @@ class LoRALayer:
                 "before that"
             )
 
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What Transformers notes of a module when it has values.
+
+        Its models are built on the meta device. Then a module's parameters are loaded, which gives
+        them this attribute as well, and what a file lacks is initialized, which here leaves A and B
+        as they lie in memory.
+        """
+        return vars(self).get("_is_hf_initialized", False)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        vars(self)["_is_hf_initialized"] = value
+        if value:
+            if self._still_empty() and not self.lora_A.is_meta:
+                self.start_from_weight()
+            self.note_filled()
+            mark_layer(self)
+
     def note_filled(self) -> None:
         """Notes that A and B have values, where they were made on the meta device."""
         self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
@@ -321,6 +340,7 @@ class LoRALayer:
     def _still_empty(self) -> tuple[str, ...]:
         """The names of A and B where nothing has been loaded into them or written to them."""
         tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
+        tensors = [each for each in tensors if not getattr(each[1], "_is_hf_initialized", False)]
         return tuple(name for name, t, writes in tensors if t.is_meta or _writes(t) <= writes)
 
     def _note_empty(self, names: tuple[str, ...]) -> None:

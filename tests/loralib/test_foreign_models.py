@@ -604,6 +604,48 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
     close(model(x), base(x))
 
 
+def load_as_transformers_does(model, state):
+    """Its `from_pretrained`, version 5."""
+    missing = model.state_dict().keys() - state.keys()
+    for name, old in model.state_dict(keep_vars=True).items():
+        owner, _, last = name.rpartition(".")
+        empty = torch.empty_like(old, device="cpu")
+        value = empty if name in missing else state[name].clone()
+        if isinstance(old, nn.Parameter):
+            value = nn.Parameter(value)
+        if name not in missing:
+            value._is_hf_initialized = True
+        setattr(model.get_submodule(owner), last, value)
+    for module in model.modules():
+        module._is_hf_initialized = True
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@pytest.mark.parametrize("is_built_with", [True, False])
+@torch.no_grad()
+def test_a_model_that_transformers_loads(empty_memory_shows, settings, is_built_with):
+    def build():
+        model = Net()
+        if is_built_with:
+            model.a = lora.Linear(6, 6, r=2, **settings)
+        else:
+            lora.add_lora(model, ["a"], r=2, **settings)
+        return model
+
+    base, x = Net().eval(), torch.randn(2, 6)
+    with torch.device("meta"):
+        models = [build(), build()]
+    load_as_transformers_does(models[0], base.state_dict())
+    for model in (models[0], copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))):
+        close(model.eval()(x), base(x))
+    nn.init.normal_(models[0].a.lora_B)
+    load_as_transformers_does(models[1], models[0].state_dict())
+    if not {"pissa", "dora"} & set(settings.values()):
+        lora.start_from_weights(models[1])  # there are values
+    assert_same_bits(models[1].state_dict(), models[0].state_dict())
+    close(models[1].eval()(x), models[0](x))
+
+
 @torch.no_grad()
 def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
     base, x = Net(), torch.randn(2, 6)
