@@ -64,6 +64,13 @@ class NoInitialization(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def initializes() -> bool:
+    """Whether `torch.nn.init` does something: not while Transformers 4 builds a model."""
+    tensor = torch.empty(1, device="cpu")
+    nn.init.zeros_(tensor)
+    return tensor.is_inference() or tensor._version > 0
+
+
 def check_initialization(name: str, r: int) -> None:
     """Checks that there is such an initialization, for this rank.
 

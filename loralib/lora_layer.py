@@ -13,6 +13,7 @@ from .functional import Delta, joined_with_start, merge, variant_of
 from .initialization import (
     check_initialization,
     from_weight,
+    initializes,
     orthogonal,
     start_is_deferred,
     starts_from_weight,
@@ -94,6 +95,7 @@ class LoRALayer:
     # Of A and B, what was made on the meta device and may have no values yet: its name, and how
     # often it had been written to when it got memory.
     _empty: tuple[tuple[str, int], ...] = ()
+    _was_empty: bool = False
 
     # Whether forward computes with the merged copy in this mode, and what a class with a forward of
     # its own has set `merged` to.
@@ -261,8 +263,12 @@ class LoRALayer:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
             self._check_startable()
-            is_empty = self.lora_A.is_meta and not start_is_deferred()
-            self._empty = tuple((name, 0) for name in _FACTORS if is_empty)
+            is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
+            self._was_empty = (is_meta or not initializes()) and not is_deferred
+            if self._was_empty and not is_meta:
+                self._note_empty(_FACTORS)
+                return
+            self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
             if self.initialization == "orthogonal":
                 orthogonal(self.lora_A, self.lora_B, self.r)
             else:
@@ -327,9 +333,12 @@ class LoRALayer:
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
-        if value:
-            if self._still_empty() and not self.lora_A.is_meta:
-                self.start_from_weight()
+        if value and self._was_empty and not self.lora_A.is_meta:
+            # Version 4 "loads" what a file lacks as well, from empty memory.
+            were_loaded = all(_is_loaded(getattr(self, name)) for name in _FACTORS)
+            if self._still_empty() or (_is_loaded(self.frozen_weight) and not were_loaded):
+                self.reset_lora_parameters()
+            self._was_empty = False
             self.note_filled()
             mark_layer(self)
 
@@ -340,8 +349,11 @@ class LoRALayer:
     def _still_empty(self) -> tuple[str, ...]:
         """The names of A and B where nothing has been loaded into them or written to them."""
         tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
-        tensors = [each for each in tensors if not getattr(each[1], "_is_hf_initialized", False)]
-        return tuple(name for name, t, writes in tensors if t.is_meta or _writes(t) <= writes)
+        return tuple(
+            name
+            for name, t, writes in tensors
+            if t.is_meta or (_writes(t) <= writes and not _is_loaded(t))
+        )
 
     def _note_empty(self, names: tuple[str, ...]) -> None:
         """Notes that those of these names have no values, however they were written to so far."""
@@ -499,6 +511,11 @@ def _writes(tensor: Any) -> int:
     """
     counted = [tensor, tensor.to_local()] if is_sharded(tensor) else [tensor]
     return sum(0 if each.is_inference() else each._version for each in counted)
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    """Whether Transformers has noted of a tensor that it was in the file."""
+    return getattr(tensor, "_is_hf_initialized", False)
 
 
 def _is_alias(given: object, tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -604,42 +605,72 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
     close(model(x), base(x))
 
 
-def load_as_transformers_does(model, state):
-    """Its `from_pretrained`, version 5."""
+@contextmanager
+def built_as_in_transformers(version):
+    """5 and late 4 build on the meta device, early 4 with initializations that do nothing."""
+    functions = (
+        [] if version != "4.40" else ["kaiming_uniform_", "zeros_", "normal_", "orthogonal_"]
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
+        for name in functions:
+            patch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+
+
+def load_as_transformers_does(model, state, version):
+    """Its `from_pretrained`: parameters, then notes of those and of modules that have values."""
     missing = model.state_dict().keys() - state.keys()
-    for name, old in model.state_dict(keep_vars=True).items():
-        owner, _, last = name.rpartition(".")
-        empty = torch.empty_like(old, device="cpu")
-        value = empty if name in missing else state[name].clone()
-        if isinstance(old, nn.Parameter):
-            value = nn.Parameter(value)
-        if name not in missing:
-            value._is_hf_initialized = True
-        setattr(model.get_submodule(owner), last, value)
+    if version == "4.40":
+        model.load_state_dict(state, strict=False)
+        missing = set()  # nothing is noted of parameters
+    else:
+        for name, old in model.state_dict(keep_vars=True).items():
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            value = torch.empty_like(old, device="cpu") if name in missing else state[name].clone()
+            if version == "4.57" and name in missing:
+                module.load_state_dict({last: value}, strict=False, assign=True)
+                continue
+            setattr(module, last, nn.Parameter(value) if isinstance(old, nn.Parameter) else value)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name not in missing:
+                tensor._is_hf_initialized = True
     for module in model.modules():
         module._is_hf_initialized = True
 
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
-@pytest.mark.parametrize("is_built_with", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23"])
 @torch.no_grad()
-def test_a_model_that_transformers_loads(empty_memory_shows, settings, is_built_with):
-    def build():
-        model = Net()
-        if is_built_with:
-            model.a = lora.Linear(6, 6, r=2, **settings)
-        else:
-            lora.add_lora(model, ["a"], r=2, **settings)
+def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
+    if kind == "embedding" and "freeze_A" in settings:
+        pytest.skip("its A would stay zero")
+    if kind == "convolution" and "variant" in settings:
+        pytest.skip("has no such variant")
+    layer = {
+        "linear": lora.Linear,
+        "embedding": lora.Embedding,
+        "convolution": functools.partial(lora.Conv1d, kernel_size=1),
+        "in place": nn.Linear,
+    }[kind]
+
+    def adapted():
+        if kind != "in place":
+            return nn.Sequential(layer(6, 6, r=2, **settings))
+        model = nn.Sequential(layer(6, 6))
+        lora.add_lora(model, ["0"], r=2, **settings)
         return model
 
-    base, x = Net().eval(), torch.randn(2, 6)
-    with torch.device("meta"):
-        models = [build(), build()]
-    load_as_transformers_does(models[0], base.state_dict())
+    base = nn.Sequential(layer(6, 6)).eval()
+    x = torch.arange(6) if kind == "embedding" else torch.randn(1, 6, 6)
+    with built_as_in_transformers(version):
+        models = [adapted(), adapted()]
+    load_as_transformers_does(models[0], base.state_dict(), version)
     for model in (models[0], copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))):
         close(model.eval()(x), base(x))
-    nn.init.normal_(models[0].a.lora_B)
-    load_as_transformers_does(models[1], models[0].state_dict())
+    nn.init.normal_(models[0][0].lora_B)
+    load_as_transformers_does(models[1], models[0].state_dict(), version)
     if not {"pissa", "dora"} & set(settings.values()):
         lora.start_from_weights(models[1])  # there are values
     assert_same_bits(models[1].state_dict(), models[0].state_dict())
