@@ -232,16 +232,16 @@ class LoRALayer:
     def _add_lora_parameters(
         self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> None:
-        """Creates the update's parameters, empty, in the base weight's dtype, and freezes that."""
+        """Creates the update's parameters, zero, in the base weight's dtype, and freezes that."""
         weight = self.frozen_weight
-        self.lora_A = nn.Parameter(weight.new_empty(shape_A, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_empty(shape_B, dtype=dtype))
+        self.lora_A = nn.Parameter(weight.new_zeros(shape_A, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(shape_B, dtype=dtype))
         self.lora_A.requires_grad = not self.freeze_A
         if variant_of(self.variant).has_magnitude:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_empty(shape_B[0], dtype=dtype))
+            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(shape_B[0], dtype=dtype))
         if starts_from_weight(self.initialization):
             for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
-                self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
+                self.register_buffer(name, weight.new_zeros(shape, dtype=dtype))
         weight.requires_grad = False
         mark_layer(self)
 

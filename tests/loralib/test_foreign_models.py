@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
@@ -609,7 +610,7 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
 def built_as_in_transformers(version):
     """5 and late 4 build on the meta device, early 4 with initializations that do nothing."""
     functions = (
-        [] if version != "4.40" else ["kaiming_uniform_", "zeros_", "normal_", "orthogonal_"]
+        [] if version != "4.40" else ["constant_", "kaiming_uniform_", "normal_", "uniform_"]
     )
     with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
         for name in functions:
@@ -675,6 +676,34 @@ def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, ver
         lora.start_from_weights(models[1])  # there are values
     assert_same_bits(models[1].state_dict(), models[0].state_dict())
     close(models[1].eval()(x), models[0](x))
+
+
+class WithoutInitialization(TorchFunctionMode):
+    """As Lightning's `init_module(empty_init=True)`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_model_that_is_built_without_initializing(empty_memory_shows):
+    base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model.load_state_dict(base.state_dict(), strict=False)
+    close(model(x), base(x))  # A and B are zero, as in 0.1.2
+    lora.start_from_weights(model)
+    assert model[0].lora_A.any()
+    close(model(x), base(x))
+    trained = lora.Linear(6, 4, r=2)
+    nn.init.normal_(trained.lora_B)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model[0].load_state_dict(trained.state_dict())
+    lora.start_from_weights(model)
+    assert_same_bits(model[0].state_dict(), trained.state_dict())
 
 
 @torch.no_grad()
