@@ -134,8 +134,11 @@ class LoRALayer:
 
     @property
     def base(self) -> Any:
-        """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
-        return self
+        """The module that holds the frozen `weight` and the bias: the layer itself, or its part.
+
+        Classes of other packages may have a module of that name, which is then meant.
+        """
+        return vars(self).get("_modules", {}).get("base", self)
 
     # What the frozen weight is called in its module.
     frozen_name: str = "weight"

@@ -107,6 +107,34 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
     assert_close_to_rounding(lora.merge(model)(x), expected, 4 * 6)
 
 
+class Around(lora.LoRALayer, nn.Module):
+    """A layer of another package around a plain one, which it calls `base`."""
+
+    def __init__(self, plain):
+        nn.Module.__init__(self)
+        lora.LoRALayer.__init__(self, r=2, lora_alpha=4, lora_dropout=0.0, merge_weights=False)
+        self.base = plain
+        self.lora_A = nn.Parameter(torch.randn(2, plain.in_features))
+        self.lora_B = nn.Parameter(torch.randn(plain.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.lora_A.t() @ self.lora_B.t() * self.scaling
+
+
+def test_a_layer_around_a_module_that_it_calls_base():
+    torch.manual_seed(0)
+    plain, x = nn.Linear(6, 4), torch.randn(3, 6)
+    model = nn.Sequential(Around(plain))
+    update = 2 * model[0].lora_B @ model[0].lora_A
+    for mode in (True, False):
+        expected = F.linear(x, plain.weight + update, plain.bias)
+        assert_close_to_rounding(model.train(mode)(x), expected, 4 * 6)
+    lora.mark_only_lora_as_trainable(model, bias="lora_only")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"0.lora_A", "0.lora_B", "0.base.bias"}
+    assert lora.lora_state_dict(model, bias="lora_only").keys() == trained
+
+
 # ---- children and dropout ----
 
 
