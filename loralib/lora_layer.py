@@ -1,5 +1,6 @@
 """What all LoRA layers share: the update's settings and parameters, and the merged copy."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,10 @@ from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
+
+logger = logging.getLogger(__name__)
+
+_has_warned = False
 
 
 class _MergedCopy(NamedTuple):
@@ -96,6 +101,9 @@ class LoRALayer:
     # often it had been written to when it got memory.
     _empty: tuple[tuple[str, int], ...] = ()
     _was_empty: bool = False
+
+    # PyTorch writes this number into state dicts; 0.1.2's layers have PyTorch's own, 1.
+    _version: int = 2
 
     # Whether forward computes with the merged copy in this mode, and what a class with a forward of
     # its own has set `merged` to.
@@ -365,6 +373,8 @@ class LoRALayer:
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        if args and args[0].get("version") == 1 and self.merge_weights:
+            self._warn_of_old_state(state_dict, prefix)
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
         # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
         is_given = {
@@ -375,6 +385,22 @@ class LoRALayer:
         mark_layer(self)
         self._note_empty(
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
+        )
+
+    def _warn_of_old_state(self, state: dict[str, Any], prefix: str) -> None:
+        """Warns once of a state dict that 0.1.2 may have taken while the update was merged."""
+        global _has_warned
+        factors = [state.get(f"{prefix}{name}") for name in _FACTORS]
+        # A convolution's has the name of the part before it.
+        has_weight = any(name.startswith(prefix) and "weight" in name for name in state)
+        if _has_warned or not has_weight or not all(_is_nonzero(factor) for factor in factors):
+            return
+        _has_warned = True
+        logger.warning(
+            "%s: from a state dict of loralib 0.1.2: if that was in evaluation mode, its weights "
+            "contain the update already, which would count twice. Then load the base's weights "
+            "again after it",
+            prefix.removesuffix(".") or "the layer",
         )
 
     def _merge(self) -> Tensor:
@@ -519,6 +545,11 @@ def _writes(tensor: Any) -> int:
 def _is_loaded(tensor: Tensor) -> bool:
     """Whether Transformers has noted of a tensor that it was in the file."""
     return getattr(tensor, "_is_hf_initialized", False)
+
+
+def _is_nonzero(tensor: Tensor | None) -> bool:
+    """Whether there is a tensor, with values that are not all zero."""
+    return tensor is not None and not tensor.is_meta and bool(tensor.any())
 
 
 def _is_alias(given: object, tensor: Tensor) -> bool:

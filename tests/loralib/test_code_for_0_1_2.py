@@ -316,3 +316,48 @@ def test_a_scaling_that_is_trained(name):
             layer(x)
             write(2)
             assert_close_to_rounding(layer(x), plain + layer.scaling * added, 6 * 9)
+
+
+# ---- state dicts ----
+
+
+def state_of_0_1_2(model):
+    """The model's state dict as 0.1.2 has it, of any mode."""
+    state = model.state_dict()
+    for metadata in state._metadata.values():
+        metadata["version"] = 1
+    return state
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr("loralib.lora_layer._has_warned", False)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_dict_of_0_1_2_may_hold_the_update_in_its_weights(name, warnings):
+    model = nn.Sequential(built(CASES[name]), built(CASES[name]))
+    for _ in range(2):
+        model.load_state_dict(state_of_0_1_2(model))
+    (warning,) = warnings()  # once, not for each layer and file
+    assert warning.startswith("0: from a state dict of loralib 0.1.2: if that was in evaluation")
+
+
+def test_a_state_dict_that_holds_no_update_in_its_weights_is_loaded_silently(warnings):
+    model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model.load_state_dict(state_of_0_1_2(model))  # B is zero
+    nn.init.normal_(model[0].lora_B)
+    old = state_of_0_1_2(model)
+    model.load_state_dict(model.eval().state_dict())
+    model.load_state_dict(dict(old))  # whose is not known
+    del old["0.weight"]
+    model.load_state_dict(old, strict=False)
+    never_merged = nn.Sequential(lora.Linear(6, 4, r=2, merge_weights=False))
+    never_merged.load_state_dict(state_of_0_1_2(model))
+    with torch.device("meta"):
+        empty = nn.Sequential(lora.Linear(6, 4, r=2))
+    empty.load_state_dict(state_of_0_1_2(empty))
+    assert not warnings()
+    model.load_state_dict(state_of_0_1_2(model))
+    assert len(warnings()) == 1
