@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
-from layer_cases import CASES, base_of, built, reference, run_plain, update
+from layer_cases import CASES, LINEAR, base_of, built, reference, run_plain, update
 from torch import nn
 
 import loralib as lora
+from loralib.nn.fast_paths import fast_paths_off
 
 # ---- subclasses ----
 
@@ -229,6 +230,19 @@ def test_a_convolutions_own_names_come_first():
     state = layer.state_dict()
     keys = layer.load_state_dict({**state, "weight": torch.ones(1)}, strict=False)
     assert keys.unexpected_keys == ["weight"]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@torch.no_grad()
+def test_a_seed_gives_the_dropout_of_0_1_2_without_fast_paths(name):
+    layer, x = built(CASES[name], lora_dropout=0.5), CASES[name].x()
+    torch.manual_seed(0)
+    with fast_paths_off():
+        out = layer(x)
+    torch.manual_seed(0)
+    dropped = F.dropout(x, 0.5)
+    added = run_plain(layer, dropped, update(layer)) - run_plain(layer, 0 * x, update(layer))
+    assert_close_to_rounding(out, run_plain(layer, x, layer.weight) + added, 6 * 9)
 
 
 # ---- MergedLinear ----
