@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .adapters.saving import save_adapter
     from .errors import UnsupportedLayerError
     from .inject import add_lora, remove_lora
-    from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, MergedLinear
+    from .layers import Conv1d, Conv2d, Conv3d, ConvLoRA, Embedding, Linear, MergedLinear
     from .lora_layer import LoRALayer
     from .nn.dropout import Dropout, dropout
     from .serving.bank import AdapterBank
@@ -53,6 +53,7 @@ _MODULE_OF = {
     "Conv1d": ".layers",
     "Conv2d": ".layers",
     "Conv3d": ".layers",
+    "ConvLoRA": ".layers",
     "Embedding": ".layers",
     "Linear": ".layers",
     "LoRALayer": ".lora_layer",

@@ -45,7 +45,7 @@ Layers compute in their input's dtype, or autocast's. W may be held in half prec
 the bias stay in float32: those are cast as they are used, and get their gradients in float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,12 +54,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import as_flag, as_flags
-from .functional import variant_of
+from .functional import Delta, variant_of
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import check_dense, linear, product_dtype
 
-__all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
+__all__ = [
+    *("Conv1d", "Conv2d", "Conv3d", "ConvLoRA"),
+    *("Embedding", "Linear", "LoRALayer", "MergedLinear"),
+]
 
 
 def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
@@ -111,12 +114,20 @@ class _SlicedLinear(LoRALayer, nn.Linear):
     def _add_slices(self, enabled: Sequence[bool], dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the slices' updates."""
         if self.r > 0:
-            width = self.out_features // len(enabled)
-            self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
-            count = len(self._starts)
+            self._set_starts(enabled)
+            width, count = self.out_features // len(enabled), len(self._starts)
             self._add_lora_parameters(
                 (self.r * count, self.in_features), (width * count, self.r), dtype
             )
+
+    def _set_starts(self, enabled: Sequence[bool]) -> None:
+        width = self.out_features // len(enabled)
+        self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
+
+    def _complete_old_state(self) -> None:
+        if self.r > 0:
+            self.register_forward_pre_hook(_keep_encoder_off_fast_path)
+        super()._complete_old_state()
 
     def _transpose_weight(self) -> None:
         self.weight.data = self.weight.data.t().contiguous()
@@ -302,6 +313,22 @@ class MergedLinear(_SlicedLinear):
         )
         self.enable_lora = enabled
 
+    def merge_AB(self) -> Tensor:
+        """B A of all slices as 0.1.2 computes it: in the shape of `weight`, and not scaled.
+
+        Rows of slices without an update are zero. Gradients reach A and B.
+        """
+        blank = self.weight.new_zeros(self.out_features // len(self.enable_lora), self.in_features)
+        blocks = Delta(*self._factors(), 1.0, self._starts).blocks()
+        products = (block.B @ block.A for block in blocks)
+        return self._as_matrix(
+            torch.cat([next(products) if on else blank for on in self.enable_lora])
+        )
+
+    def _complete_old_state(self) -> None:
+        self._set_starts(self.enable_lora)
+        super()._complete_old_state()
+
     def extra_repr(self) -> str:
         """As that of `LoRALayer`, and which slices have an update."""
         slices = f", enable_lora={self.enable_lora}" if self.r > 0 else ""
@@ -440,13 +467,15 @@ class Embedding(LoRALayer, nn.Embedding):
         return layer.train(self.training)
 
 
-class _ConvNd(LoRALayer, nn.Module):
-    """`Conv1d`, `Conv2d` and `Conv3d`: a convolution whose kernel has a low-rank update.
+class ConvLoRA(LoRALayer, nn.Module):
+    """The base class of `Conv1d`, `Conv2d` and `Conv3d`: a kernel with a low-rank update.
 
     h = conv(x, W) + conv(dropout(x), (lora_alpha / r) · B A), the product being read as a kernel of
     W's shape. Without dropout it is one convolution with the sum of both kernels.
 
     Args:
+        conv_module: the class of the plain convolution; the derived classes set it. A subclass with
+            a forward of its own may have others than PyTorch's three, such as a transposed one.
         in_channels: channels of the input.
         out_channels: channels of the output.
         kernel_size: k, the kernel's length in each of its d dimensions; an integer.
@@ -468,14 +497,14 @@ class _ConvNd(LoRALayer, nn.Module):
 
     Raises:
         ValueError: r or kernel_size is not an integer, r is negative, lora_dropout lies outside
-            [0, 1].
+            [0, 1]; conv_module is another class, without such a forward.
     """
 
-    conv: nn.Conv1d | nn.Conv2d | nn.Conv3d
-    _plain_class: type[Any]
+    conv: Any
 
     def __init__(
         self,
+        conv_module: Callable[..., nn.Module],
         in_channels: int,
         out_channels: int,
         kernel_size: int,
@@ -490,9 +519,14 @@ class _ConvNd(LoRALayer, nn.Module):
         **kwargs: Any,
     ):
         if not isinstance(kernel_size, int):
-            raise ValueError(f"kernel_size must be an integer, got {kernel_size!r}")
+            raise ValueError(
+                f"kernel_size must be an integer, got {kernel_size!r}: give its length, if it is "
+                "the same in all dimensions, or use add_lora on a plain convolution"
+            )
         nn.Module.__init__(self)
-        self.conv = self._plain_class(in_channels, out_channels, kernel_size, **kwargs)
+        self.conv = conv_module(in_channels, out_channels, kernel_size, **kwargs)
+        if not isinstance(self.conv, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            self._check_computes_elsewhere()
         LoRALayer.__init__(
             self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
         )
@@ -510,6 +544,13 @@ class _ConvNd(LoRALayer, nn.Module):
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
 
+    def _check_computes_elsewhere(self) -> None:
+        if not self._computes_elsewhere():
+            raise ValueError(
+                "conv_module must be nn.Conv1d, nn.Conv2d or nn.Conv3d, got "
+                f"{type(self.conv).__name__}: derive a class with a forward for it"
+            )
+
     @property
     def base(self) -> nn.Module:
         """The plain convolution."""
@@ -519,6 +560,18 @@ class _ConvNd(LoRALayer, nn.Module):
         """Initializes all parameters: W, b and A as the plain convolution does, B with zeros."""
         self.conv.reset_parameters()
         self.reset_lora_parameters()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Also takes the names of a plain convolution: otherwise strict=False would pass them over.
+
+        What is given is a copy, from which the convolution gets its part next.
+        """
+        for name in ("weight", "bias"):
+            if f"{prefix}conv.{name}" not in state_dict and f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}conv.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(len(self.lora_B), -1)
@@ -544,7 +597,8 @@ class _ConvNd(LoRALayer, nn.Module):
     def merged_layer(self) -> nn.Module:
         """The plain convolution with the update merged into its weight."""
         conv = self.conv
-        layer = self._plain_class(
+        transposed = {"output_padding": conv.output_padding} if conv.transposed else {}
+        layer = type(conv)(
             conv.in_channels,
             conv.out_channels,
             conv.kernel_size,
@@ -555,6 +609,7 @@ class _ConvNd(LoRALayer, nn.Module):
             bias=conv.bias is not None,
             padding_mode=conv.padding_mode,
             device="meta",
+            **transposed,
         )
         if self.r > 0:
             layer.weight = nn.Parameter(self._merge(), requires_grad=conv.weight.requires_grad)
@@ -564,19 +619,48 @@ class _ConvNd(LoRALayer, nn.Module):
         return layer.train(self.training)
 
 
-class Conv1d(_ConvNd):
-    """`nn.Conv1d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+class _ConvNd(ConvLoRA):
+    """`Conv1d`, `Conv2d` and `Conv3d`: a `ConvLoRA` of one class; arguments as there."""
 
-    _plain_class = nn.Conv1d
+    _conv_module: type[nn.Module]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        r: int = 0,
+        lora_alpha: float = 1,
+        lora_dropout: float = 0.0,
+        merge_weights: bool = True,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            self._conv_module,
+            in_channels,
+            out_channels,
+            kernel_size,
+            r,
+            lora_alpha,
+            lora_dropout,
+            merge_weights,
+            **kwargs,
+        )
+
+
+class Conv1d(_ConvNd):
+    """`nn.Conv1d` with a low-rank update of its kernel, as `ConvLoRA` describes."""
+
+    _conv_module = nn.Conv1d
 
 
 class Conv2d(_ConvNd):
-    """`nn.Conv2d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+    """`nn.Conv2d` with a low-rank update of its kernel, as `ConvLoRA` describes."""
 
-    _plain_class = nn.Conv2d
+    _conv_module = nn.Conv2d
 
 
 class Conv3d(_ConvNd):
-    """`nn.Conv3d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+    """`nn.Conv3d` with a low-rank update of its kernel, as `ConvLoRA` describes."""
 
-    _plain_class = nn.Conv3d
+    _conv_module = nn.Conv3d

@@ -1,7 +1,9 @@
 """What all LoRA layers share: the update's settings and parameters, and the merged copy."""
 
+import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from .functional import Delta, joined_with_start, merge, variant_of
 from .initialization import (
     check_initialization,
     from_weight,
+    initializes,
     orthogonal,
     start_is_deferred,
     starts_from_weight,
@@ -21,6 +24,10 @@ from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
+
+logger = logging.getLogger(__name__)
+
+_has_warned = False
 
 
 class _MergedCopy(NamedTuple):
@@ -56,7 +63,9 @@ class LoRALayer:
 
     Attributes:
         scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
-        merged: whether the merged weight is in effect.
+        merged: whether the merged weight is in effect. In a class with a forward of its own, which
+            computes with `weight`: whether that holds the update, as 0.1.2 has it; it does where
+            the class has added it there and set this to True.
         lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
         lora_A_start: what A starts as, where that is made of the weight; the update is then
             s · (B A − B_start A_start), so that it starts as zero.
@@ -65,30 +74,41 @@ class LoRALayer:
     Raises:
         ValueError: r is not an integer or is negative; lora_alpha is not a finite number, but for
             r = 0; lora_dropout lies outside [0, 1]; a flag is something else than True or False;
-            the variant or the initialization is unknown.
+            the variant or the initialization is unknown. Or merged is set to True, except by a
+            class with a forward of its own.
     """
 
     r: int = 0
     variant: str = "lora"
     initialization: str = "default"
     freeze_A: bool = False
-    merged: bool = False
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter
     lora_A_start: Tensor
     lora_B_start: Tensor
-    lora_dropout: nn.Module
+    lora_dropout: Callable[[Tensor], Tensor]  # no child without dropout, as in 0.1.2
 
     # Of the plain layer.
     _parameters: dict[str, Tensor]
     _buffers: dict[str, Tensor]
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
+    forward: Callable[..., Any]
+    training: bool
 
     # Of A and B, what was made on the meta device and may have no values yet: its name, and how
     # often it had been written to when it got memory.
     _empty: tuple[tuple[str, int], ...] = ()
+    _was_empty: bool = False
+
+    # PyTorch writes this number into state dicts; 0.1.2's layers have PyTorch's own, 1.
+    _version: int = 2
+
+    # Whether forward computes with the merged copy in this mode, and what a class with a forward of
+    # its own has set `merged` to.
+    _in_effect: bool = False
+    _set_merged: bool = False
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -115,15 +135,18 @@ class LoRALayer:
         self.freeze_A = as_flag("freeze_A", freeze_A)
         self.scaling = variant_of(variant).scale(self.lora_alpha, r)
         p = as_dropout(lora_dropout)
-        self.lora_dropout = nn.Identity() if p == 0 else Dropout(p)
+        self.lora_dropout = _unchanged if p == 0 else Dropout(p)
         self.merge_weights = as_flag("merge_weights", merge_weights)
-        self.merged = False
+        self._in_effect = False
         self._merged_copy: _MergedCopy | None = None
 
     @property
     def base(self) -> Any:
-        """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
-        return self
+        """The module that holds the frozen `weight` and the bias: the layer itself, or its part.
+
+        Classes of other packages may have a module of that name, which is then meant.
+        """
+        return vars(self).get("_modules", {}).get("base", self)
 
     # What the frozen weight is called in its module.
     frozen_name: str = "weight"
@@ -138,10 +161,40 @@ class LoRALayer:
         """The frozen layer's bias, if it has one."""
         return getattr(self.base, "bias", None)
 
+    @property
+    def merged(self) -> bool:
+        """Whether the merged weight is in effect; see `LoRALayer`."""
+        if self._computes_elsewhere():
+            return self._set_merged
+        return self._in_effect
+
+    @merged.setter
+    def merged(self, value: bool) -> None:
+        if self._computes_elsewhere():
+            self._set_merged = value
+        elif value and not self._in_effect:
+            raise ValueError(
+                "merged cannot be set to True: a layer's weight never holds its update here. "
+                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
+            )
+        else:
+            self._in_effect = bool(value)
+
+    def _computes_elsewhere(self) -> bool:
+        """Whether the layer's forward is not this package's, be it of its class or set on it.
+
+        Those written for 0.1.2 compute with `weight` alone where `merged` is true.
+        """
+        return not _is_from_here(type(self).forward) or has_own_forward(self)
+
+    def _weight_holds_update(self) -> bool:
+        """Whether a class with a forward of its own has added the update to the weight."""
+        return bool(self._set_merged) and self._computes_elsewhere()
+
     def train(self, mode: bool = True) -> "LoRALayer":
         """Takes the merged weight out of effect (mode=True) or puts it into effect."""
         super().train(mode)
-        self.merged = self.merge_weights and not mode
+        self._in_effect = self.merge_weights and not mode
         self._merged_copy = None
         return self
 
@@ -149,12 +202,31 @@ class LoRALayer:
         """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
         raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
 
+    def check_merged_layer(self) -> None:
+        """Checks that the class says how it is merged, if it computes in a way of its own.
+
+        Raises:
+            TypeError: it does not.
+        """
+        kind = type(self)
+        is_own = not _is_from_here(kind.forward)
+        if kind.merged_layer is LoRALayer.merged_layer or (
+            is_own and _is_from_here(kind.merged_layer)
+        ):
+            raise TypeError(
+                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
+                "plain layer computes the same: give it one"
+            )
+
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
         """The low-rank update, see functional.py; A and B are cast to `dtype`."""
         A, B = self._factors()
         A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
+        scaling: Any = self.scaling
+        if isinstance(scaling, Tensor):  # which others have put there, and may train
+            B, scaling = B * scaling.to(B.dtype).reshape(()), 1.0
         magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
-        return kind(A, B, self.scaling, self._starts, **magnitude)
+        return kind(A, B, scaling, self._starts, **magnitude)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """A and B as matrices; with a start made of the weight, A above it and B beside it."""
@@ -171,16 +243,16 @@ class LoRALayer:
     def _add_lora_parameters(
         self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> None:
-        """Creates the update's parameters, empty, in the base weight's dtype, and freezes that."""
+        """Creates the update's parameters, zero, in the base weight's dtype, and freezes that."""
         weight = self.frozen_weight
-        self.lora_A = nn.Parameter(weight.new_empty(shape_A, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_empty(shape_B, dtype=dtype))
+        self.lora_A = nn.Parameter(weight.new_zeros(shape_A, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(shape_B, dtype=dtype))
         self.lora_A.requires_grad = not self.freeze_A
         if variant_of(self.variant).has_magnitude:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_empty(shape_B[0], dtype=dtype))
+            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(shape_B[0], dtype=dtype))
         if starts_from_weight(self.initialization):
             for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
-                self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
+                self.register_buffer(name, weight.new_zeros(shape, dtype=dtype))
         weight.requires_grad = False
         mark_layer(self)
 
@@ -202,8 +274,12 @@ class LoRALayer:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
             self._check_startable()
-            is_empty = self.lora_A.is_meta and not start_is_deferred()
-            self._empty = tuple((name, 0) for name in _FACTORS if is_empty)
+            is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
+            self._was_empty = (is_meta or not initializes()) and not is_deferred
+            if self._was_empty and not is_meta:
+                self._note_empty(_FACTORS)
+                return
+            self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
             if self.initialization == "orthogonal":
                 orthogonal(self.lora_A, self.lora_B, self.r)
             else:
@@ -255,6 +331,28 @@ class LoRALayer:
                 "before that"
             )
 
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What Transformers notes of a module when it has values.
+
+        Its models are built on the meta device. Then a module's parameters are loaded, which gives
+        them this attribute as well, and what a file lacks is initialized, which here leaves A and B
+        as they lie in memory.
+        """
+        return vars(self).get("_is_hf_initialized", False)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        vars(self)["_is_hf_initialized"] = value
+        if value and self._was_empty and not self.lora_A.is_meta:
+            # Version 4 "loads" what a file lacks as well, from empty memory.
+            were_loaded = all(_is_loaded(getattr(self, name)) for name in _FACTORS)
+            if self._still_empty() or (_is_loaded(self.frozen_weight) and not were_loaded):
+                self.reset_lora_parameters()
+            self._was_empty = False
+            self.note_filled()
+            mark_layer(self)
+
     def note_filled(self) -> None:
         """Notes that A and B have values, where they were made on the meta device."""
         self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
@@ -262,7 +360,11 @@ class LoRALayer:
     def _still_empty(self) -> tuple[str, ...]:
         """The names of A and B where nothing has been loaded into them or written to them."""
         tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
-        return tuple(name for name, t, writes in tensors if t.is_meta or _writes(t) <= writes)
+        return tuple(
+            name
+            for name, t, writes in tensors
+            if t.is_meta or (_writes(t) <= writes and not _is_loaded(t))
+        )
 
     def _note_empty(self, names: tuple[str, ...]) -> None:
         """Notes that those of these names have no values, however they were written to so far."""
@@ -271,6 +373,8 @@ class LoRALayer:
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        if args and args[0].get("version") == 1 and self.merge_weights:
+            self._warn_of_old_state(state_dict, prefix)
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
         # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
         is_given = {
@@ -283,13 +387,33 @@ class LoRALayer:
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
         )
 
+    def _warn_of_old_state(self, state: dict[str, Any], prefix: str) -> None:
+        """Warns once of a state dict that 0.1.2 may have taken while the update was merged."""
+        global _has_warned
+        factors = [state.get(f"{prefix}{name}") for name in _FACTORS]
+        # A convolution's has the name of the part before it.
+        has_weight = any(name.startswith(prefix) and "weight" in name for name in state)
+        if _has_warned or not has_weight or not all(_is_nonzero(factor) for factor in factors):
+            return
+        _has_warned = True
+        logger.warning(
+            "%s: from a state dict of loralib 0.1.2: if that was in evaluation mode, its weights "
+            "contain the update already, which would count twice. Then load the base's weights "
+            "again after it",
+            prefix.removesuffix(".") or "the layer",
+        )
+
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
+        if self._weight_holds_update():
+            return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
-        if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self._weight_holds_update():
+            return self.frozen_weight
+        if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         weight, update = self.frozen_weight, self._update_tensors()
         # What is transformed has derivatives, which a copy would not have.
@@ -310,7 +434,9 @@ class LoRALayer:
     def _update_tensors(self) -> list[Tensor]:
         """The tensors that the update is made of; not those that a parametrization computes."""
         held = (*self._parameters.items(), *self._buffers.items())
-        return [tensor for name, tensor in held if name.startswith("lora_")]
+        scaling: Any = self.scaling
+        own = [scaling] if isinstance(scaling, Tensor) else []
+        return own + [tensor for name, tensor in held if name.startswith("lora_")]
 
     def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
         """Whether all changes of the weight and the update can be seen from one call to the next.
@@ -342,7 +468,8 @@ class LoRALayer:
         is_trained = any(t.requires_grad for t in (weight, *update))
         step = latest_step() if is_trained or not is_seen else None
         kinds = [(t.dtype, t.device) for t in update]
-        return self.scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+        scaling = None if isinstance(self.scaling, Tensor) else self.scaling
+        return scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -359,8 +486,38 @@ class LoRALayer:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        if "_merged_copy" not in state:
+            self._complete_old_state()
         mark_layer(self)
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
+
+    @torch.no_grad()
+    def _complete_old_state(self) -> None:
+        """Makes this a layer of this package where 0.1.2 has pickled it.
+
+        There, the weight of a merged layer holds the update.
+        """
+        was_merged = vars(self).pop("merged", False)
+        self._merged_copy = None
+        if self._computes_elsewhere():
+            self._set_merged = was_merged
+            return
+        self._in_effect = self.merge_weights and not self.training
+        if was_merged and self.r > 0:
+            added = self._delta()
+            negative = replace(added, scaling=-added.scaling)
+            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    """Dropout of nothing. A lambda could not be pickled."""
+    return x
+
+
+def _is_from_here(function: Callable[..., Any]) -> bool:
+    """Whether a function is of this package."""
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith(f"{__package__}.")
 
 
 _FACTORS = ("lora_A", "lora_B")
@@ -383,6 +540,16 @@ def _writes(tensor: Any) -> int:
     """
     counted = [tensor, tensor.to_local()] if is_sharded(tensor) else [tensor]
     return sum(0 if each.is_inference() else each._version for each in counted)
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    """Whether Transformers has noted of a tensor that it was in the file."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def _is_nonzero(tensor: Tensor | None) -> bool:
+    """Whether there is a tensor, with values that are not all zero."""
+    return tensor is not None and not tensor.is_meta and bool(tensor.any())
 
 
 def _is_alias(given: object, tensor: Tensor) -> bool:

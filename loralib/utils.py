@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
-from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
+from .in_place import is_in_place, leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
@@ -197,7 +197,7 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     if bias == "lora_only":
         # A convolution's bias belongs to its submodule.
         layers = {name.rpartition("lora_")[0] for name in names}
-        own = ("bias", "conv.bias", "in_proj_bias")
+        own = ("bias", "conv.bias", "in_proj_bias", "base.bias")
         names |= {layer + bias for layer in layers for bias in own}
     return {name: tensor for name, tensor in state.items() if name in names}
 
@@ -221,7 +221,8 @@ def merge(module: nn.Module) -> nn.Module:
         The plain layer; or the model.
 
     Raises:
-        TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
+        TypeError: a subclass of `LoRALayer` in another package has a forward of its own, and does
+            not say how to merge it.
         ValueError: there is no LoRA to merge; or the parameters are sharded over several processes,
             are not there (offloaded, or on the meta device), or are quantized.
     """
@@ -232,6 +233,9 @@ def merge(module: nn.Module) -> nn.Module:
         )
     check_whole(module, "LoRA is merged")
     check_there(weights_with_updates(module), "merging")
+    for part in module.modules():
+        if isinstance(part, LoRALayer) and not is_in_place(part):
+            part.check_merged_layer()
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
     sound = [name for name, layer in lora_layers(module).items() if _is_finite(layer)]

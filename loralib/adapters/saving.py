@@ -16,7 +16,7 @@ from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
-from ..layers import Conv1d, Conv2d, Conv3d
+from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
 from ..steps import trained_along, was_trained_along
@@ -287,7 +287,7 @@ def _dropout_of(layer: LoRALayer) -> float:
 
 def _check_layers(layers: dict[str, LoRALayer]) -> None:
     for name, layer in layers.items():
-        if isinstance(layer, Conv1d | Conv2d | Conv3d):
+        if isinstance(layer, ConvLoRA):
             raise CheckpointError(
                 f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "

@@ -335,3 +335,22 @@ def test_an_adapted_checkpoint_remembers_its_base(tmp_path):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
     assert again.adapter().metadata.base == str(folder)
     assert again.config.name_or_path == str(tmp_path / "tuned")
+
+
+def test_a_full_model_of_the_release_is_warned_of(tmp_path, caplog):
+    model = make(RobertaForSequenceClassification, **LORA)
+    for name, settings in {"theirs": LORA, "plain": {}}.items():
+        tensors = {n: t for n, t in model.state_dict().items() if settings or "lora_" not in n}
+        write(tmp_path / name, tensors, **settings)
+    model.save_pretrained(tmp_path / "ours")
+    for name in ("ours", "plain", "theirs"):
+        caplog.clear()
+        RobertaForSequenceClassification.from_pretrained(tmp_path / name)
+        warned = [r.getMessage() for r in caplog.records if "count twice" in r.getMessage()]
+        assert len(warned) == (name == "theirs")
+    assert "\n" not in warned[0]
+    caplog.clear()
+    RobertaForSequenceClassification.from_pretrained(
+        tmp_path / "theirs", state_dict=model.state_dict()
+    )
+    assert "count twice" not in caplog.text

@@ -1,5 +1,7 @@
 """What training is made of: checkpointing, compilation, device maps, several processes."""
 
+import sys
+
 import accelerate
 import pytest
 import torch
@@ -101,6 +103,38 @@ def test_a_model_that_is_dispatched_already_is_refused():
         lora.add_lora(model, case.targets, r=R)
     assert "\n" not in str(error.value)
     assert [type(module) for module in model.modules()] == classes
+
+
+# ------------------------------------------------------------------------------------------------
+# Layers within a model class
+# ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_layers_that_a_model_class_builds_start_as_ever(tmp_path, monkeypatch):
+    base = BY_NAME["bert"].build().eval()
+    base.save_pretrained(tmp_path / "base")
+    attention = type(base.bert.encoder.layer[0].attention.self)
+
+    class Adapted(attention):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for name in ("query", "value"):
+                plain = getattr(self, name)
+                setattr(self, name, lora.Linear(plain.in_features, plain.out_features, r=R))
+
+    monkeypatch.setattr(sys.modules[attention.__module__], attention.__name__, Adapted)
+    batch = BY_NAME["bert"].batch()
+    model = type(base).from_pretrained(tmp_path / "base").eval()
+    state = lora.lora_state_dict(model)
+    assert len(state) == 4 * len(base.bert.encoder.layer)
+    assert all(bool(t.any()) == name.endswith("lora_A") for name, t in state.items())
+    assert_close(output_of(model, batch), output_of(base, batch))
+    for tensor in state.values():
+        nn.init.normal_(tensor, std=0.1)
+    model.save_pretrained(tmp_path / "tuned")
+    again = type(base).from_pretrained(tmp_path / "tuned").eval()
+    assert_close(output_of(again, batch), output_of(model, batch))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
@@ -602,6 +604,106 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
         base = base.half().float()
     lora.start_from_weights(model)
     close(model(x), base(x))
+
+
+@contextmanager
+def built_as_in_transformers(version):
+    """5 and late 4 build on the meta device, early 4 with initializations that do nothing."""
+    functions = (
+        [] if version != "4.40" else ["constant_", "kaiming_uniform_", "normal_", "uniform_"]
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
+        for name in functions:
+            patch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+
+
+def load_as_transformers_does(model, state, version):
+    """Its `from_pretrained`: parameters, then notes of those and of modules that have values."""
+    missing = model.state_dict().keys() - state.keys()
+    if version == "4.40":
+        model.load_state_dict(state, strict=False)
+        missing = set()  # nothing is noted of parameters
+    else:
+        for name, old in model.state_dict(keep_vars=True).items():
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            value = torch.empty_like(old, device="cpu") if name in missing else state[name].clone()
+            if version == "4.57" and name in missing:
+                module.load_state_dict({last: value}, strict=False, assign=True)
+                continue
+            setattr(module, last, nn.Parameter(value) if isinstance(old, nn.Parameter) else value)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name not in missing:
+                tensor._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = True
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23"])
+@torch.no_grad()
+def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
+    if kind == "embedding" and "freeze_A" in settings:
+        pytest.skip("its A would stay zero")
+    if kind == "convolution" and "variant" in settings:
+        pytest.skip("has no such variant")
+    layer = {
+        "linear": lora.Linear,
+        "embedding": lora.Embedding,
+        "convolution": functools.partial(lora.Conv1d, kernel_size=1),
+        "in place": nn.Linear,
+    }[kind]
+
+    def adapted():
+        if kind != "in place":
+            return nn.Sequential(layer(6, 6, r=2, **settings))
+        model = nn.Sequential(layer(6, 6))
+        lora.add_lora(model, ["0"], r=2, **settings)
+        return model
+
+    base = nn.Sequential(layer(6, 6)).eval()
+    x = torch.arange(6) if kind == "embedding" else torch.randn(1, 6, 6)
+    with built_as_in_transformers(version):
+        models = [adapted(), adapted()]
+    load_as_transformers_does(models[0], base.state_dict(), version)
+    for model in (models[0], copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))):
+        close(model.eval()(x), base(x))
+    nn.init.normal_(models[0][0].lora_B)
+    load_as_transformers_does(models[1], models[0].state_dict(), version)
+    if not {"pissa", "dora"} & set(settings.values()):
+        lora.start_from_weights(models[1])  # there are values
+    assert_same_bits(models[1].state_dict(), models[0].state_dict())
+    close(models[1].eval()(x), models[0](x))
+
+
+class WithoutInitialization(TorchFunctionMode):
+    """As Lightning's `init_module(empty_init=True)`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_model_that_is_built_without_initializing(empty_memory_shows):
+    base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model.load_state_dict(base.state_dict(), strict=False)
+    close(model(x), base(x))  # A and B are zero, as in 0.1.2
+    lora.start_from_weights(model)
+    assert model[0].lora_A.any()
+    close(model(x), base(x))
+    trained = lora.Linear(6, 4, r=2)
+    nn.init.normal_(trained.lora_B)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model[0].load_state_dict(trained.state_dict())
+    lora.start_from_weights(model)
+    assert_same_bits(model[0].state_dict(), trained.state_dict())
 
 
 @torch.no_grad()

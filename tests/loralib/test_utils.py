@@ -167,5 +167,5 @@ def test_layers_that_others_derive_from_loralayer():
     lora.mark_only_lora_as_trainable(layer, bias="lora_only")
     assert layer.bias.requires_grad
     assert lora.lora_state_dict(layer, bias="lora_only").keys() == {"lora_A", "bias"}
-    with pytest.raises(TypeError, match="Foreign has no merged_layer"):
+    with pytest.raises(TypeError, match="Foreign has a forward of its own and no merged_layer"):
         lora.merge(nn.Sequential(layer))

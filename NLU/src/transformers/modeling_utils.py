@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ from .module_utils import ModuleUtilsMixin
 from .pruning import heads_by_layer
 from .token_embeddings import TokenEmbeddingsMixin
 from .weight_files import WEIGHTS_NAMES, read_weights
+
+logger = logging.getLogger(__name__)
 
 # Numbers that are compared at a time.
 _AT_ONCE = 2**24
@@ -353,6 +356,14 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
                 )
+        if state_dict is None and stated.get(LORA.switch) and "lora_targets" not in stated:
+            logger.warning(
+                "%s: a full model of the release's, with LoRA: if it was saved after an evaluation "
+                "with loralib 0.1.2, its weights contain the update already, which would count "
+                "twice. Then give its base as the model, and as --lora_path the file that "
+                "utils/split_lora.py makes of it",
+                name,
+            )
         with torch.device("cpu"), NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
         # Tensors that a caller gives stay the caller's own.
