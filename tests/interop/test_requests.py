@@ -12,7 +12,7 @@ import loralib as lora
 import transformers
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "falcon", "bert", "t5"])
 def test_all_linear_means_what_it_means_to_peft(name: str):
     case = BY_NAME[name]
     case = Case(case.name, case.make, case.batch, "all-linear", 0, case.task)

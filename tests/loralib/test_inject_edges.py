@@ -32,6 +32,57 @@ class Built(nn.Linear):
         return "built"
 
 
+class Spelled(nn.Linear):
+    """A linear layer whose forward is spelled out, as that of upstream's Falcon is."""
+
+    def forward(self, input):
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Halved(Spelled):
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
+class Noisy(Spelled):
+    def forward(self, input):
+        return super().forward(input) * (0.9 if self.training else 1)
+
+
+class Wide(Spelled):
+    """One that computes in float32, as some routers do."""
+
+    def forward(self, input):
+        return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
+
+
+class Chosen(Spelled):
+    """One that returns more than the product."""
+
+    def forward(self, input):
+        return super().forward(input), input
+
+
+class Grouped(Spelled):
+    """One whose weight is several."""
+
+    def forward(self, input):
+        return torch.einsum("...gi,goi->...go", input.unflatten(-1, (2, 2)), self.weight[:4, :2])
+
+
+class Counting(Spelled):
+    """One that has more than a weight and a bias."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input):
+        self.calls += 1
+        return super().forward(input)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,6 +101,39 @@ def test_a_subclass_with_methods_of_its_own_is_refused():
     with pytest.raises(TypeError, match=r"a is a .*Scaled, which has no LoRA layer: leave"):
         lora.add_lora(model, "a", r=2)
     assert lora.add_lora(model, "b", r=2) == ("b",)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_whose_own_forward_gives_the_product_is_adapted(bias, device):
+    layer = Spelled(4, 6, bias=bias, device=device)
+    before, model = {*vars(layer)}, nn.Sequential(layer)
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+    lora.remove_lora(model)
+    assert type(layer) is Spelled
+    assert {*vars(layer)} == before
+
+
+def test_a_subclass_whose_own_forward_gives_the_product_computes_with_its_update():
+    layer, x = Spelled(4, 6), torch.randn(3, 5, 4)
+    lora.add_lora(nn.Sequential(layer), "0", r=2)
+    nn.init.normal_(layer.lora_B)
+    weight = layer.weight + layer.scaling * layer.lora_B @ layer.lora_A
+    expected = nn.functional.linear(x, weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+    merged = lora.merge(nn.Sequential(layer))
+    assert type(merged[0]) is Spelled
+    torch.testing.assert_close(merged(x), expected)
+
+
+@pytest.mark.parametrize("kind", [Halved, Noisy, Wide, Chosen, Grouped, Counting])
+def test_a_subclass_whose_own_forward_gives_something_else_is_refused(kind):
+    layer = kind(4, 6)
+    with pytest.raises(UnsupportedLayerError, match=rf"0 is a .*{kind.__name__}, which has no"):
+        lora.add_lora(nn.Sequential(layer), "0", r=2)
+    assert type(layer) is kind
+    assert layer.training
+    assert not any(buffer.any() for buffer in layer.buffers())
 
 
 def test_out_proj_can_be_left_out_and_have_a_rank_of_its_own():
