@@ -332,7 +332,7 @@ def adapt(
         check_owner(model, name)
         check_dropout(model, name, settings[name])
         if not any_rank:
-            check_rank(name, module, settings[name], rank_pattern)
+            check_rank(name, modules, settings, rank_pattern)
             check_rows(name, module, settings[name])
     if not untie:
         check_tied(model, modules)

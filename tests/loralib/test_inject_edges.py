@@ -136,6 +136,28 @@ def test_a_subclass_whose_own_forward_gives_something_else_is_refused(kind):
     assert not any(buffer.any() for buffer in layer.buffers())
 
 
+def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
+    def blocks(*gates):
+        return nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(
+                    nn.ModuleDict({"up": nn.Linear(8, 8), "gate": nn.Linear(8, size)})
+                    for size in gates
+                )
+            }
+        )
+
+    with pytest.raises(ValueError, match=r"layers\.0\.gate: 1; .*rank_pattern=\{'gate': 1\}$"):
+        lora.add_lora(blocks(1, 1, 1), "all-linear", r=4)
+    model = blocks(1, 1, 1)
+    lora.add_lora(model, "all-linear", r=4, rank_pattern={"gate": 1})
+    assert [model.get_submodule(name).r for name in names_of(model)] == [4, 1] * 3
+    with pytest.raises(ValueError, match=r"rank_pattern=\{'layers\.0\.gate': 1\}$"):
+        lora.add_lora(blocks(1, 2, 1), "all-linear", r=4)
+    with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'gate' sets it$"):
+        lora.add_lora(blocks(1, 1), "all-linear", r=4, rank_pattern={"gate": 2})
+
+
 def test_out_proj_can_be_left_out_and_have_a_rank_of_its_own():
     attention = "encoder.layers.0.self_attn"
     model = AnyModel()
