@@ -247,12 +247,15 @@ def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
 @torch.no_grad()
 def _is_zero(layer: LoRALayer) -> bool:
     """Whether an update leaves its weight as it is, as it does at its start."""
-    if variant_of(layer.variant).has_magnitude:
-        return False  # which may be all that was trained
     if starts_from_weight(layer.initialization):
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
-        return all(torch.equal(half, start) for half, start in pairs)
-    return not (layer.lora_A.any() and layer.lora_B.any())
+        is_zero = all(torch.equal(half, start) for half, start in pairs)
+    else:
+        is_zero = not (layer.lora_A.any() and layer.lora_B.any())
+    if not is_zero or not variant_of(layer.variant).has_magnitude:
+        return is_zero
+    gain = layer._delta().gain(layer._as_matrix(layer.frozen_weight))
+    return gain is None or torch.allclose(gain, torch.ones_like(gain), rtol=0, atol=1e-6)
 
 
 def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
