@@ -421,6 +421,57 @@ def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
     assert not caplog.records
 
 
+class Experts(nn.Module):
+    """The weights of all experts of a layer, as upstream's Transformers holds them."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, 8, 8))
+
+
+def with_experts(count):
+    blocks = [{"q": nn.Linear(8, 8), "experts": Experts(count)} for _ in range(3)]
+    return nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleDict, blocks))})
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "warns"),
+    [
+        (4, {}, True),
+        (4, {"exclude": "experts"}, False),
+        (4, {"modules_to_train": "experts"}, False),
+        (4, {"targets": "q"}, False),
+        (1, {}, False),
+    ],
+)
+def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count, settings, warns):
+    model = with_experts(count)
+    assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == warns * [
+        "'all-linear' leaves out layers.0.experts, layers.1.experts … and 1 more, which hold more "
+        "than all that it adapts, but as stacks of matrices (up): there is no LoRA layer for "
+        "these, which stay frozen; exclude=['experts'], if that is meant"
+    ]
+
+
+def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])})
+    model["conv"], model["experts"] = nn.Conv1d(8, 64, 9), Experts(1)
+    lora.add_lora(model, "all-linear", r=2)
+    assert not caplog.records
+
+
+def test_a_parameter_that_is_named_is_no_module():
+    expected = (
+        r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
+    )
+    with pytest.raises(ValueError, match=expected + "; it has "):
+        lora.add_lora(with_experts(2), ["q", "up"], r=2)
+    with pytest.raises(ValueError, match=r"^'up' matches no module .*, only parameters"):
+        lora.add_lora(with_experts(2), "q", r=2, modules_to_train="up")
+
+
 def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
     lora.add_lora(AnyModel(), "all-linear", r=2)
     assert not caplog.records
