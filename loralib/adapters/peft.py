@@ -61,6 +61,8 @@ HEAD_OF_CLASS = {
     "ForMaskedLM": "masked_lm",
     "ForCausalLM": "causal_lm",
 }
+# How upstream's models called the layers of their mixtures of experts.
+NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 OUT_PROJ = ".out_proj"
 # How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.

@@ -18,10 +18,16 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer, lora_layers
-from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
+from ..model_checks import (
+    check_there,
+    check_whole,
+    stacked_weights,
+    tensors_of,
+    weights_with_updates,
+)
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
-from ..text import called
+from ..text import called, in_short
 from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
@@ -29,7 +35,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import peft_difference
+from .peft import NAMES_OF_EXPERTS, peft_difference
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +90,7 @@ def save_adapter(
             _left_behind,
             _without_effect,
             _of_several_dropouts,
+            *([_taken_for_experts] if format == "peft" else []),
         ):
             remark = remark_on(plain, adapter)
             if remark is not None:
@@ -267,6 +274,23 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
     return (
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
         f"{max(dropouts):g} is recorded: if training continues from the file, all of them get that"
+    )
+
+
+def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
+    """Says which updates PEFT may leave out, because it takes their modules for those of experts.
+
+    In upstream's Transformers 5 the experts of some models are one parameter, and for these models
+    PEFT (0.21) replaces targets with the names that experts had before, whatever modules they name.
+    """
+    if not any(name.endswith("gate_up_proj") for name in stacked_weights(model)):
+        return None
+    taken = [name for name in lora_layers(model) if name.rpartition(".")[2] in NAMES_OF_EXPERTS]
+    if not taken:
+        return None
+    return (
+        f"PEFT with Transformers 5 may take {in_short(taken, at_most=2)} for experts, and leave "
+        "their updates out: compare its outputs with this model's, or merge"
     )
 
 

@@ -78,6 +78,28 @@ def test_a_linear_layer_that_is_called_as_an_embedding_is(tmp_path):
     assert_same_bits(again.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("stack", "target", "format", "is_said"),
+    [
+        ("gate_up_proj", "up_proj", "a", True),
+        ("gate_up_proj", "up_proj", "a.safetensors", False),
+        ("gate_up_proj", "q_proj", "a", False),
+        ("gate", "up_proj", "a", False),
+    ],
+)
+def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, format, is_said):
+    experts, names = nn.Module(), ("q_proj", "up_proj")
+    experts.register_parameter(stack, nn.Parameter(torch.ones(2, 4, 4)))
+    model = nn.ModuleDict({**{name: nn.Linear(4, 4) for name in names}, "experts": experts})
+    lora.add_lora(model, target, r=2)
+    nn.init.normal_(model[target].lora_B)
+    said = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
+    assert said == is_said * [
+        "PEFT with Transformers 5 may take up_proj for experts, and leave their updates out: "
+        "compare its outputs with this model's, or merge"
+    ]
+
+
 def test_a_convolutions_shapes(tmp_path):
     _, _, tensors = saved(tmp_path, "kernels", variant="dora")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
