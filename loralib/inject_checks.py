@@ -223,17 +223,24 @@ def check_rank(
     if largest is None or rank <= largest:
         return
     pattern = next((each for each in patterns if matches(name, each)), None)
-    if pattern is not None:
+    if largest == 0:
+        way_out = _LEAVE_OUT
+    elif pattern is not None:
         way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
     else:
-        last = name.rpartition(".")[2]
-        alike = (each for each in modules if matches(each, last))
-        is_same = all(_largest_rank(modules[n], settings[n]) == largest for n in alike)
-        key = last if is_same else name
-        way_out = f"lower it, or there alone: rank_pattern={{'{key}': {largest}}}"
+        alike = [n for n in modules if _largest_rank(modules[n], settings[n]) == largest]
+        end = _shortest_end(name, alike, modules)
+        way_out = f"lower it, or there alone: rank_pattern={{'{end}': {largest}}}"
     raise ValueError(
         f"r = {rank} is larger than a dimension of {called(name)}: {largest}; {way_out}"
     )
+
+
+def _shortest_end(name: str, alike: Collection[str], others: Iterable[str]) -> str:
+    """The shortest end of a module's name that, as a target, means only such as are alike."""
+    others, parts = set(others) - set(alike), name.split(".")
+    ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+    return next((end for end in ends if not any(matches(each, end) for each in others)), name)
 
 
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
