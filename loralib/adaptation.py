@@ -5,17 +5,16 @@ The table at the head of inject.py has both sides.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .adapted_layers import (
     AdaptedConv1d,
     AdaptedConv2d,
     AdaptedConv3d,
+    AdaptedEmbedding,
     AdaptedProjection,
     MultiheadAttention,
 )
@@ -23,6 +22,7 @@ from .errors import UnsupportedLayerError
 from .in_place import turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
+from .own_forward import gives_product, scales_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,10 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
         # model uses what it has besides.
         if not issubclass(kind, plain) or of_its_own(kind, plain):
             continue
-        if computes_as(kind, plain) or (plain is nn.Linear and _gives_product(module)):
+        if computes_as(kind, plain) or (plain is nn.Linear and gives_product(module)):
             return build
+        if plain is nn.Embedding and scales_rows(module):
+            return _adapt_with(AdaptedEmbedding)
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
 
@@ -104,38 +106,6 @@ def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     """Whether a subclass of one of PyTorch's layers leaves it how it computes."""
     methods = ("forward", "_conv_forward")
     return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
-
-
-def _gives_product(module: Any) -> bool:
-    """Whether a subclass of `nn.Linear` gives x Wᵀ + b by a forward of its own, as Falcon's does.
-
-    It is tried on a stand-in with a small weight, of the module's class and with its attributes, so
-    that the module itself may be on any device, and in any precision.
-    """
-    if {*module._parameters, *module._buffers, *module._modules} != {"weight", "bias"}:
-        return False
-    draw = partial(torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator())
-    out, width = 3, 5
-    x, weight = draw(2, 4, width), draw(out, width)
-    bias = None if module.bias is None else draw(out)
-    stand_in = object.__new__(type(module))
-    vars(stand_in).update(vars(module), _parameters={"weight": weight, "bias": bias})
-    vars(stand_in).update(in_features=width, out_features=out)
-    results = []
-    for training in (False, True):
-        vars(stand_in)["training"] = training
-        try:
-            with torch.no_grad():
-                results.append(type(module).forward(stand_in, x))
-        except Exception:  # whatever it needs that the stand-in has not
-            return False
-    product = F.linear(x, weight, bias)
-    return all(
-        isinstance(result, Tensor)
-        and (result.dtype, result.shape) == (product.dtype, product.shape)
-        and torch.allclose(result, product, rtol=1e-9, atol=1e-9)
-        for result in results
-    )
 
 
 def _adapt_linear(module: Any, settings: LayerSettings) -> None:

@@ -378,6 +378,15 @@ CASES = [
         15,
         "CAUSAL_LM",
     ),
+    # Its embedding scales what it looks up.
+    Case(
+        "gemma",
+        _llama_like("Gemma", head_dim=8, tie_word_embeddings=False),
+        tokens,
+        ("q_proj", "v_proj", "embed_tokens"),
+        5,
+        "CAUSAL_LM",
+    ),
     Case("qwen2", _llama_like("Qwen2"), tokens, ("q_proj", "v_proj"), 4, "CAUSAL_LM"),
     Case("mistral", _llama_like("Mistral"), tokens, "all-linear", 14, "CAUSAL_LM"),
     Case("gpt2", _gpt2, tokens, ("c_attn", "c_proj", "c_fc"), 8, "CAUSAL_LM"),

@@ -11,7 +11,7 @@ from torch import nn
 import loralib as lora
 from loralib.adaptation import LayerSettings
 from loralib.adapters.saving import adapter_of
-from loralib.errors import UnsupportedLayerError
+from loralib.errors import NeedsMergingError, UnsupportedLayerError
 from loralib.inject import adapt
 
 
@@ -83,6 +83,36 @@ class Counting(Spelled):
         return super().forward(input)
 
 
+class Scaling(nn.Embedding):
+    """An embedding that scales what it looks up, as those of upstream's BART and Gemma do."""
+
+    def __init__(self, *sizes, scale=3, **settings):
+        super().__init__(*sizes, **settings)
+        self.register_buffer("embed_scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, input):
+        return super().forward(input) * self.embed_scale.to(self.weight.dtype)
+
+
+class Positions(Scaling):
+    """One that looks up positions."""
+
+    def forward(self, input):
+        return super().forward(torch.arange(input.shape[1]).expand(input.shape))
+
+
+class UnitRows(nn.Embedding):
+    def forward(self, input):
+        return nn.functional.normalize(super().forward(input), dim=-1)
+
+
+class Soft(nn.Embedding):
+    """One that also takes weights of all rows."""
+
+    def forward(self, input):
+        return input @ self.weight if input.is_floating_point() else super().forward(input)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -134,6 +164,71 @@ def test_a_subclass_whose_own_forward_gives_something_else_is_refused(kind):
     assert type(layer) is kind
     assert layer.training
     assert not any(buffer.any() for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("padding", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_that_scales_its_rows(tmp_path, variant, padding, dtype):
+    embedding, numbers = Scaling(7, 4, padding_idx=padding), torch.tensor([[1, 6, 1], [0, 2, 5]])
+    nn.init.normal_(embedding.weight)
+    model = nn.Sequential(embedding.to(dtype))
+    plain, expected = copy.deepcopy(model), model(numbers)
+    lora.add_lora(model, "0", r=2, variant=variant)
+    assert torch.equal(model(numbers), expected) or variant == "dora"
+    nn.init.normal_(embedding.lora_A)
+    rows = lora.merge(copy.deepcopy(model))(numbers)
+    output = model(numbers)
+    output.sum().backward()
+    assert embedding.lora_A.grad.any(dim=0).tolist() == [
+        number in numbers and number != padding for number in range(7)
+    ]
+    close = 8 * torch.finfo(dtype).eps  # a few roundings
+    torch.testing.assert_close(output, rows, rtol=close, atol=4 * close)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(numbers), rows)
+    for name in ("a", "a.safetensors"):
+        lora.save_adapter(model, tmp_path / name)
+        again = copy.deepcopy(plain)
+        lora.load_adapter(again, tmp_path / name)
+        assert torch.equal(again(numbers), output)
+        assert torch.equal(copy.deepcopy(again)(numbers), output)
+    lora.remove_lora(model)
+    assert type(embedding) is Scaling
+    assert torch.equal(model(numbers), expected)
+
+
+def test_an_embedding_that_scales_its_rows_is_compiled_and_differentiated():
+    model, numbers = nn.Sequential(Scaling(7, 4)), torch.tensor([[1, 6, 1]])
+    lora.add_lora(model, "0", r=2)
+    nn.init.normal_(model[0].lora_A)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(numbers), model(numbers))
+    bank = lora.AdapterBank(nn.Sequential(Scaling(7, 4)))
+    with pytest.raises(NeedsMergingError, match="computes in a way of its own"):
+        bank.add("a", adapter_of(model))
+
+
+@pytest.mark.parametrize("kind", [Positions, UnitRows, Soft])
+def test_an_embedding_that_computes_something_else_is_refused(kind):
+    with pytest.raises(UnsupportedLayerError, match=rf"0 is a .*{kind.__name__}, which has no"):
+        lora.add_lora(nn.Sequential(kind(7, 4)), "0", r=2)
+
+
+def test_an_embedding_that_scales_its_rows_is_adapted_before_it_has_memory():
+    model = nn.Sequential(Scaling(7, 4).to("meta"))
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+
+
+def test_peft_scales_by_an_embed_scale_alone(tmp_path):
+    class Doubling(nn.Embedding):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Doubling(7, 4))
+    lora.add_lora(model, "0", r=2)
+    with pytest.raises(NeedsMergingError, match="0 is an embedding that scales its rows otherwise"):
+        lora.save_adapter(model, tmp_path / "a")
 
 
 def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
