@@ -46,7 +46,7 @@ from .model_checks import (
     stacked_weights,
     weights_with_updates,
 )
-from .steps import forget_steps
+from .steps import forget_steps, note_names
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -372,7 +372,9 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, settings)
     leave_fast_path(model)
-    return tuple(name for name in lora_layers(model) if name not in had_update)
+    layers = lora_layers(model)
+    note_names(layers)
+    return tuple(name for name in layers if name not in had_update)
 
 
 def _turn_all(

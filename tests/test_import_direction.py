@@ -31,7 +31,7 @@ ROOMS = {
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),
-    "steps": set(),
+    "steps": {"text"},
     "wrappers": {"text"},
     "model_checks": {"lora_layer", "wrappers"},
     "utils": {
