@@ -114,6 +114,7 @@ ROOMS = {
         "lora_layer",
         "model_checks",
         "nn",
+        "own_forward",
         "steps",
         "text",
         "wrappers",

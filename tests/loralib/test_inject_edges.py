@@ -198,15 +198,35 @@ def test_an_embedding_that_scales_its_rows(tmp_path, variant, padding, dtype):
     assert torch.equal(model(numbers), expected)
 
 
-def test_an_embedding_that_scales_its_rows_is_compiled_and_differentiated():
+def test_an_embedding_that_scales_its_rows_is_compiled():
     model, numbers = nn.Sequential(Scaling(7, 4)), torch.tensor([[1, 6, 1]])
     lora.add_lora(model, "0", r=2)
     nn.init.normal_(model[0].lora_A)
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(numbers), model(numbers))
-    bank = lora.AdapterBank(nn.Sequential(Scaling(7, 4)))
-    with pytest.raises(NeedsMergingError, match="computes in a way of its own"):
-        bank.add("a", adapter_of(model))
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@torch.no_grad()
+def test_an_embedding_that_scales_its_rows_is_served(variant):
+    base = nn.Sequential(Scaling(7, 4), nn.Linear(4, 2)).eval()
+    bank, models, numbers = lora.AdapterBank(base), [], torch.tensor([[1, 6, 1], [0, 2, 5]])
+    for name in "ab":
+        models.append(copy.deepcopy(base))
+        lora.add_lora(models[-1], ["0", "1"], r=2, variant=variant)
+        for layer in models[-1]:
+            nn.init.normal_(layer.lora_A)
+            nn.init.normal_(layer.lora_B)
+        bank.add(name, adapter_of(models[-1]))
+    expected = [model.eval()(numbers) for model in models]
+    with bank.use("a"):
+        torch.testing.assert_close(base(numbers), expected[0])
+        torch.testing.assert_close(base(numbers[0, 0]), expected[0][0, 0])
+    with bank.use(["a", "b"]):
+        rows = torch.stack([expected[0][0], expected[1][1]])
+        torch.testing.assert_close(base(numbers), rows)
+        with pytest.raises(ValueError, match=r"a layer is given \(1, 1\): name one per row"):
+            base(numbers[0, 0])
 
 
 @pytest.mark.parametrize("kind", [Positions, UnitRows, Soft])
