@@ -14,6 +14,7 @@ from .adapted_layers import (
     AdaptedConv1d,
     AdaptedConv2d,
     AdaptedConv3d,
+    AdaptedEmbedding,
     AdaptedProjection,
     MultiheadAttention,
 )
@@ -21,6 +22,7 @@ from .errors import UnsupportedLayerError
 from .in_place import turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
+from .own_forward import gives_product, scales_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +71,14 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     if is_conv1d(module):
         return _adapt_linear
     for plain, build in _BUILDERS.items():
-        # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
+        # A subclass is as good, unless it computes something else, as quantized layers do, or the
         # model uses what it has besides.
-        if issubclass(kind, plain) and computes_as(kind, plain) and not of_its_own(kind, plain):
+        if not issubclass(kind, plain) or of_its_own(kind, plain):
+            continue
+        if computes_as(kind, plain) or (plain is nn.Linear and gives_product(module)):
             return build
+        if plain is nn.Embedding and scales_rows(module):
+            return _adapt_with(AdaptedEmbedding)
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
 

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import Delta
+from .layers import Embedding
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
+from .own_forward import OF_ANY_ROWS, computed_as
 
 
 class _AdaptedConv(LoRALayer):
@@ -74,6 +76,22 @@ class AdaptedConv2d(_AdaptedConv, nn.Conv2d):
 
 class AdaptedConv3d(_AdaptedConv, nn.Conv3d):
     """`nn.Conv3d` with a low-rank update, as `_AdaptedConv` describes."""
+
+
+class AdaptedEmbedding(Embedding):
+    """An embedding of a class that scales the rows it looks up, as upstream's Gemma and BART have.
+
+    Its rows with the update are looked up first; the class's own forward then gets them as its
+    weight, with their numbers.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…) of row numbers -> (…, embedding_dim)."""
+        rows = super().forward(input).view(-1, self.embedding_dim)
+        numbers = torch.arange(len(rows), device=rows.device).view(input.shape)
+        return computed_as(
+            vars(self)["_turned"].before, self, numbers, {"weight": rows}, **OF_ANY_ROWS
+        )
 
 
 _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

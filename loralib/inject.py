@@ -40,8 +40,13 @@ from .inject_checks import (
     sharing,
 )
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import check_no_peft_layers, check_whole
-from .steps import forget_steps
+from .model_checks import (
+    check_no_peft_layers,
+    check_whole,
+    stacked_weights,
+    weights_with_updates,
+)
+from .steps import forget_steps, note_names
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -54,7 +59,7 @@ from .targets import (
     is_any,
     matches,
 )
-from .text import called, listed
+from .text import called, in_short, listed
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, freeze_base, train_biases
 
@@ -159,6 +164,7 @@ def add_lora(
         )
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
+        _warn_of_stacks(model, exclude)
     if is_first and modules_to_train is None:
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
@@ -247,6 +253,31 @@ def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
+def _warn_of_stacks(model: nn.Module, exclude: Iterable[Target]) -> None:
+    """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
+
+    Recent versions of upstream's Transformers hold the experts of a layer so.
+    """
+    left = {
+        name: weight
+        for name, weight in stacked_weights(model).items()
+        if not weight.requires_grad and not is_any(name.rpartition(".")[0], exclude)
+    }
+    adapted = sum(weight.numel() for _, weight in weights_with_updates(model))
+    if sum(weight.numel() for weight in left.values()) <= adapted:
+        return
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in left)
+    ends = sorted({owner.rpartition(".")[2] for owner in owners})
+    logger.warning(
+        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices "
+        "(%s): there is no LoRA layer for these, which stay frozen; exclude=%s, if that is meant",
+        ALL_LINEAR,
+        in_short(owners, at_most=2),
+        listed({name.rpartition(".")[2] for name in left}),
+        ends,
+    )
+
+
 def _warn_of_task_head(model: nn.Module) -> None:
     """Says that the head of a model for a task stays frozen: it is random unless it was trained.
 
@@ -332,7 +363,7 @@ def adapt(
         check_owner(model, name)
         check_dropout(model, name, settings[name])
         if not any_rank:
-            check_rank(name, module, settings[name], rank_pattern)
+            check_rank(name, modules, settings, rank_pattern)
             check_rows(name, module, settings[name])
     if not untie:
         check_tied(model, modules)
@@ -341,7 +372,9 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, settings)
     leave_fast_path(model)
-    return tuple(name for name in lora_layers(model) if name not in had_update)
+    layers = lora_layers(model)
+    note_names(layers)
+    return tuple(name for name in layers if name not in had_update)
 
 
 def _turn_all(

@@ -212,30 +212,52 @@ def sharing(
 
 
 def check_rank(
-    name: str, module: nn.Module, settings: LayerSettings, patterns: Iterable[Target] = ()
+    name: str,
+    modules: Mapping[str, nn.Module],
+    settings: Mapping[str, LayerSettings],
+    patterns: Iterable[Target] = (),
 ) -> None:
     """Checks that a rank does not exceed the smaller dimension of its weight.
 
     Args:
         name: of the module.
-        module: it.
-        settings: its settings.
+        modules: all that are to be adapted, by name.
+        settings: likewise.
         patterns: the targets by which some modules were given another rank than the rest.
     """
+    rank, largest = settings[name].r, _largest_rank(modules[name], settings[name])
+    if largest is None or rank <= largest:
+        return
+    pattern = next((each for each in patterns if matches(name, each)), None)
+    if largest == 0:
+        way_out = _LEAVE_OUT
+    elif pattern is not None:
+        way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
+    else:
+        alike = [n for n in modules if _largest_rank(modules[n], settings[n]) == largest]
+        end = _shortest_end(name, alike, modules)
+        way_out = f"lower it, or there alone: rank_pattern={{'{end}': {largest}}}"
+    raise ValueError(
+        f"r = {rank} is larger than a dimension of {called(name)}: {largest}; {way_out}"
+    )
+
+
+def _shortest_end(name: str, alike: Collection[str], others: Iterable[str]) -> str:
+    """The shortest end of a module's name that, as a target, means only such as are alike."""
+    others, parts = set(others) - set(alike), name.split(".")
+    ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+    return next((end for end in ends if not any(matches(each, end) for each in others)), name)
+
+
+def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
+    """The smallest dimension of a module's weights as matrices; None without a weight."""
+    sizes = []
     for part in _weight_names(module):
         weight = module._parameters.get(part)
         if weight is not None:
             out, inner = _out_in(module, weight)
-            smallest = min(out // len(settings.enable_lora), inner)
-            if settings.r > smallest:
-                pattern = next((each for each in patterns if matches(name, each)), None)
-                way_out = f"lower it, or there alone: rank_pattern={{'{name}': {smallest}}}"
-                if pattern is not None:
-                    way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
-                raise ValueError(
-                    f"r = {settings.r} is larger than a dimension of {called(name)}: {smallest}; "
-                    f"{way_out}"
-                )
+            sizes.append(min(out // len(settings.enable_lora), inner))
+    return min(sizes, default=None)
 
 
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:

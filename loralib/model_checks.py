@@ -23,6 +23,26 @@ def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, 
             yield name, parameter
 
 
+def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that hold several matrices each, such as those of all experts of a layer.
+
+    Not the kernels of convolutions.
+    """
+    return {
+        f"{name}.{last}" if name else last: parameter
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for last, parameter in module._parameters.items()
+        if parameter is not None and "lora_" not in last and _is_stack(parameter)
+    }
+
+
+def _is_stack(parameter: Tensor) -> bool:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        return False
+    return parameter.dim() == 3 and min(parameter.shape) > 1
+
+
 def check_whole(model: nn.Module, what: str) -> None:
     """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
 

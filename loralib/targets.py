@@ -164,7 +164,8 @@ def find(
             found = {name for name in names if matches(name, target)} - left_out
             if not found:
                 linear = all_linear(model, is_linear) if what == "targets" else []
-                raise ValueError(_nothing_matches(target, names, left_out, linear))
+                parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
+                raise ValueError(_nothing_matches(target, names, left_out, linear, parameters))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -293,8 +294,17 @@ def _nothing_matches(
     names: Collection[str],
     left_out: Collection[str] = (),
     linear: Collection[str] = (),
+    parameters: Collection[str] = (),
 ) -> str:
-    """Why a target means nothing; where linear layers are likely to be meant, it names those."""
+    """Why a target means nothing; where linear layers are likely to be meant, it names those.
+
+    Args:
+        target: it.
+        names: of the model's modules.
+        left_out: those that are left out.
+        linear: those of linear layers.
+        parameters: the names of parameters that it would mean.
+    """
     text = text_of(target)
     excluded = [name for name in left_out if matches(name, target)]
     if excluded:
@@ -306,7 +316,9 @@ def _nothing_matches(
     near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)
     likely = dict.fromkeys([*near, *_ends(linear), *(() if near else ends)]) or names
     has = in_short(likely, at_most=8) or "none"
-    return f"'{text}' matches no module of the model; it has {has}{_way_out(target, names, linear)}"
+    only = f", only parameters such as {min(parameters)}" if parameters else ""
+    way_out = _way_out(target, names, linear)
+    return f"'{text}' matches no module of the model{only}; it has {has}{way_out}"
 
 
 def _ends(names: Iterable[str]) -> dict[str, None]:

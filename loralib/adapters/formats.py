@@ -500,7 +500,7 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
 def _write_peft(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
     adapter, remarks = peft_writing.as_peft_computes(adapter)
     metadata = adapter.lora
-    tensors = peft_writing.tensors_of(adapter)
+    tensors = peft_writing.tensors_of(adapter, is_of_model=model is not None)
     config = peft_writing.config_of(adapter, model)
     peft_writing.write(path, config, tensors, with_checksum(tensors, metadata))
     unseen = [name for name in _NOT_IN_PEFT if getattr(metadata, name) is not None]

@@ -180,15 +180,20 @@ def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
     return as_int(alpha / metadata.delta.scale(1.0, parts))
 
 
-def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
+def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]:
     """The tensors of an adapter, as `as_peft_computes` gives it, as PEFT names and holds them.
+
+    Args:
+        adapter: the adapter.
+        is_of_model: its metadata are those of a model, so that they name all of its embeddings.
 
     Raises:
         CheckpointError: PEFT has no such updates.
     """
     named, deltas = {}, deltas_of(adapter)
     embeddings = adapter.lora.embeddings or ()
-    _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
+    if not is_of_model:
+        _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
     for name, tensor in (_tied_within(adapter) | adapter.tensors).items():
         module, _, last = name.rpartition(".")
         if LORA.part not in name:

@@ -18,7 +18,13 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
-from ..model_checks import check_there, check_whole, tensors_of, weights_with_updates
+from ..model_checks import (
+    check_there,
+    check_whole,
+    stacked_weights,
+    tensors_of,
+    weights_with_updates,
+)
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
 from ..text import called, in_short
@@ -30,7 +36,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import peft_difference
+from .peft import NAMES_OF_EXPERTS, peft_difference
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +91,7 @@ def save_adapter(
             _left_behind,
             _without_effect,
             _of_several_dropouts,
+            *([_taken_for_experts] if format == "peft" else []),
         ):
             remark = remark_on(plain, adapter)
             if remark is not None:
@@ -261,12 +268,15 @@ def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
 @torch.no_grad()
 def _is_zero(layer: LoRALayer) -> bool:
     """Whether an update leaves its weight as it is, as it does at its start."""
-    if variant_of(layer.variant).has_magnitude:
-        return False  # which may be all that was trained
     if starts_from_weight(layer.initialization):
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
-        return all(torch.equal(half, start) for half, start in pairs)
-    return not (layer.lora_A.any() and layer.lora_B.any())
+        is_zero = all(torch.equal(half, start) for half, start in pairs)
+    else:
+        is_zero = not (layer.lora_A.any() and layer.lora_B.any())
+    if not is_zero or not variant_of(layer.variant).has_magnitude:
+        return is_zero
+    gain = layer._delta().gain(layer._as_matrix(layer.frozen_weight))
+    return gain is None or torch.allclose(gain, torch.ones_like(gain), rtol=0, atol=1e-6)
 
 
 def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
@@ -278,6 +288,23 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
     return (
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
         f"{max(dropouts):g} is recorded: if training continues from the file, all of them get that"
+    )
+
+
+def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
+    """Says which updates PEFT may leave out, because it takes their modules for those of experts.
+
+    In upstream's Transformers 5 the experts of some models are one parameter, and for these models
+    PEFT (0.21) replaces targets with the names that experts had before, whatever modules they name.
+    """
+    if not any(name.endswith("gate_up_proj") for name in stacked_weights(model)):
+        return None
+    taken = [name for name in lora_layers(model) if name.rpartition(".")[2] in NAMES_OF_EXPERTS]
+    if not taken:
+        return None
+    return (
+        f"PEFT with Transformers 5 may take {in_short(taken, at_most=2)} for experts, and leave "
+        "their updates out: compare its outputs with this model's, or merge"
     )
 
 

@@ -386,10 +386,12 @@ def _add_deltas(
     if routing.positions and routing.rows is not None:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
-    tokens = x if x.is_floating_point() else x.unsqueeze(-1)  # an embedding's input has no columns
+    # An embedding's input has no columns, and may be one row number.
+    x, added_to = (x[None], out[None]) if x.dim() == 0 else (x, out)
+    tokens = x if x.is_floating_point() else x.unsqueeze(-1)
     for delta, part in zip(deltas, routing.parts(tokens), strict=True):
         if delta is not None:
-            delta.add_to(out[part], x[part])
+            delta.add_to(added_to[part], x[part])
     return out
 
 

@@ -25,6 +25,7 @@ from ..adapters.fingerprint import (
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
+from ..own_forward import OF_ANY_ROWS, computed_as, scales_rows
 
 
 class DeviceDelta:
@@ -82,9 +83,16 @@ class EmbeddingDelta(DeviceDelta):
     """Of an embedding: x (…) of row numbers, out (…, embedding_dim)."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += s · B A[:, x], times the gain where there is one."""
-        delta = self._in(out.dtype)
-        delta.expand_into(out.view(-1, out.shape[-1]), F.embedding(x.flatten(), delta.A.t()))
+        """out += s · B A[:, x], scaled as the rows are; times the gain where there is one."""
+        delta, kind, rows = self._in(out.dtype), type(self.module), out.view(-1, out.shape[-1])
+        z = F.embedding(x.flatten(), delta.A.t())
+        if computes_as(kind, nn.Embedding):
+            delta.expand_into(rows, z)
+        else:
+            update = torch.zeros_like(rows)
+            delta.expand_into(update, z)
+            numbers = torch.arange(len(rows), device=rows.device)
+            rows.add_(computed_as(kind, self.module, numbers, {"weight": update}, **OF_ANY_ROWS))
         gain = delta.gain(self.module.weight.t())
         if gain is not None:
             out.mul_(gain.to(out.dtype))
@@ -201,6 +209,8 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
         kind = type(adapted.module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            if plain is nn.Embedding and issubclass(kind, plain) and scales_rows(adapted.module):
+                continue
             if issubclass(kind, plain) and not computes_as(kind, plain):
                 raise NeedsMergingError(
                     source, f"adapts {name}, a {kind.__name__}, which computes in a way of its own"

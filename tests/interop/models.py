@@ -245,6 +245,24 @@ def _gpt2() -> nn.Module:
     )
 
 
+def _falcon() -> nn.Module:
+    """Its linear layers are a subclass with a forward of its own."""
+    return transformers.FalconForCausalLM(
+        transformers.FalconConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            ffn_hidden_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias=True,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
 def _resnet() -> nn.Module:
     blocks = torchvision.models.resnet
     return blocks.ResNet(blocks.BasicBlock, [1, 1, 1, 1], num_classes=5)
@@ -360,9 +378,19 @@ CASES = [
         15,
         "CAUSAL_LM",
     ),
+    # Its embedding scales what it looks up.
+    Case(
+        "gemma",
+        _llama_like("Gemma", head_dim=8, tie_word_embeddings=False),
+        tokens,
+        ("q_proj", "v_proj", "embed_tokens"),
+        5,
+        "CAUSAL_LM",
+    ),
     Case("qwen2", _llama_like("Qwen2"), tokens, ("q_proj", "v_proj"), 4, "CAUSAL_LM"),
     Case("mistral", _llama_like("Mistral"), tokens, "all-linear", 14, "CAUSAL_LM"),
     Case("gpt2", _gpt2, tokens, ("c_attn", "c_proj", "c_fc"), 8, "CAUSAL_LM"),
+    Case("falcon", _falcon, tokens, "all-linear", 8, "CAUSAL_LM"),
     Case("bert", _bert, tokens, ("query", "value", "dense", "word_embeddings"), 12, "SEQ_CLS"),
     # Its attention is not scaled: with larger weights it picks one position, and all else rounds.
     Case(

@@ -1,5 +1,8 @@
 """What users ask add_lora for in models of other libraries, and what it has to refuse."""
 
+import copy
+
+import peft
 import pytest
 import torch
 from models import BY_NAME, Case, output_of
@@ -12,13 +15,66 @@ import loralib as lora
 import transformers
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "falcon", "bert", "t5"])
 def test_all_linear_means_what_it_means_to_peft(name: str):
     case = BY_NAME[name]
     case = Case(case.name, case.make, case.batch, "all-linear", 0, case.task)
     ours, theirs = adapter_of(with_lora(case)), adapter_of(with_peft(case))
     # For PEFT all that is not the head's last layer; here what is in the numbered layers.
     assert ours.keys() == {name for name in theirs if not name.startswith("bert.pooler.")}
+
+
+def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
+    """Of Mixtral, Transformers 5 holds all experts of a layer in one parameter."""
+    settings = {"intermediate_size": 48, "num_local_experts": 3}
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **settings
+    )
+    model = transformers.MixtralForCausalLM(config)
+    assert len(lora.add_lora(model, "all-linear", r=R)) == 8
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("'all-linear' leaves out model.layers.0.mlp.experts, model.layers.1.mlp")
+    caplog.clear()
+    model = transformers.MixtralForCausalLM(config)
+    lora.add_lora(model, "all-linear", r=R, exclude="experts")
+    assert not caplog.records
+    said = lora.save_adapter(model, tmp_path / "adapter")
+    assert not any("PEFT with Transformers 5" in line for line in said)
+    with pytest.raises(ValueError, match=r"only parameters such as model\.layers\.0\.mlp\.experts"):
+        lora.add_lora(transformers.MixtralForCausalLM(config), ["q_proj", "down_proj"], r=R)
+
+
+def test_updates_that_peft_takes_for_those_of_experts_are_named(tmp_path):
+    """If this fails because PEFT opens the folder as it is, the warning has to go."""
+    config = transformers.Qwen3NextConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3NextForCausalLM(config).eval()
+    plain, ids = copy.deepcopy(model), {"input_ids": torch.arange(7)[None]}
+    lora.add_lora(model, ["q_proj", "up_proj", "gate_proj"], r=R)
+    for layer in model.modules():
+        if isinstance(layer, lora.LoRALayer):
+            torch.nn.init.normal_(layer.lora_B)
+    said = lora.save_adapter(model, tmp_path / "adapter")
+    assert any("PEFT with Transformers 5 may take model.layers.0" in line for line in said)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "adapter").eval()
+    lora.load_adapter(plain, tmp_path / "adapter")
+    with torch.no_grad():
+        output = output_of(model, ids)
+        assert_close(output_of(plain, ids), output)
+        assert (output_of(theirs, ids) - output).abs().max() > 1e-3 * output.abs().max()
 
 
 @pytest.mark.parametrize("name", ["wte", "lm_head"])

@@ -11,7 +11,7 @@ from torch import nn
 import loralib as lora
 from loralib.adaptation import LayerSettings
 from loralib.adapters.saving import adapter_of
-from loralib.errors import UnsupportedLayerError
+from loralib.errors import NeedsMergingError, UnsupportedLayerError
 from loralib.inject import adapt
 
 
@@ -32,6 +32,87 @@ class Built(nn.Linear):
         return "built"
 
 
+class Spelled(nn.Linear):
+    """A linear layer whose forward is spelled out, as that of upstream's Falcon is."""
+
+    def forward(self, input):
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Halved(Spelled):
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
+class Noisy(Spelled):
+    def forward(self, input):
+        return super().forward(input) * (0.9 if self.training else 1)
+
+
+class Wide(Spelled):
+    """One that computes in float32, as some routers do."""
+
+    def forward(self, input):
+        return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
+
+
+class Chosen(Spelled):
+    """One that returns more than the product."""
+
+    def forward(self, input):
+        return super().forward(input), input
+
+
+class Grouped(Spelled):
+    """One whose weight is several."""
+
+    def forward(self, input):
+        return torch.einsum("...gi,goi->...go", input.unflatten(-1, (2, 2)), self.weight[:4, :2])
+
+
+class Counting(Spelled):
+    """One that has more than a weight and a bias."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input):
+        self.calls += 1
+        return super().forward(input)
+
+
+class Scaling(nn.Embedding):
+    """An embedding that scales what it looks up, as those of upstream's BART and Gemma do."""
+
+    def __init__(self, *sizes, scale=3, **settings):
+        super().__init__(*sizes, **settings)
+        self.register_buffer("embed_scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, input):
+        return super().forward(input) * self.embed_scale.to(self.weight.dtype)
+
+
+class Positions(Scaling):
+    """One that looks up positions."""
+
+    def forward(self, input):
+        return super().forward(torch.arange(input.shape[1]).expand(input.shape))
+
+
+class UnitRows(nn.Embedding):
+    def forward(self, input):
+        return nn.functional.normalize(super().forward(input), dim=-1)
+
+
+class Soft(nn.Embedding):
+    """One that also takes weights of all rows."""
+
+    def forward(self, input):
+        return input @ self.weight if input.is_floating_point() else super().forward(input)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,6 +131,149 @@ def test_a_subclass_with_methods_of_its_own_is_refused():
     with pytest.raises(TypeError, match=r"a is a .*Scaled, which has no LoRA layer: leave"):
         lora.add_lora(model, "a", r=2)
     assert lora.add_lora(model, "b", r=2) == ("b",)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_whose_own_forward_gives_the_product_is_adapted(bias, device):
+    layer = Spelled(4, 6, bias=bias, device=device)
+    before, model = {*vars(layer)}, nn.Sequential(layer)
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+    lora.remove_lora(model)
+    assert type(layer) is Spelled
+    assert {*vars(layer)} == before
+
+
+def test_a_subclass_whose_own_forward_gives_the_product_computes_with_its_update():
+    layer, x = Spelled(4, 6), torch.randn(3, 5, 4)
+    lora.add_lora(nn.Sequential(layer), "0", r=2)
+    nn.init.normal_(layer.lora_B)
+    weight = layer.weight + layer.scaling * layer.lora_B @ layer.lora_A
+    expected = nn.functional.linear(x, weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+    merged = lora.merge(nn.Sequential(layer))
+    assert type(merged[0]) is Spelled
+    torch.testing.assert_close(merged(x), expected)
+
+
+@pytest.mark.parametrize("kind", [Halved, Noisy, Wide, Chosen, Grouped, Counting])
+def test_a_subclass_whose_own_forward_gives_something_else_is_refused(kind):
+    layer = kind(4, 6)
+    with pytest.raises(UnsupportedLayerError, match=rf"0 is a .*{kind.__name__}, which has no"):
+        lora.add_lora(nn.Sequential(layer), "0", r=2)
+    assert type(layer) is kind
+    assert layer.training
+    assert not any(buffer.any() for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("padding", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_that_scales_its_rows(tmp_path, variant, padding, dtype):
+    embedding, numbers = Scaling(7, 4, padding_idx=padding), torch.tensor([[1, 6, 1], [0, 2, 5]])
+    nn.init.normal_(embedding.weight)
+    model = nn.Sequential(embedding.to(dtype))
+    plain, expected = copy.deepcopy(model), model(numbers)
+    lora.add_lora(model, "0", r=2, variant=variant)
+    assert torch.equal(model(numbers), expected) or variant == "dora"
+    nn.init.normal_(embedding.lora_A)
+    rows = lora.merge(copy.deepcopy(model))(numbers)
+    output = model(numbers)
+    output.sum().backward()
+    assert embedding.lora_A.grad.any(dim=0).tolist() == [
+        number in numbers and number != padding for number in range(7)
+    ]
+    close = 8 * torch.finfo(dtype).eps  # a few roundings
+    torch.testing.assert_close(output, rows, rtol=close, atol=4 * close)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(numbers), rows)
+    for name in ("a", "a.safetensors"):
+        lora.save_adapter(model, tmp_path / name)
+        again = copy.deepcopy(plain)
+        lora.load_adapter(again, tmp_path / name)
+        assert torch.equal(again(numbers), output)
+        assert torch.equal(copy.deepcopy(again)(numbers), output)
+    lora.remove_lora(model)
+    assert type(embedding) is Scaling
+    assert torch.equal(model(numbers), expected)
+
+
+def test_an_embedding_that_scales_its_rows_is_compiled():
+    model, numbers = nn.Sequential(Scaling(7, 4)), torch.tensor([[1, 6, 1]])
+    lora.add_lora(model, "0", r=2)
+    nn.init.normal_(model[0].lora_A)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(numbers), model(numbers))
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@torch.no_grad()
+def test_an_embedding_that_scales_its_rows_is_served(variant):
+    base = nn.Sequential(Scaling(7, 4), nn.Linear(4, 2)).eval()
+    bank, models, numbers = lora.AdapterBank(base), [], torch.tensor([[1, 6, 1], [0, 2, 5]])
+    for name in "ab":
+        models.append(copy.deepcopy(base))
+        lora.add_lora(models[-1], ["0", "1"], r=2, variant=variant)
+        for layer in models[-1]:
+            nn.init.normal_(layer.lora_A)
+            nn.init.normal_(layer.lora_B)
+        bank.add(name, adapter_of(models[-1]))
+    expected = [model.eval()(numbers) for model in models]
+    with bank.use("a"):
+        torch.testing.assert_close(base(numbers), expected[0])
+        torch.testing.assert_close(base(numbers[0, 0]), expected[0][0, 0])
+    with bank.use(["a", "b"]):
+        rows = torch.stack([expected[0][0], expected[1][1]])
+        torch.testing.assert_close(base(numbers), rows)
+        with pytest.raises(ValueError, match=r"a layer is given \(1, 1\): name one per row"):
+            base(numbers[0, 0])
+
+
+@pytest.mark.parametrize("kind", [Positions, UnitRows, Soft])
+def test_an_embedding_that_computes_something_else_is_refused(kind):
+    with pytest.raises(UnsupportedLayerError, match=rf"0 is a .*{kind.__name__}, which has no"):
+        lora.add_lora(nn.Sequential(kind(7, 4)), "0", r=2)
+
+
+def test_an_embedding_that_scales_its_rows_is_adapted_before_it_has_memory():
+    model = nn.Sequential(Scaling(7, 4).to("meta"))
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+
+
+def test_peft_scales_by_an_embed_scale_alone(tmp_path):
+    class Doubling(nn.Embedding):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Doubling(7, 4))
+    lora.add_lora(model, "0", r=2)
+    with pytest.raises(NeedsMergingError, match="0 is an embedding that scales its rows otherwise"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
+def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
+    def blocks(*gates):
+        return nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(
+                    nn.ModuleDict({"up": nn.Linear(8, 8), "gate": nn.Linear(8, size)})
+                    for size in gates
+                )
+            }
+        )
+
+    with pytest.raises(ValueError, match=r"layers\.0\.gate: 1; .*rank_pattern=\{'gate': 1\}$"):
+        lora.add_lora(blocks(1, 1, 1), "all-linear", r=4)
+    model = blocks(1, 1, 1)
+    lora.add_lora(model, "all-linear", r=4, rank_pattern={"gate": 1})
+    assert [model.get_submodule(name).r for name in names_of(model)] == [4, 1] * 3
+    with pytest.raises(ValueError, match=r"rank_pattern=\{'0\.gate': 1\}$"):
+        lora.add_lora(blocks(1, 2, 1), "all-linear", r=4)
+    deep = nn.ModuleDict({"a": blocks(2, 2), "b": blocks(1, 2)})
+    with pytest.raises(ValueError, match=r"a\.layers\.0\.gate: 2; .*\{'a\.layers\.0\.gate': 2\}$"):
+        lora.add_lora(deep, "all-linear", r=4)
+    with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'gate' sets it$"):
+        lora.add_lora(blocks(1, 1), "all-linear", r=4, rank_pattern={"gate": 2})
 
 
 def test_out_proj_can_be_left_out_and_have_a_rank_of_its_own():
@@ -315,6 +539,57 @@ def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
     assert not caplog.records
 
 
+class Experts(nn.Module):
+    """The weights of all experts of a layer, as upstream's Transformers holds them."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, 8, 8))
+
+
+def with_experts(count):
+    blocks = [{"q": nn.Linear(8, 8), "experts": Experts(count)} for _ in range(3)]
+    return nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleDict, blocks))})
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "warns"),
+    [
+        (4, {}, True),
+        (4, {"exclude": "experts"}, False),
+        (4, {"modules_to_train": "experts"}, False),
+        (4, {"targets": "q"}, False),
+        (1, {}, False),
+    ],
+)
+def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count, settings, warns):
+    model = with_experts(count)
+    assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == warns * [
+        "'all-linear' leaves out layers.0.experts, layers.1.experts … and 1 more, which hold more "
+        "than all that it adapts, but as stacks of matrices (up): there is no LoRA layer for "
+        "these, which stay frozen; exclude=['experts'], if that is meant"
+    ]
+
+
+def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])})
+    model["conv"], model["experts"] = nn.Conv1d(8, 64, 9), Experts(1)
+    lora.add_lora(model, "all-linear", r=2)
+    assert not caplog.records
+
+
+def test_a_parameter_that_is_named_is_no_module():
+    expected = (
+        r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
+    )
+    with pytest.raises(ValueError, match=expected + "; it has "):
+        lora.add_lora(with_experts(2), ["q", "up"], r=2)
+    with pytest.raises(ValueError, match=r"^'up' matches no module .*, only parameters"):
+        lora.add_lora(with_experts(2), "q", r=2, modules_to_train="up")
+
+
 def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
     lora.add_lora(AnyModel(), "all-linear", r=2)
     assert not caplog.records
@@ -557,9 +832,7 @@ def test_numbers_of_numpys(tmp_path):
 
 
 def test_a_layer_without_outputs():
-    unchanged_by(
-        nn.Sequential(nn.Linear(4, 0)), "r = 1 is larger than a dimension of module 0: 0", "0", r=1
-    )
+    unchanged_by(nn.Sequential(nn.Linear(4, 0)), "of module 0: 0; leave it out", "0", r=1)
 
 
 def test_complex_weights_are_called_so():

@@ -17,7 +17,7 @@ import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 
-PREFIX = "base_model.model."
+PREFIX, WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
 
 def saved(tmp_path, name, **settings):
@@ -25,7 +25,7 @@ def saved(tmp_path, name, **settings):
     model = CASES[name].adapted(**settings)
     lora.save_adapter(model, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
     named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     assert len(named) == len(tensors)
     return model, config, named
@@ -61,6 +61,43 @@ def test_an_embeddings_names(tmp_path):
         },
     )
     assert set(config["target_modules"]) == {"words", "layers.0.out", "layers.1.out"}
+
+
+def test_a_linear_layer_that_is_called_as_an_embedding_is(tmp_path):
+    """Of a model it is known which modules are embeddings, as it is not of a file."""
+    model = nn.ModuleDict({"pos_embeddings": nn.Linear(4, 6), "head": nn.Linear(6, 2)})
+    again = copy.deepcopy(model)
+    lora.add_lora(model, "pos_embeddings", r=2)
+    nn.init.normal_(model["pos_embeddings"].lora_B)
+    lora.save_adapter(model, tmp_path / "a")
+    assert {name.removeprefix(PREFIX) for name in load_file(tmp_path / "a" / WEIGHTS)} == {
+        "pos_embeddings.lora_A.weight",
+        "pos_embeddings.lora_B.weight",
+    }
+    lora.load_adapter(again, tmp_path / "a")
+    assert_same_bits(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("stack", "target", "format", "is_said"),
+    [
+        ("gate_up_proj", "up_proj", "a", True),
+        ("gate_up_proj", "up_proj", "a.safetensors", False),
+        ("gate_up_proj", "q_proj", "a", False),
+        ("gate", "up_proj", "a", False),
+    ],
+)
+def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, format, is_said):
+    experts, names = nn.Module(), ("q_proj", "up_proj")
+    experts.register_parameter(stack, nn.Parameter(torch.ones(2, 4, 4)))
+    model = nn.ModuleDict({**{name: nn.Linear(4, 4) for name in names}, "experts": experts})
+    lora.add_lora(model, target, r=2)
+    nn.init.normal_(model[target].lora_B)
+    said = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
+    assert said == is_said * [
+        "PEFT with Transformers 5 may take up_proj for experts, and leave their updates out: "
+        "compare its outputs with this model's, or merge"
+    ]
 
 
 def test_a_convolutions_shapes(tmp_path):

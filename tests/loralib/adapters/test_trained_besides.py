@@ -229,13 +229,17 @@ def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
 def test_magnitudes_alone_are_an_effect(tmp_path):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2, variant="dora")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer["out"].lora_magnitude_vector[0] *= 1.001
     assert lora.save_adapter(model.eval(), tmp_path / "a.safetensors")[:-1] == []
 
 
 @pytest.mark.parametrize("initialization", ["default", "pissa"])
-def test_updates_without_effect_are_named(tmp_path, initialization, caplog):
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_updates_without_effect_are_named(tmp_path, variant, initialization, caplog):
     model = HEAD.build()
-    lora.add_lora(model, "out", r=2, initialization=initialization)
+    lora.add_lora(model, "out", r=2, variant=variant, initialization=initialization)
     torch.nn.init.normal_(model.layers[0]["out"].lora_B)
     (remark,) = lora.save_adapter(model, tmp_path / "a.safetensors")[-1:]
     assert remark.startswith("the updates of 1 of 2 modules are zero (layers.1.out, …)")

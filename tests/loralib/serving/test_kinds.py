@@ -134,16 +134,16 @@ def test_an_attention_is_refused(tmp_path, name):
 def test_a_forward_of_its_own_is_refused(tmp_path):
     """Its output is more than the rows that an update is added to."""
 
-    class Scaled(nn.Embedding):
+    class Normed(nn.Embedding):
         def forward(self, ids):
-            return super().forward(ids) * 3
+            return nn.functional.normalize(super().forward(ids), dim=-1)
 
     plain = CASES["embedding"].build()
-    scaled = Scaled(11, 8)
-    scaled.load_state_dict(plain.words.state_dict())
-    plain.words = scaled
+    normed = Normed(11, 8)
+    normed.load_state_dict(plain.words.state_dict())
+    plain.words = normed
     bank = lora.AdapterBank(plain)
-    with pytest.raises(NeedsMergingError, match="words, a Scaled, which computes in a way of"):
+    with pytest.raises(NeedsMergingError, match="words, a Normed, which computes in a way of"):
         bank.add("a", adapter(tmp_path, "embedding"))
     assert bank.names == ()
 
