@@ -35,8 +35,9 @@ def check_bias(bias: str) -> None:
 def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     """Freezes every parameter without `lora_` in its name, then unfreezes biases as asked.
 
-    A model without LoRA parameters is frozen entirely, with a warning in the log. PyTorch's own
-    encoders call their layers from then on, see in_place.py.
+    If all LoRA parameters are frozen, as after `model.requires_grad_(False)`, they are unfrozen. A
+    model without any is frozen entirely, with a warning in the log. PyTorch's own encoders call
+    their layers from then on, see in_place.py.
 
     Args:
         model: changed in place.
@@ -49,6 +50,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     check_model(model)
     check_bias(bias)
     freeze_base(model)
+    _unfreeze_lora(model)
     train_biases(model, bias)
     leave_fast_path(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
@@ -69,6 +71,19 @@ def freeze_base(model: nn.Module) -> None:
         parameter.requires_grad = False
         parameter.grad = None
     note_frozen(model)
+
+
+def _unfreeze_lora(model: nn.Module) -> None:
+    """Unfreezes the LoRA parameters of a model in which all are frozen, but for `freeze_A`.
+
+    Where some are trained, the others may have been frozen by hand, as A alone is in LoRA-FA.
+    """
+    added = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    if any(parameter.requires_grad for parameter in added):
+        return
+    to_stay = {layer.lora_A for layer in lora_layers(model).values() if layer.freeze_A}
+    for parameter in added:
+        parameter.requires_grad = parameter.is_floating_point() and parameter not in to_stay
 
 
 def train_biases(model: nn.Module, bias: str) -> None:

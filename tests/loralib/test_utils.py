@@ -75,6 +75,26 @@ def test_the_default_is_no_bias(model):
     assert not any(p.requires_grad for n, p in model.named_parameters() if "bias" in n)
 
 
+@pytest.mark.parametrize("bias", TRAINED)
+def test_the_lora_of_a_model_that_was_frozen_as_a_whole_is_trained(model, bias):
+    lora.mark_only_lora_as_trainable(model.requires_grad_(False), bias=bias)
+    parameters = model.named_parameters(remove_duplicate=False)
+    assert {name for name, p in parameters if p.requires_grad} == TRAINED[bias]
+
+
+def test_lora_that_was_frozen_by_hand_stays_frozen(model):
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad = False
+    lora.mark_only_lora_as_trainable(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    assert {name for name, p in parameters if p.requires_grad} == {n for n in LORA if "lora_B" in n}
+    fixed = lora.Linear(4, 4, r=2, freeze_A=True).requires_grad_(False)
+    fixed.register_parameter("lora_index", nn.Parameter(torch.arange(2), requires_grad=False))
+    lora.mark_only_lora_as_trainable(fixed)
+    assert [name for name, p in fixed.named_parameters() if p.requires_grad] == ["lora_B"]
+
+
 def test_marking_again_with_another_choice_starts_afresh(model):
     lora.mark_only_lora_as_trainable(model, bias="all")
     lora.mark_only_lora_as_trainable(model)
