@@ -235,18 +235,19 @@ def check_rank(
         way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
     else:
         alike = [n for n in modules if _largest_rank(modules[n], settings[n]) == largest]
-        end = _shortest_end(name, alike, modules)
-        way_out = f"lower it, or there alone: rank_pattern={{'{end}': {largest}}}"
+        target = _shortest_target(name, alike, modules)
+        way_out = f"lower it, or there alone: rank_pattern={{{target}: {largest}}}"
     raise ValueError(
         f"r = {rank} is larger than a dimension of {called(name)}: {largest}; {way_out}"
     )
 
 
-def _shortest_end(name: str, alike: Collection[str], others: Iterable[str]) -> str:
-    """The shortest end of a module's name that, as a target, means only such as are alike."""
+def _shortest_target(name: str, alike: Collection[str], others: Iterable[str]) -> str:
+    """The shortest target, as it is written, that means a module and only such as are alike."""
     others, parts = set(others) - set(alike), name.split(".")
     ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
-    return next((end for end in ends if not any(matches(each, end) for each in others)), name)
+    fitting = (end for end in ends if not any(matches(each, end) for each in others))
+    return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
 
 
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:

@@ -111,7 +111,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         if is_along or _BENEATH in own:
             own[_STEPPED] = parameter._version
     if is_along:
-        _warn_of_unreached(optimizer, [p for group in groups for p in group["params"]])
+        _warn_of_unreached(optimizer, (p for group in groups for p in group["params"]))
     else:
         _warn_of_idle(optimizer)
 

@@ -11,6 +11,7 @@ block for each updated slice of the output (see functional.py). The tensors do n
 these are: the metadata does, or the model's `Family`.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
-from ..model_checks import check_there
+from ..model_checks import check_there, stacked_weights
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
 from ..text import called
@@ -221,6 +222,12 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
 
 def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
     """What to give in the place of a model that lacks a module: a part of it, or another model."""
+    stacks = stacked_weights(model)
+    if stacks and re.search(r"\.experts\.\d+(?:\.|$)", name):  # of upstream's Transformers before 5
+        return (
+            f"this model holds all experts of a layer in one parameter, such as {min(stacks)}: "
+            "merge the adapter with PEFT, or with the version of Transformers that it is of"
+        )
     within = [each for each in first_names(model) if each.endswith(f".{name}")]
     if len(within) != 1:
         adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}

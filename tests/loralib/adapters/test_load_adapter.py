@@ -360,3 +360,26 @@ def test_halves_that_half_precision_cannot_halve(tmp_path):
     with pytest.raises(CheckpointError, match=r"too small to be halved in torch\.float16"):
         lora.write_adapter(tmp_path / "b", Adapter(tensors, adapter.metadata), "peft")
     assert not (tmp_path / "b").exists()
+
+
+def test_experts_of_older_models_are_said_to_be_one_parameter(tmp_path):
+    """Upstream's Transformers holds them so since version 5."""
+
+    def model(experts):
+        block = {"q": nn.Linear(4, 4), "experts": experts}
+        return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(block)])})
+
+    older, stacked = model(nn.ModuleList([nn.Linear(4, 4)])), nn.Module()
+    stacked.gate_up_proj = nn.Parameter(torch.ones(2, 4, 4))
+    lora.add_lora(older, "experts.0", r=2)
+    lora.save_adapter(older, tmp_path / "a")
+    expected = (
+        "this model holds all experts of a layer in one parameter, such as "
+        "layers.0.experts.gate_up_proj: merge the adapter"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"has no layers\.0\.experts\.0 to .*: give the model"
+    ):
+        lora.load_adapter(model(nn.Module()), tmp_path / "a")
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        lora.load_adapter(model(stacked), tmp_path / "a")

@@ -493,6 +493,7 @@ def test_a_weight_that_no_adapter_in_use_changes_does_not_matter():
 
 
 def test_weights_are_compared_where_pytorch_does_not_transform():
+    torch.manual_seed(0)
     model = Own()
     bank = bank_of(model)
 
@@ -504,7 +505,8 @@ def test_weights_are_compared_where_pytorch_does_not_transform():
     torch.func.grad(loss)(state)
     several = {name: torch.stack([value, value]) for name, value in state.items()}
     found = torch.func.vmap(loss)(several)
-    torch.testing.assert_close(found[0], loss(state))
+    # A sum of many numbers, rounded in another order.
+    torch.testing.assert_close(found[0], loss(state), rtol=1e-4, atol=1e-4)
 
 
 def test_a_part_that_is_scripted_is_no_hindrance():
