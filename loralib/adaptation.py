@@ -14,15 +14,14 @@ from .adapted_layers import (
     AdaptedConv1d,
     AdaptedConv2d,
     AdaptedConv3d,
-    AdaptedEmbedding,
     AdaptedProjection,
     MultiheadAttention,
+    ScaledEmbedding,
 )
 from .errors import UnsupportedLayerError
 from .in_place import turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
-from .own_forward import gives_product, scales_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +70,14 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     if is_conv1d(module):
         return _adapt_linear
     for plain, build in _BUILDERS.items():
-        # A subclass is as good, unless it computes something else, as quantized layers do, or the
+        # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
         # model uses what it has besides.
         if not issubclass(kind, plain) or of_its_own(kind, plain):
             continue
-        if computes_as(kind, plain) or (plain is nn.Linear and gives_product(module)):
+        if computes_as(kind, plain) or (plain is nn.Linear and _name_of(kind) in _PRODUCTS):
             return build
         if plain is nn.Embedding and scales_rows(module):
-            return _adapt_with(AdaptedEmbedding)
+            return _adapt_with(ScaledEmbedding)
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
 
@@ -106,6 +105,22 @@ def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     """Whether a subclass of one of PyTorch's layers leaves it how it computes."""
     methods = ("forward", "_conv_forward")
     return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
+
+
+# Subclasses of `nn.Linear` whose own forward gives x Wᵀ + b, by package and name. What a forward
+# computes cannot be told from outside.
+_PRODUCTS = {("transformers", "FalconLinear"), ("timm", "Linear")}
+
+
+def scales_rows(embedding: nn.Module) -> bool:
+    """Whether this is upstream's embedding that scales its rows, as BART and Gemma have it."""
+    package, name = _name_of(type(embedding))
+    is_one = package == "transformers" and name.endswith("ScaledWordEmbedding")
+    return is_one and embedding._parameters.keys() == {"weight"}  # T5Gemma 2's has another
+
+
+def _name_of(kind: type[nn.Module]) -> tuple[str, str]:
+    return kind.__module__.partition(".")[0], kind.__name__
 
 
 def _adapt_linear(module: Any, settings: LayerSettings) -> None:

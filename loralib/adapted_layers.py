@@ -17,7 +17,6 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
-from .own_forward import OF_ANY_ROWS, computed_as
 
 
 class _AdaptedConv(LoRALayer):
@@ -78,20 +77,20 @@ class AdaptedConv3d(_AdaptedConv, nn.Conv3d):
     """`nn.Conv3d` with a low-rank update, as `_AdaptedConv` describes."""
 
 
-class AdaptedEmbedding(Embedding):
-    """An embedding of a class that scales the rows it looks up, as upstream's Gemma and BART have.
+class ScaledEmbedding(Embedding):
+    """An embedding of upstream's that multiplies the rows it looks up by its `embed_scale`."""
 
-    Its rows with the update are looked up first; the class's own forward then gets them as its
-    weight, with their numbers.
-    """
+    embed_scale: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """(…) of row numbers -> (…, embedding_dim)."""
-        rows = super().forward(input).view(-1, self.embedding_dim)
-        numbers = torch.arange(len(rows), device=rows.device).view(input.shape)
-        return computed_as(
-            vars(self)["_turned"].before, self, numbers, {"weight": rows}, **OF_ANY_ROWS
-        )
+        return times_scale(self, super().forward(input))
+
+
+def times_scale(embedding: Any, rows: Tensor) -> Tensor:
+    """Rows of such an embedding, scaled; the scale is a number, or a tensor of another dtype."""
+    scale = embedding.embed_scale
+    return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
 
 _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

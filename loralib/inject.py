@@ -46,7 +46,7 @@ from .model_checks import (
     stacked_weights,
     weights_with_updates,
 )
-from .steps import forget_steps, note_names
+from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -164,7 +164,7 @@ def add_lora(
         )
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
-        _warn_of_stacks(model, exclude)
+        _warn_of_stacks(model)
     if is_first and modules_to_train is None:
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
@@ -253,28 +253,20 @@ def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
-def _warn_of_stacks(model: nn.Module, exclude: Iterable[Target]) -> None:
+def _warn_of_stacks(model: nn.Module) -> None:
     """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
 
     Recent versions of upstream's Transformers hold the experts of a layer so.
     """
-    left = {
-        name: weight
-        for name, weight in stacked_weights(model).items()
-        if not weight.requires_grad and not is_any(name.rpartition(".")[0], exclude)
-    }
+    left = {n: weight for n, weight in stacked_weights(model).items() if not weight.requires_grad}
     adapted = sum(weight.numel() for _, weight in weights_with_updates(model))
     if sum(weight.numel() for weight in left.values()) <= adapted:
         return
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in left)
-    ends = sorted({owner.rpartition(".")[2] for owner in owners})
     logger.warning(
-        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices "
-        "(%s): there is no LoRA layer for these, which stay frozen; exclude=%s, if that is meant",
+        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
+        "there is no LoRA layer for these, which stay frozen",
         ALL_LINEAR,
-        in_short(owners, at_most=2),
-        listed({name.rpartition(".")[2] for name in left}),
-        ends,
+        in_short(left, at_most=2),
     )
 
 
@@ -372,9 +364,7 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, settings)
     leave_fast_path(model)
-    layers = lora_layers(model)
-    note_names(layers)
-    return tuple(name for name in layers if name not in had_update)
+    return tuple(name for name in lora_layers(model) if name not in had_update)
 
 
 def _turn_all(

@@ -1,31 +1,27 @@
 """Records which parameters optimizers change along with LoRA, as attributes of those parameters.
 
 Saving reads it to tell whether a base was trained along with LoRA, and layers ask for the latest
-step to tell whether their merged copies still hold. Warnings tell what steps leave as it is. A step
-knows no modules, so that parameters are marked as LoRA's own, or as a weight beneath it. A copy of
-a model begins without this record.
+step to tell whether their merged copies still hold. A step knows no modules, so that parameters are
+marked as LoRA's own, or as a weight beneath it. A copy of a model begins without this record.
 """
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .text import listed
-
 logger = logging.getLogger(__name__)
 
 _UPDATE = "_is_of_lora"
 _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
-_MODULE = "_module_with_lora"
 
 # Steps of an optimizer without LoRA by which another one with it, which a loop may have as well and
-# call less often, has made its own. And steps by which a model has called all that it calls.
+# call less often, has made its own.
 _PATIENCE = 10
 
 # A new object with each step; at each new value of a number, a compiled step would be recompiled.
@@ -34,10 +30,6 @@ _latest_step = object()
 # By the id of its weight, each layer with LoRA that there is in the process.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-
-# How many steps an optimizer has made, up to that many, and what had a gradient in them, by its id.
-_steps_with_lora: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-_reached: "weakref.WeakKeyDictionary[Optimizer, set[int]]" = weakref.WeakKeyDictionary()
 
 
 def latest_step() -> object:
@@ -62,13 +54,6 @@ def mark_layer(layer: Any) -> None:
         vars(weight)[_BENEATH] = True
         if not _updates_above(weight):  # else a shallow copy's end would end the record
             _layers[id(weight)] = layer
-
-
-def note_names(layers: Mapping[str, Any]) -> None:
-    """Notes on the parameters of layers what these are called in their model, for messages."""
-    for name, layer in layers.items():
-        for parameter in _updates(layer):
-            vars(parameter)[_MODULE] = name
 
 
 def forget_steps(model: nn.Module) -> None:
@@ -110,38 +95,8 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         own = vars(parameter)
         if is_along or _BENEATH in own:
             own[_STEPPED] = parameter._version
-    if is_along:
-        _warn_of_unreached(optimizer, (p for group in groups for p in group["params"]))
-    else:
+    if not is_along:
         _warn_of_idle(optimizer)
-
-
-def _warn_of_unreached(optimizer: Optimizer, held: Iterable[Tensor]) -> None:
-    """Warns of layers that no gradient has reached so far: the model does not call them.
-
-    Some models compute with a layer's weight by themselves.
-    """
-    steps = _steps_with_lora.get(optimizer, 0) + 1
-    if steps > _PATIENCE:
-        return
-    _steps_with_lora[optimizer] = steps
-    trained = [p for p in held if _UPDATE in vars(p) and p.requires_grad]
-    reached = _reached.setdefault(optimizer, set())
-    reached.update(id(p) for p in trained if p.grad is not None)
-    if steps < _PATIENCE:
-        return
-    names = {vars(p)[_MODULE] for p in trained if _MODULE in vars(p)}
-    left = names - {vars(p).get(_MODULE) for p in trained if id(p) in reached}
-    del _reached[optimizer]
-    if left:
-        logger.warning(
-            "in %d steps no gradient has reached the updates of %d of %d modules (%s): the model "
-            "does not call these, or reads their weights instead, where LoRA has no effect",
-            steps,
-            len(left),
-            len(names),
-            listed(left),
-        )
 
 
 def _is_still(group: Mapping[str, Any]) -> bool:

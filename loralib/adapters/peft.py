@@ -32,8 +32,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers import Embedding
-
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -121,14 +119,10 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
 
 
 def peft_difference(module: nn.Module) -> str | None:
-    """Why PEFT's update of a module computes something else than ours; None if it does not.
+    """Why PEFT's update of a convolution computes something else than ours; None if it does not.
 
-    PEFT makes the lora_A of a convolution with its stride and padding, and nothing else of it. By
-    what an embedding scales its rows, it learns from upstream's name for that.
+    PEFT makes its lora_A with the stride and padding of the convolution, and nothing else of it.
     """
-    is_plain = type(module).forward in (nn.Embedding.forward, Embedding.forward)
-    if isinstance(module, nn.Embedding) and not is_plain and not hasattr(module, "embed_scale"):
-        return "an embedding that scales its rows otherwise than by an embed_scale, as PEFT does"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.groups > 1 or module.padding_mode != "zeros" or set(module.dilation) != {1}
     ):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adaptation import computes_as
-from ..adapted_layers import convolved_update
+from ..adaptation import computes_as, scales_rows
+from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.completeness import check_all_there
@@ -25,7 +25,6 @@ from ..adapters.fingerprint import (
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
-from ..own_forward import OF_ANY_ROWS, computed_as, scales_rows
 
 
 class DeviceDelta:
@@ -84,15 +83,11 @@ class EmbeddingDelta(DeviceDelta):
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out += s · B A[:, x], scaled as the rows are; times the gain where there is one."""
-        delta, kind, rows = self._in(out.dtype), type(self.module), out.view(-1, out.shape[-1])
+        delta = self._in(out.dtype)
         z = F.embedding(x.flatten(), delta.A.t())
-        if computes_as(kind, nn.Embedding):
-            delta.expand_into(rows, z)
-        else:
-            update = torch.zeros_like(rows)
-            delta.expand_into(update, z)
-            numbers = torch.arange(len(rows), device=rows.device)
-            rows.add_(computed_as(kind, self.module, numbers, {"weight": update}, **OF_ANY_ROWS))
+        if scales_rows(self.module):
+            z = times_scale(self.module, z)
+        delta.expand_into(out.view(-1, out.shape[-1]), z)
         gain = delta.gain(self.module.weight.t())
         if gain is not None:
             out.mul_(gain.to(out.dtype))
@@ -209,9 +204,9 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
         kind = type(adapted.module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            if plain is nn.Embedding and issubclass(kind, plain) and scales_rows(adapted.module):
+            if not issubclass(kind, plain):
                 continue
-            if issubclass(kind, plain) and not computes_as(kind, plain):
+            if not (computes_as(kind, plain) or scales_rows(adapted.module)):
                 raise NeedsMergingError(
                     source, f"adapts {name}, a {kind.__name__}, which computes in a way of its own"
                 )

@@ -49,19 +49,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, variant: str
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_modules_whose_weights_are_read_are_named(variant: str, tmp_path, caplog):
+def test_modules_whose_weights_are_read_are_named(variant: str, tmp_path):
     model = torchvision.models.SwinTransformer(
         [4, 4], 8, [1, 1], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=3
     )
     lora.add_lora(model, "all-linear", r=2, variant=variant, exclude=["head", "reduction"])
     optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=0.01))
-    for _ in range(10):
+    for _ in range(3):
         model(torch.ones(2, 3, 32, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    read = "features.1.0.attn.proj, features.1.0.attn.qkv, features.3.0.attn.proj, "
-    expected = f"in 10 steps no gradient has reached the updates of 4 of 8 modules ({read}"
-    assert sum(line.getMessage().startswith(expected) for line in caplog.records) == 1
     remark = lora.save_adapter(model, tmp_path / "a.safetensors")[-1]
     assert remark.startswith("the updates of 4 of 8 modules are zero (features.1.0.attn.qkv, …)")
 

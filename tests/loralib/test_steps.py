@@ -185,50 +185,6 @@ def test_a_base_is_trained_along_with_a_and_b_that_are_set_anew():
     assert trained_along(model).keys() == base
 
 
-class Reading(nn.Module):
-    """A model that computes with the weight of a layer, or calls it in its last steps alone."""
-
-    def __init__(self, calls_from):
-        super().__init__()
-        self.qkv, self.out, self.calls_from = nn.Linear(4, 4), nn.Linear(4, 4), calls_from
-
-    def forward(self, x):
-        self.calls_from -= 1
-        x = self.qkv(x) if self.calls_from < 0 else nn.functional.linear(x, self.qkv.weight)
-        return self.out(x)
-
-
-@pytest.mark.parametrize(
-    ("calls_from", "count", "warns"), [(99, 9, 0), (99, 30, 1), (9, 30, 0), (10, 30, 1)]
-)
-def test_layers_that_no_gradient_reaches_are_named(caplog, calls_from, count, warns):
-    model, expected = Reading(calls_from), "(qkv): the model does not call these, or reads their"
-    lora.add_lora(model, ["qkv", "out"], r=2)
-    optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=0.1, lora_plus_ratio=4))
-    for _ in range(count):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warns
-    assert all(expected in each for each in said)
-    assert all("in 10 steps no gradient has reached the updates of 1 of 2 m" in x for x in said)
-
-
-def test_what_is_not_to_be_trained_needs_no_gradient(caplog):
-    model = Reading(99)
-    lora.add_lora(model, ["qkv", "out"], r=2)
-    model.qkv.requires_grad_(False)
-    trained = lora.parameter_groups(model, lr=0.1)
-    still = {"params": [model.qkv.lora_A, model.qkv.lora_B], "lr": 0.0}
-    optimizer = torch.optim.SGD([*trained, still])
-    for _ in range(12):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        model.qkv.requires_grad_(True)
-    assert not caplog.records
-
-
 # ---- marks ----
 
 
