@@ -69,15 +69,15 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
         return _adapt_attention
     if is_conv1d(module):
         return _adapt_linear
+    if scales_rows(module):
+        return _adapt_with(ScaledEmbedding)
     for plain, build in _BUILDERS.items():
         # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
         # model uses what it has besides.
         if not issubclass(kind, plain) or of_its_own(kind, plain):
             continue
-        if computes_as(kind, plain) or (plain is nn.Linear and _name_of(kind) in _PRODUCTS):
+        if computes_as(kind, plain) or _name_of(kind) in _PRODUCTS:
             return build
-        if plain is nn.Embedding and scales_rows(module):
-            return _adapt_with(ScaledEmbedding)
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
 
@@ -116,7 +116,8 @@ def scales_rows(embedding: nn.Module) -> bool:
     """Whether this is upstream's embedding that scales its rows, as BART and Gemma have it."""
     package, name = _name_of(type(embedding))
     is_one = package == "transformers" and name.endswith("ScaledWordEmbedding")
-    return is_one and embedding._parameters.keys() == {"weight"}  # T5Gemma 2's has another
+    # T5Gemma 2's has another parameter, which is one row's.
+    return is_one and embedding._parameters.keys() == {"weight"}
 
 
 def _name_of(kind: type[nn.Module]) -> tuple[str, str]:
