@@ -327,6 +327,9 @@ def test_a_module_in_two_places_is_not_pefts(tmp_path):
     lora.save_adapter(model, tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
         lora.load_adapter(plain, tmp_path / "theirs")
+    turned = nn.ModuleDict({"again": plain[0], "0": plain[0], "2": plain[2]})
+    with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
+        lora.load_adapter(turned, tmp_path / "theirs")
     lora.add_lora(plain, "0", r=2)
     with pytest.raises(CheckpointError, match="0 is again as well, of which PEFT adapts one alone"):
         lora.save_adapter(plain, tmp_path / "ours")
