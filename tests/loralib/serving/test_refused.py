@@ -60,6 +60,9 @@ def test_names_that_there_are_not(bank, model, names, parts):
     assert lora.AdapterBank(model).names == ()
     with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
+    empty = lora.AdapterBank(model)
+    with refuses(ValueError, "no adapter is named; there are none"), empty.use([]):
+        pytest.fail("the block began")
 
 
 @pytest.mark.parametrize("name", [1, None, 1.5, "", b"a", ["a"], ("a",)])
