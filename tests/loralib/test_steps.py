@@ -245,6 +245,25 @@ def test_a_weight_that_has_no_lora_any_more_is_trained_alone(end):
     assert trained_along(model).keys() == {"words.weight"}
 
 
+@pytest.mark.parametrize("end", [lora.remove_lora, lora.merge])
+def test_a_part_that_has_no_lora_any_more_is_trained_alone(end):
+    model = nn.ModuleDict({"part": HEAD.adapted(), "other": HEAD.adapted()})
+    end(model["part"])
+    weight = model["part"].layers[0]["out"].weight.requires_grad_(True)
+    steps(model["part"], torch.optim.SGD([weight], lr=0.1), count=1)
+    assert not trained_along(model)
+
+
+def test_what_is_not_of_lora_is_trained_alone():
+    """Also where a parameter of a layer with LoRA has been set anew."""
+    model = HEAD.adapted()
+    layer = model.layers[0]["out"]
+    layer.bias = nn.Parameter(layer.bias.detach().clone())
+    layer.register_parameter("lora_extra", None)
+    steps(model, torch.optim.SGD([layer.bias, model.score.weight], lr=0.1), count=1)
+    assert not trained_along(model)
+
+
 @pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0)])
 def test_a_step_of_no_rate_trains_nothing(rate):
     model = HEAD.adapted().requires_grad_(True)
