@@ -110,6 +110,13 @@ def test_an_optimizer_with_lora_is_not_warned_of(caplog):
     assert not caplog.records
 
 
+def test_an_optimizer_of_weights_that_are_not_frozen_is_not_warned_of(caplog):
+    model = HEAD.adapted().requires_grad_(True)
+    base, _ = base_and_updates(model)
+    steps(model, torch.optim.AdamW(base, lr=0.1))
+    assert not caplog.records
+
+
 def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2)

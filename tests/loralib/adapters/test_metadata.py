@@ -214,11 +214,13 @@ QUERY = "roberta.layer.0.query"
         ({"slices": {"qkv": [True, False]}}, "says slices of qkv, its tensors have no such update"),
         (
             {"variant": "dora"},
-            f"lacks {QUERY}.lora_magnitude_vector, which LoRA of the variant dor",
+            f"lacks {QUERY}.lora_magnitude_vector, which LoRA of the variant dora and the "
+            "initialization default",
         ),
         (
             {"initialization": "olora"},
-            f"lacks {QUERY}.lora_A_start, which LoRA of the variant lora",
+            f"lacks {QUERY}.lora_A_start, which LoRA of the variant lora and the "
+            "initialization olora",
         ),
     ],
 )

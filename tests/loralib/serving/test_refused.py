@@ -277,6 +277,10 @@ MISFITS = {
         changed(classifier__out_proj__bias=torch.ones(3)),
         [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
     ),
+    "a projection of no outputs": (
+        changed(classifier__out_proj__weight=torch.ones(0, 8)),
+        [r"out_proj\.weight is \(0, 8\) in the file, \(3, 8\) is needed"],
+    ),
     "a projection that is none": (
         changed(classifier__out_proj__weight=torch.ones(2)),
         [r"out_proj\.weight is \(2,\) in the file, \(3, 8\) is needed"],
