@@ -174,9 +174,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
 
     def merged_layer(self) -> nn.Linear:
         """An `nn.Linear` with the update merged into its weight, (out, in) in any case."""
-        layer = nn.Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
-        )
+        layer = nn.Linear(self.in_features, self.out_features, device="meta")
         if self.r > 0 or self.fan_in_fan_out:
             weight = self._merge() if self.r > 0 else self.weight.detach()
             layer.weight = nn.Parameter(

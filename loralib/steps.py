@@ -102,7 +102,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
 def _is_still(group: Mapping[str, Any]) -> bool:
     """Whether the rate of an optimizer's group is zero; of a tensor elsewhere it is unknown."""
     rate = group.get("lr")
-    if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu):  # it would wait for a device
+    if isinstance(rate, Tensor) and not rate.is_cpu:  # it would wait for a device
         return False
     return bool(rate == 0)
 

@@ -286,7 +286,7 @@ def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collecti
         earlier: the ids of the parameters that the model had before.
     """
     starts = tuple(f"{name}." for name in merged)
-    for name, weight in model.named_parameters(remove_duplicate=False):
+    for name, weight in model.named_parameters():
         if not name.startswith(starts) or id(weight) in earlier:
             continue
         if not weight.isfinite().all():

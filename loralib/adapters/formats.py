@@ -465,7 +465,7 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
     family = family_of(adapter.tensors)
-    if family is None and adapter.kind == LORA:
+    if family is None:
         pairs = lora_pairs(adapter.tensors, adapter.source)
         for module, (A, B) in pairs.items():
             if len(A) != B.shape[1]:

@@ -73,12 +73,12 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "targets": lora_targets(layers),
         "positions": lora_reaches_positions(model),
         "variant": _common(layers, "variant", "lora"),
-        "rank_pattern": ranks or None,
-        "alpha_pattern": alphas or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "initialization": _common(layers, "initialization", "default"),
         "freeze_A": _common(layers, "freeze_A", False),
-        "embeddings": embeddings or None,
-        "slices": _own_slices(layers) or None,
+        "embeddings": embeddings,
+        "slices": _own_slices(layers),
     }
 
 

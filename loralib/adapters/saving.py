@@ -216,8 +216,7 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
 
 def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
     """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
-    named = model.named_parameters(remove_duplicate=False)
-    held = {id(parameter) for name, parameter in named if name in adapter.tensors}
+    held = {id(p) for name, p in model.named_parameters() if name in adapter.tensors}
     lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
         return None

@@ -383,7 +383,7 @@ def _add_deltas(
         )
     if any(module in adapter.tokens_first for adapter in routing.adapters):
         _check_told(module, routing, x)
-    if routing.positions and routing.rows is not None:
+    if routing.positions:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
     # An embedding's input has no columns, and may be one row number.

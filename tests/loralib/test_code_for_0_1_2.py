@@ -136,6 +136,26 @@ def test_a_layer_around_a_module_that_it_calls_base():
     assert lora.lora_state_dict(model, bias="lora_only").keys() == trained
 
 
+class Beside(Around):
+    """One that has its plain layer under a name of its own."""
+
+    def __init__(self, plain):
+        super().__init__(plain)
+        del self.base
+        self.kept = plain
+
+    def forward(self, x):
+        return self.kept(x) + x @ self.lora_A.t() @ self.lora_B.t() * self.scaling
+
+
+def test_a_layer_whose_weight_the_library_does_not_know_is_saved(tmp_path):
+    model = nn.Sequential(Beside(nn.Linear(6, 4).requires_grad_(False)))
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    tensors = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert tensors.keys() == {"0.lora_A", "0.lora_B"}
+    assert torch.equal(tensors["0.lora_B"], model[0].lora_B)
+
+
 # ---- children and dropout ----
 
 

@@ -88,6 +88,14 @@ def test_at_its_start_the_gain_is_exactly_one(dtype):
     assert torch.equal(layer(x), F.linear(x, layer.weight) + layer.bias.to(dtype))
 
 
+def test_autocast_does_not_round_the_norms():
+    delta, weight = make("the output").to(torch.float32), torch.randn(5, INPUTS)
+    expected = delta.gain(weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(delta.gain(weight), expected)
+    assert delta.to("meta").gain(weight.to("meta")).is_meta  # a device without autocast
+
+
 def test_it_follows_a_weight_that_is_loaded_later():
     layer = lora.Linear(8, 6, r=2, variant="dora")
     layer.load_state_dict({"weight": 3 * layer.weight.detach()}, strict=False)

@@ -253,6 +253,17 @@ def test_attention_takes_what_pytorchs_takes(mask, need_weights, batch_first):
         torch.testing.assert_close(found, expected)
 
 
+def test_attention_drops_weights_in_training_alone():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5)
+    x = torch.randn(5, 3, 8)
+    expected, _ = copy.deepcopy(attention).eval()(x, x, x)
+    model = nn.ModuleDict({"attention": attention})
+    lora.add_lora(model, "attention", r=2)
+    assert not torch.allclose(model.train()["attention"](x, x, x)[0], expected)
+    torch.testing.assert_close(model.eval()["attention"](x, x, x)[0], expected)
+
+
 # ---- copies and files ----
 
 

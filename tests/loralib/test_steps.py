@@ -110,6 +110,13 @@ def test_an_optimizer_with_lora_is_not_warned_of(caplog):
     assert not caplog.records
 
 
+def test_an_optimizer_of_weights_that_are_not_frozen_is_not_warned_of(caplog):
+    model = HEAD.adapted().requires_grad_(True)
+    base, _ = base_and_updates(model)
+    steps(model, torch.optim.AdamW(base, lr=0.1))
+    assert not caplog.records
+
+
 def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2)
@@ -199,6 +206,25 @@ def test_a_weight_that_has_no_lora_any_more_is_trained_alone(end):
     weight = model.words.weight.requires_grad_(True)
     steps(model, torch.optim.SGD([weight], lr=0.1), count=1)
     assert trained_along(model).keys() == {"words.weight"}
+
+
+@pytest.mark.parametrize("end", [lora.remove_lora, lora.merge])
+def test_a_part_that_has_no_lora_any_more_is_trained_alone(end):
+    model = nn.ModuleDict({"part": HEAD.adapted(), "other": HEAD.adapted()})
+    end(model["part"])
+    weight = model["part"].layers[0]["out"].weight.requires_grad_(True)
+    steps(model["part"], torch.optim.SGD([weight], lr=0.1), count=1)
+    assert not trained_along(model)
+
+
+def test_what_is_not_of_lora_is_trained_alone():
+    """Also where a parameter of a layer with LoRA has been set anew."""
+    model = HEAD.adapted()
+    layer = model.layers[0]["out"]
+    layer.bias = nn.Parameter(layer.bias.detach().clone())
+    layer.register_parameter("lora_extra", None)
+    steps(model, torch.optim.SGD([layer.bias, model.score.weight], lr=0.1), count=1)
+    assert not trained_along(model)
 
 
 @pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0)])

@@ -239,6 +239,9 @@ def test_a_number_that_is_excluded_or_alone_is_not_warned_of(caplog):
     lora.add_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0", r=2)
     lora.add_lora(nn.ModuleList([nested()]), "0.0", r=2)
     assert not caplog.records
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert lora.add_lora(model, ["0", "all-linear"], r=2) == ("0", "1")
+    assert "every module whose name ends" not in caplog.text
     message = r"'2' matches no module of the model; it has 0, 1, 1\.0, 1\.1; "
     with pytest.raises(ValueError, match=message):
         lora.add_lora(nested(), "2", r=2)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from tiny_adapters import INFO, A, Tiny, refuses, tiny_adapter
 
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.checks import check_together
 from loralib.adapters.loading import load_into
-from loralib.errors import WrongBaseError
+from loralib.errors import CheckpointError, MissingPartError, WrongBaseError
+from transformers.adapter_kinds import BITFIT, BiasMetadata
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,30 @@ def test_another_base(theirs, ours, fits):
         with pytest.raises(WrongBaseError) as caught:
             load_into(model, adapter, base_fingerprint=ours)
         assert (caught.value.expected, caught.value.found) == (theirs, ours)
+
+
+def test_adapters_that_were_trained_together_are_given_together():
+    with_biases = tiny_adapter(replace(INFO, trained_with=("apply_bitfit",)))
+    biases = {"roberta.layer.0.query.bias": torch.ones(8)}
+    biases["classifier.bias"] = with_biases.tensors["classifier.bias"]
+    info = BiasMetadata(trained_with=("apply_lora",))
+    bitfit = Adapter(biases, info, "bias file", kind=BITFIT)
+    check_together([with_biases, bitfit])
+    for alone in ([with_biases], [bitfit]):
+        with pytest.raises(MissingPartError):
+            check_together(alone)
+    check_together([tiny_adapter(metadata=None), replace(bitfit, metadata=None)])
+    other = replace(bitfit, tensors={**biases, "classifier.bias": torch.zeros(3)})
+    message = "^bias file: is not of the same run as lora file: their classifier.bias differ$"
+    with pytest.raises(CheckpointError, match=message):
+        check_together([with_biases, other])
+
+
+def test_more_layers_than_the_model_has():
+    adapter = tiny_adapter()
+    more = {f"roberta.layer.4.query.lora_{part}": torch.ones(2, 2) for part in "AB"}
+    message = "2 tensors: roberta.layer.4.query.lora_A, …: its base has at least 5 layers, this mo"
+    refuses(Tiny(), replace(adapter, tensors={**adapter.tensors, **more}), message)
 
 
 def change(**tensors):

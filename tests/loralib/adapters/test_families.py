@@ -41,6 +41,18 @@ def test_both_trees_register_theirs():
     }
 
 
+def test_which_tensors_are_one_with_the_backbones():
+    """Not those that are one with the head's own."""
+    family = family_of(MODULES["roberta"])
+    names = {"lm_head.decoder.weight", "lm_head.decoder.bias", "lm_head.bias"}
+    assert family.untied_in(names) == {"lm_head.decoder.weight"}
+
+
+def test_earlier_names_are_known_in_a_model_of_another_prefix():
+    tensors = {"body.0.query_lora_a.weight": torch.ones(2, 4)}
+    assert canonical_names(tensors, "a").keys() == {"body.0.query_proj.lora_A"}
+
+
 @pytest.mark.slow
 def test_the_library_alone_knows_none():
     code = "import loralib; loralib.read_adapter; from loralib.adapters import families as f"

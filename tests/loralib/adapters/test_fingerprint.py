@@ -3,9 +3,10 @@
 import re
 
 import torch
+from adapted_models import tied
 from tiny_adapters import Tiny
 
-from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.fingerprint import fingerprint, fingerprint_without, possible_fingerprints
 
 
 def test_fingerprint():
@@ -58,3 +59,15 @@ def test_a_fingerprint_is_of_weight_matrices_alone():
     }
     assert fingerprint(base) == fingerprint({**base, **extra})
     assert fingerprint(base) != fingerprint({"roberta.layer.query.weight": torch.zeros(4, 4)})
+
+
+def test_what_is_tied_to_a_trained_weight_is_no_part_of_the_base():
+    model = tied()
+    expected = fingerprint({"up.weight": model.up.weight})
+    for trained in ("last.weight", "words.weight"):
+        assert fingerprint_without(model, {trained}) == expected
+        assert expected in possible_fingerprints(model, {"up"}, {trained})
+
+
+def test_a_base_without_matrices_has_no_fingerprint_to_be_known_by():
+    assert fingerprint({}) not in possible_fingerprints(tied(), (), {"up.weight", "last.weight"})

@@ -29,7 +29,7 @@ import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.canonical import without_ddp_prefix
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.formats import FORMATS, read_adapter, what_forbids, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
@@ -237,6 +237,34 @@ def test_nothing_is_said_where_nothing_is_lost(tmp_path):
     assert write_adapter(tmp_path / "a", replace(bare, metadata=info), "peft") == []
 
 
+def test_what_each_format_forbids():
+    adapter = adapter_of("roberta")
+    begun = replace(adapter, metadata=replace(adapter.lora, initialization="orthogonal"))
+    assert what_forbids(begun, "release") is None  # it is trained as from any other A and B
+    adapter = adapter_of("gpt2")
+    magnitudes = {f"{module}.lora_magnitude_vector": torch.ones(12) for module in MODULES["gpt2"]}
+    info = replace(adapter.lora, variant="dora")
+    dora = replace(adapter, tensors={**adapter.tensors, **magnitudes}, metadata=info)
+    assert "c_attn has DoRA's magnitudes for slices" in str(what_forbids(dora, "peft"))
+    # Of an attention that is no target, PEFT saves all.
+    pool = nn.MultiheadAttention(6, 1).state_dict(prefix="pool.")
+    adapter = adapter_of("plain")
+    with_head = replace(adapter, tensors={**adapter.tensors, **pool})
+    assert what_forbids(with_head, "peft") is None
+
+
+@pytest.mark.parametrize(
+    ("head", "task"),
+    [(None, "SEQ_CLS"), ("multiple_choice", None), ("token_classification", "TOKEN_CLS")],
+)
+def test_pefts_task_of_a_classifier(tmp_path, head, task):
+    adapter = adapter_of("plain")
+    tensors = {**adapter.tensors, "classifier.weight": torch.ones(2, 6)}
+    metadata = replace(adapter.lora, head=head)
+    write_adapter(tmp_path / "a", replace(adapter, tensors=tensors, metadata=metadata), "peft")
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["task_type"] == task
+
+
 def test_the_releases_format_is_plain_tensors(tmp_path):
     """What the release's own scripts load: for GPT-2 wrapped, with DDP's names."""
     write_adapter(tmp_path / "a.bin", adapter_of("roberta"))
@@ -308,3 +336,5 @@ def test_an_alpha_that_is_given(tmp_path, name):
 def test_a_user_is_told_of_an_unknown_model(tmp_path, family, told, format):
     remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
     assert any("assumed to be linear layers" in remark for remark in remarks) is told
+    of_places = [remark for remark in remarks if "in several places is adapted in all" in remark]
+    assert len(of_places) == (told and format == "peft")

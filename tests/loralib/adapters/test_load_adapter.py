@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
-from adapted_models import CASES, Words
+from adapted_models import CASES, IDS, Words, tied
 from compare import assert_same_bits
 from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError, NeedsMergingError, WrongBaseError
 
 WORDS = CASES["head"]
@@ -54,6 +55,26 @@ def changed(**modules):
 
 
 # ---- another model ----
+
+
+def test_the_base_to_give_is_named(tmp_path):
+    lora.save_adapter(WORDS.adapted(), tmp_path / "a.safetensors", base="some/base")
+    model = changed(layers=nn.ModuleList())
+    refused(model, tmp_path / "a.safetensors", "model that it was trained in, of 'some/base'")
+
+
+def test_an_adapter_of_one_of_the_modules_that_share_a_weight(tmp_path):
+    """As other libraries adapt it: the other one keeps the weight as it is."""
+    path, model, plain = tmp_path / "a.safetensors", tied(), tied()
+    tensors = {"last.lora_A": torch.ones(2, 8), "last.lora_B": torch.ones(11, 2)}
+    info = LoraMetadata(rank=2, alpha=2, targets=("last",))
+    lora.write_adapter(path, Adapter(tensors, info))
+    assert lora.load_adapter(model, path) == ("last",)
+    assert model.last.weight is model.words.weight
+    added = nn.Linear(8, 11, bias=False)
+    added.weight = nn.Parameter(torch.full((11, 8), 2.0))
+    x = torch.tanh(plain.up(plain.words(IDS)))
+    torch.testing.assert_close(model(IDS), plain(IDS) + added(x))
 
 
 def test_a_part_of_a_model_takes_its_adapter(tmp_path):
@@ -227,6 +248,23 @@ def test_layers_that_were_built(tmp_path):
 
 
 # ---- files ----
+
+
+def test_layers_that_were_made_empty_keep_what_is_loaded_in_inference_mode(tmp_path):
+    """There PyTorch does not count what is written."""
+    own = nn.Sequential(lora.Linear(4, 4, r=2))
+    nn.init.normal_(own[0].lora_B)
+    lora.mark_only_lora_as_trainable(own)
+    lora.save_adapter(own, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(lora.Linear(4, 4, r=2))
+    with torch.inference_mode():
+        model.to_empty(device="cpu")
+        model[0].weight.copy_(own[0].weight)
+        model[0].bias.copy_(own[0].bias)
+        lora.load_adapter(model, tmp_path / "a.safetensors")
+        lora.start_from_weights(model)
+        assert_same_bits(model.state_dict(), own.state_dict())
 
 
 def test_no_such_file(tmp_path):

@@ -9,9 +9,11 @@ from compare import assert_close_to_rounding, assert_same_bits
 from tiny_adapters import FORMATS, INFO, A, Tiny, refuses, tiny_adapter
 from torch import nn
 
+import loralib as lora
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into
 from loralib.adapters.names import lora_targets
+from loralib.adapters.saving import adapter_of
 from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
 
@@ -47,10 +49,36 @@ def test_alpha_is_an_equal_number():
     assert load_into(Tiny(), tiny_adapter(replace(INFO, alpha=4))) == []
 
 
+def test_a_module_of_another_alpha_is_named():
+    model, adapter = Tiny(), tiny_adapter()
+    layer = model.roberta["layer"][0].query
+    layer.lora_alpha, layer.scaling = 2 * layer.lora_alpha, 2 * layer.scaling
+    refuses(model, adapter, "alpha 4.0, the model was built with 8 (in roberta.layer.0.query)")
+
+
+def test_slices_of_the_same_shapes_are_compared():
+    def built(*enabled):
+        return nn.Sequential(lora.MergedLinear(8, 24, r=2, lora_alpha=4, enable_lora=[*enabled]))
+
+    model = built(True, False, True)
+    adapter = adapter_of(model)
+    assert load_into(built(True, False, True), adapter, backbones=["0."]) == []
+    other = built(False, True, True)
+    said, needed = r"\[True, False, True\]", r"\[False, True, True\]"
+    message = f"slices of 0 {said}, the model was built with {needed}"
+    with pytest.raises(CheckpointError, match=f"^Sequential: was trained with {message}"):
+        load_into(other, adapter, backbones=["0."])
+    # A file that does not say them may be of any.
+    unknown = replace(adapter, metadata=replace(adapter.metadata, slices=None))
+    assert load_into(other, unknown, backbones=["0."]) == []
+
+
 def test_new_head_keeps_the_models_own():
     model, adapter = Tiny(labels=2, seed=5), tiny_adapter()
     head = model.classifier.weight.clone()
-    refuses(model, adapter, "classifier.weight is (3, 8) in the file, (2, 8) in the model")
+    message = r"classifier.weight is \(3, 8\) in the file, \(2, 8\) in the model$"
+    with pytest.raises(CheckpointError, match=message):
+        load_into(model, adapter)
     skipped = load_into(model, adapter, new_head=True)
     assert sorted(skipped) == ["classifier.bias", "classifier.weight"]
     assert torch.equal(model.classifier.weight, head)

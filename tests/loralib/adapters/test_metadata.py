@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,6 +164,8 @@ def test_of_two_spellings_the_shorter_is_kept():
         ("alpha_pattern", {"query": 0}),
         ("alpha_pattern", {"query": "3"}),
         ("alpha_pattern", {"query": float("nan")}),
+        ("alpha_pattern", {"roberta.layer.0.query": "3"}),
+        ("alpha_pattern", {"roberta.layer.0.query": 0}),
         ("alpha_pattern", "query"),
         ("initialization", "svd"),
         ("initialization", ["pissa"]),
@@ -189,6 +192,12 @@ def test_fields_of_a_wrong_type(tmp_path, field, value):
     assert "\n" not in str(caught.value)
 
 
+def test_targets_in_any_order(tmp_path):
+    metadata = replace(INFO, targets=INFO.targets[::-1])
+    write_adapter(tmp_path / "a.safetensors", tiny_adapter(metadata))
+    assert read_adapter(tmp_path / "a.safetensors").metadata == metadata
+
+
 QUERY = "roberta.layer.0.query"
 
 
@@ -205,11 +214,13 @@ QUERY = "roberta.layer.0.query"
         ({"slices": {"qkv": [True, False]}}, "says slices of qkv, its tensors have no such update"),
         (
             {"variant": "dora"},
-            f"lacks {QUERY}.lora_magnitude_vector, which LoRA of the variant dor",
+            f"lacks {QUERY}.lora_magnitude_vector, which LoRA of the variant dora and the "
+            "initialization default",
         ),
         (
             {"initialization": "olora"},
-            f"lacks {QUERY}.lora_A_start, which LoRA of the variant lora",
+            f"lacks {QUERY}.lora_A_start, which LoRA of the variant lora and the "
+            "initialization olora",
         ),
     ],
 )

@@ -78,6 +78,42 @@ def test_a_complete_folder_is_taken(tmp_path, name):
     torch.testing.assert_close(model.eval()(*inputs), adapted(*inputs))
 
 
+def with_experts() -> nn.ModuleDict:
+    """Of names with a layer's number, m.layers.1.q, and an expert's besides, m.layers.1.of.0.up."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList()
+    for _ in "ab":
+        of = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in "ab")
+        layers.append(nn.ModuleDict({"q": nn.Linear(4, 4), "of": of}))
+    return nn.ModuleDict({"m": nn.ModuleDict({"layers": layers})})
+
+
+LAYER_1 = {"target_modules": ["q", "up"], "layers_to_transform": [1]}
+
+
+@pytest.mark.parametrize(
+    ("without", "settings", "lacks"),
+    [
+        ("m.layers.1.of.0.up", {}, True),
+        ("m.layers.1.q", LAYER_1, True),
+        ("m.layers.1.of.1.up", LAYER_1, False),
+        ("m.layers.1.of.1.up", {**LAYER_1, "layers_to_transform": []}, True),
+    ],
+)
+def test_which_of_two_numbers_is_the_layers_depends_on_pefts_version(
+    tmp_path, without, settings, lacks
+):
+    model = with_experts()
+    lora.add_lora(model, ["q", "up"], r=2)
+    lora.save_adapter(model, tmp_path / "a")
+    as_pefts(tmp_path / "a", without=re.escape(without), **settings)
+    if lacks:
+        with pytest.raises(CheckpointError, match=rf"lacks the update of {re.escape(without)},"):
+            lora.load_adapter(with_experts(), tmp_path / "a")
+    else:
+        assert len(lora.load_adapter(with_experts(), tmp_path / "a")) == 5
+
+
 @pytest.mark.parametrize(
     "settings",
     [

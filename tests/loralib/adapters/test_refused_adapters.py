@@ -91,6 +91,8 @@ UNSOUND = {
     "no columns": ({A: torch.zeros(2, 0)}, "do not belong together"),
     "B of 1-D": ({B: drawn(6)}, "do not belong together"),
     "A of 3-D": ({A: drawn(2, 3, 2)}, "do not belong together"),
+    "stacked kernels": ({A: drawn(4, 3, 2), B: drawn(6, 2, 1)}, "do not belong together"),
+    "a kernel in B": ({A: drawn(2, 3, 2), B: drawn(6, 2, 2)}, "do not belong together"),
     "integers": ({A: torch.ones(2, 6, dtype=torch.int64)}, f"{A} is of torch.int64"),
     "an integer head": ({"head.x": torch.ones(3, dtype=torch.int8)}, "head.x is of torch.int8"),
     "bytes": ({"head.x": torch.ones(3, dtype=torch.uint8)}, "head.x is of torch.uint8"),

@@ -309,10 +309,13 @@ def test_a_module_of_two_names_is_saved_once(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     model.add_module("again", model[0])
+    model.add_module("last", model[2])
     plain = copy.deepcopy(model)
-    assert lora.add_lora(model, "0", r=2) == ("0",)
+    assert lora.add_lora(model, "0", r=2, modules_to_train="2") == ("0",)
     nn.init.normal_(model[0].lora_B)
     lora.save_adapter(model, tmp_path / "a.safetensors")
+    names = {"0.lora_A", "0.lora_B", "2.bias", "2.weight"}
+    assert lora.read_adapter(tmp_path / "a.safetensors").tensors.keys() == names
     loaded = copy.deepcopy(plain)
     assert lora.load_adapter(loaded, tmp_path / "a.safetensors") == ("0",)
     assert torch.equal(loaded.again.lora_B, model[0].lora_B)
@@ -327,6 +330,9 @@ def test_a_module_in_two_places_is_not_pefts(tmp_path):
     lora.save_adapter(model, tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
         lora.load_adapter(plain, tmp_path / "theirs")
+    turned = nn.ModuleDict({"again": plain[0], "0": plain[0], "2": plain[2]})
+    with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
+        lora.load_adapter(turned, tmp_path / "theirs")
     lora.add_lora(plain, "0", r=2)
     with pytest.raises(CheckpointError, match="0 is again as well, of which PEFT adapts one alone"):
         lora.save_adapter(plain, tmp_path / "ours")

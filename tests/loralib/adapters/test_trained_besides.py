@@ -18,6 +18,7 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.saving import adapter_of
 from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.trained import note_trained, noted
 
 HEAD = CASES["head"]
 
@@ -57,6 +58,12 @@ def test_what_an_adapter_has_brought_is_saved_again(tmp_path):
     model.requires_grad_(False)
     lora.save_adapter(model, tmp_path / "b.safetensors")
     torch.testing.assert_close(reloaded(tmp_path / "b.safetensors"), model(*HEAD.inputs))
+
+
+def test_a_parameter_of_the_model_itself_is_noted_by_its_name():
+    model = nn.Linear(4, 4)
+    note_trained(model, ["weight"])
+    assert noted(model) == {"weight": None}
 
 
 def test_a_merged_model_is_a_base_of_its_own():

@@ -371,7 +371,9 @@ def test_fsdp_gives_tensors_for_each_call(one_process, version):
 def test_merge_of_a_layer_gives_its_plain_counterpart(case):
     layer, plain, x = built(case), case.plain(), case.x()
     before = bits(layer)
+    state = torch.get_rng_state()
     folded = lora.merge(layer.eval())
+    assert torch.equal(torch.get_rng_state(), state)
     assert type(folded) is type(plain)
     assert repr(folded) == repr(plain)
     assert folded.training is False
@@ -380,6 +382,14 @@ def test_merge_of_a_layer_gives_its_plain_counterpart(case):
     assert torch.equal(bits(layer), before)
     assert folded.weight.is_contiguous()
     assert folded.weight.requires_grad is False
+
+
+@pytest.mark.parametrize("r", [0, 2])
+def test_merge_keeps_what_an_embedding_does_besides(r):
+    settings = {"padding_idx": 1, "scale_grad_by_freq": True, "sparse": True}
+    settings |= {} if r else {"max_norm": 2.0, "norm_type": 1.0}  # these change the weight
+    merged = lora.merge(lora.Embedding(7, 5, r=r, **settings))
+    assert {name: getattr(merged, name) for name in settings} == settings
 
 
 def test_merge_of_rank_0_shares_the_weights(case):

@@ -9,6 +9,7 @@ from compare import assert_same_bits
 from torch import nn
 
 import loralib as lora
+from loralib.adapters.saving import adapter_of
 from loralib.errors import NeedsMergingError
 
 KINDS = ("linear", "patterns", "embedding", "head", "slices", "a slice", "kernels", "groups")
@@ -163,6 +164,41 @@ def test_a_convolution_of_another_weight_is_refused(tmp_path):
     bank = lora.AdapterBank(plain)
     with pytest.raises(NeedsMergingError, match="0, a Centered, which computes in a way of its"):
         bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+
+
+def test_a_batch_of_one_number_a_row():
+    """An embedding's input, which has no second dimension."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 3))
+    ids, expected = torch.tensor([3, 0, 10]), {}
+    bank = lora.AdapterBank(plain)
+    for name in "ab":
+        model = copy.deepcopy(plain)
+        lora.add_lora(model, ["0", "1"], r=2)
+        for layer in model:
+            nn.init.normal_(layer.lora_A)
+            nn.init.normal_(layer.lora_B)
+        expected[name] = model(ids)
+        bank.add(name, adapter_of(model))
+    with bank.use(["a", "b", "a"]):
+        mixed = plain(ids)
+    rows = [expected[name][row] for row, name in enumerate("aba")]
+    torch.testing.assert_close(mixed, torch.stack(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_bank_copies_of_a_head_is_not_trained():
+    """The model's own stays as it is, a weight that the head shares with it as well."""
+    plain = nn.ModuleDict({"words": nn.Embedding(11, 8), "up": nn.Linear(8, 8)})
+    plain["head"] = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 11, bias=False))
+    plain["head"][1].weight = plain["words"].weight
+    model = copy.deepcopy(plain)
+    lora.add_lora(model, "up", r=2, modules_to_train="head.0")
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter_of(model))
+    copied = dict(bank._adapters["a"].heads["head"].named_parameters())
+    assert [name for name, own in copied.items() if own.requires_grad] == ["1.weight"]
+    assert copied["1.weight"] is plain["words"].weight
+    assert all(parameter.requires_grad for parameter in plain.parameters())
 
 
 def test_another_number_of_rows(tmp_path):

@@ -60,6 +60,9 @@ def test_names_that_there_are_not(bank, model, names, parts):
     assert lora.AdapterBank(model).names == ()
     with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
+    empty = lora.AdapterBank(model)
+    with refuses(ValueError, "no adapter is named; there are none"), empty.use([]):
+        pytest.fail("the block began")
 
 
 @pytest.mark.parametrize("name", [1, None, 1.5, "", b"a", ["a"], ("a",)])
@@ -273,6 +276,10 @@ MISFITS = {
     "bias of another number of labels": (
         changed(classifier__out_proj__bias=torch.ones(3)),
         [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
+    ),
+    "a projection of no outputs": (
+        changed(classifier__out_proj__weight=torch.ones(0, 8)),
+        [r"out_proj\.weight is \(0, 8\) in the file, \(3, 8\) is needed"],
     ),
     "a projection that is none": (
         changed(classifier__out_proj__weight=torch.ones(2)),
