@@ -144,9 +144,10 @@ class LoRALayer:
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or its part.
 
-        Classes of other packages may have a module of that name, which is then meant.
+        Classes of other packages that have no weight may have a module of that name around it.
         """
-        return vars(self).get("_modules", {}).get("base", self)
+        inner = vars(self).get("_modules", {}).get("base")
+        return self if inner is None or hasattr(self, "weight") else inner
 
     # What the frozen weight is called in its module.
     frozen_name: str = "weight"

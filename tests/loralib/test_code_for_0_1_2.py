@@ -136,6 +136,41 @@ def test_a_layer_around_a_module_that_it_calls_base():
     assert lora.lora_state_dict(model, bias="lora_only").keys() == trained
 
 
+class LinearTwin(lora.Linear):
+    def __init__(self):
+        super().__init__(6, 4, r=2)
+        self.base = nn.Linear(6, 4)
+
+
+class EmbeddingTwin(lora.Embedding):
+    def __init__(self):
+        super().__init__(6, 4, r=2)
+        self.base = nn.Embedding(6, 4)
+
+
+def adapted_twin():
+    model = nn.Sequential(nn.Linear(6, 4))
+    lora.add_lora(model, ["0"], r=2)
+    model[0].base = nn.Linear(6, 4)
+    return model[0]
+
+
+@pytest.mark.parametrize("build", [LinearTwin, EmbeddingTwin, adapted_twin])
+def test_a_module_that_a_layer_with_a_weight_calls_base_is_none_of_its(build):
+    torch.manual_seed(0)
+    layer, x = build(), torch.arange(6) if build is EmbeddingTwin else torch.randn(3, 6)
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
+    with torch.no_grad():
+        expected = layer.train()(x)
+        assert_close_to_rounding(layer.eval()(x), expected, 4 * 6)
+    assert_close_to_rounding(lora.merge(layer)(x), expected, 4 * 6)
+    lora.mark_only_lora_as_trainable(layer, bias="lora_only")
+    trained = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert trained == {"lora_A", "lora_B"} | ({"bias"} if hasattr(layer, "bias") else set())
+    assert lora.lora_state_dict(layer, bias="lora_only").keys() == trained
+
+
 # ---- children and dropout ----
 
 
