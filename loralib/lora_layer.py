@@ -139,7 +139,7 @@ class LoRALayer:
 
         Classes of other packages that have no weight may have a module of that name around it.
         """
-        inner = vars(self).get("_modules", {}).get("base")
+        inner = self._modules.get("base")
         return self if inner is None or hasattr(self, "weight") else inner
 
     # What the frozen weight is called in its module.
@@ -281,6 +281,7 @@ class LoRALayer:
             self._was_empty = (is_meta or not initializes()) and not is_deferred
             if self._was_empty and not is_meta:
                 self._note_empty(_FACTORS)
+                self._start_magnitudes()
                 return
             self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
             if self.initialization == "orthogonal":
@@ -308,21 +309,32 @@ class LoRALayer:
             self.reset_lora_parameters()
             return
         self._check_startable()
-        weight = self._as_matrix(self.frozen_weight)
-        width = len(self.lora_B) // len(self._starts)
-        parts = [weight[start : start + width] for start in self._starts]
         if starts_from_weight(self.initialization):
             rank = self.lora_B.shape[1]
-            pairs = [from_weight(self.initialization, W, rank, self.scaling) for W in parts]
+            pairs = [
+                from_weight(self.initialization, W, rank, self.scaling)
+                for W in self._updated_weights()
+            ]
             for lora, start, made in (
                 (self.lora_A, self.lora_A_start, torch.cat([A for A, _ in pairs])),
                 (self.lora_B, self.lora_B_start, torch.cat([B for _, B in pairs])),
             ):
                 lora.copy_(start.copy_(made.view(start.shape)))
+        self._start_magnitudes()
+
+    @torch.no_grad()
+    def _start_magnitudes(self) -> None:
+        """Initializes DoRA's magnitudes: the weight's norms, as the update starts as zero."""
         if variant_of(self.variant).has_magnitude:
-            # The update starts as zero, so that these are the norms of the adapted weight.
+            parts = self._updated_weights()
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
+
+    def _updated_weights(self) -> list[Tensor]:
+        """The slices of the weight that are updated, (out, in) each."""
+        weight = self._as_matrix(self.frozen_weight)
+        width = len(self.lora_B) // len(self._starts)
+        return [weight[start : start + width] for start in self._starts]
 
     def _check_startable(self) -> None:
         """Checks that A and B are whole where they are made together, or of the whole weight."""
