@@ -521,14 +521,19 @@ _unchanged = _NoDropout()
 
 
 def _is_from_here(function: Callable[..., Any]) -> bool:
-    """Whether a function is of this package."""
+    """Whether a function or a class is of this package."""
     module = getattr(function, "__module__", None) or ""
     return module.startswith(f"{__package__}.")
 
 
 def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
-    """Whether a class has a forward that is not this package's."""
-    return kind.forward is not nn.Module.forward and not _is_from_here(kind.forward)
+    """Whether a class computes by a forward that is not this package's.
+
+    That of an attention's projection, which the attention computes with, has none.
+    """
+    if kind.forward is nn.Module.forward:
+        return not any(_is_from_here(each) for each in kind.__mro__ if each is not LoRALayer)
+    return not _is_from_here(kind.forward)
 
 
 _FACTORS = ("lora_A", "lora_B")
