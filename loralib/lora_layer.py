@@ -158,7 +158,7 @@ class LoRALayer:
     @property
     def merged(self) -> bool:
         """Whether the merged weight is in effect; see `LoRALayer`."""
-        return self._set_merged or (self._in_effect and not self._computes_elsewhere())
+        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
 
     @merged.setter
     def merged(self, value: bool) -> None:
