@@ -182,7 +182,7 @@ class LoRALayer:
     def train(self, mode: bool = True) -> "LoRALayer":
         """Takes the merged weight out of effect (mode=True) or puts it into effect."""
         super().train(mode)
-        if mode and self._set_merged:
+        if mode and self._set_merged and self.merge_weights:
             self._unmerge()
         self._in_effect = self.merge_weights and not mode
         self._merged_copy = None

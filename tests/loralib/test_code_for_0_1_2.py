@@ -93,6 +93,18 @@ def test_a_layer_whose_weight_holds_its_update_is_trained_again():
     assert layer.lora_A.grad.any()
 
 
+@pytest.mark.parametrize("settings", [{"r": 0}, {"r": 2, "merge_weights": False}], ids=str)
+def test_a_weight_that_0_1_2_leaves_as_it_is_in_train_stays(settings):
+    layer = OwnForward(6, 4, **settings)
+    if layer.r:
+        nn.init.normal_(layer.lora_B)
+    weight = layer.weight.clone()
+    layer.eval().merged = True
+    layer.train()
+    assert torch.equal(layer.weight, weight)
+    assert layer.merged == (layer.r > 0)
+
+
 def test_a_weight_holds_its_update_also_when_a_forward_is_taken_off_again():
     torch.manual_seed(0)
     layer, x = patched(6, 4, r=2).eval(), torch.randn(3, 6)
