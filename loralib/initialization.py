@@ -67,11 +67,13 @@ class NoInitialization(TorchFunctionMode):
 def initializes() -> bool:
     """Whether `torch.nn.init` does something: not while Transformers 4 or Lightning builds a model.
 
-    They leave out `constant_`, but not all functions; it needs no random number.
+    Nor where somebody has replaced the random functions, as quantizers do, to build models faster.
+    Each of these leaves out others; of a tensor without elements none needs a random number.
     """
-    tensor = torch.empty(1, device="cpu")
+    tensor = torch.empty(0, device="cpu")
     nn.init.constant_(tensor, 0.0)
-    return tensor.is_inference() or tensor._version > 0
+    nn.init.uniform_(tensor)
+    return tensor.is_inference() or tensor._version == 2
 
 
 def check_initialization(name: str, r: int) -> None:

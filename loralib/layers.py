@@ -124,10 +124,10 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         width = self.out_features // len(enabled)
         self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
 
-    def _complete_old_state(self) -> None:
-        if self.r > 0:
+    def _complete_old_state(self, was_merged: bool) -> None:
+        super()._complete_old_state(was_merged)
+        if self.r > 0 and not self._forward_pre_hooks:
             self.register_forward_pre_hook(_keep_encoder_off_fast_path)
-        super()._complete_old_state()
 
     def _transpose_weight(self) -> None:
         self.weight.data = self.weight.data.t().contiguous()
@@ -323,9 +323,9 @@ class MergedLinear(_SlicedLinear):
             torch.cat([next(products) if on else blank for on in self.enable_lora])
         )
 
-    def _complete_old_state(self) -> None:
+    def _complete_old_state(self, was_merged: bool) -> None:
+        super()._complete_old_state(was_merged)
         self._set_starts(self.enable_lora)
-        super()._complete_old_state()
 
     def extra_repr(self) -> str:
         """As that of `LoRALayer`, and which slices have an update."""
@@ -523,8 +523,6 @@ class ConvLoRA(LoRALayer, nn.Module):
             )
         nn.Module.__init__(self)
         self.conv = conv_module(in_channels, out_channels, kernel_size, **kwargs)
-        if not isinstance(self.conv, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            self._check_computes_elsewhere()
         LoRALayer.__init__(
             self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
         )
@@ -533,7 +531,8 @@ class ConvLoRA(LoRALayer, nn.Module):
                 f"the release's factors of a kernel have no row for each output channel, as "
                 f"{variant} needs: use add_lora on a plain convolution"
             )
-        if r > 0:
+        if self.r > 0:
+            self._check_forward()
             dimensions = self.conv.weight.dim() - 2
             out_rows = out_channels // self.conv.groups * kernel_size ** (dimensions - 1)
             self._add_lora_parameters(
@@ -542,8 +541,10 @@ class ConvLoRA(LoRALayer, nn.Module):
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
 
-    def _check_computes_elsewhere(self) -> None:
-        if not self._computes_elsewhere():
+    def _check_forward(self) -> None:
+        """Checks that somebody computes what the convolution does, here only PyTorch's three."""
+        plain = [kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
+        if type(self.conv).forward not in plain and not self._computes_elsewhere():
             raise ValueError(
                 "conv_module must be nn.Conv1d, nn.Conv2d or nn.Conv3d, got "
                 f"{type(self.conv).__name__}: derive a class with a forward for it"
@@ -567,6 +568,9 @@ class ConvLoRA(LoRALayer, nn.Module):
         What is given is a copy, from which the convolution gets its part next.
         """
         for name in ("weight", "bias"):
+            is_own = name in self._parameters or name in self._buffers
+            if is_own or self.conv._parameters.get(name) is None:
+                continue
             if f"{prefix}conv.{name}" not in state_dict and f"{prefix}{name}" in state_dict:
                 state_dict[f"{prefix}conv.{name}"] = state_dict.pop(f"{prefix}{name}")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,6 +1,5 @@
 """What all LoRA layers share: the update's settings and parameters, and the merged copy."""
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import FINITE, as_dropout, as_flag, as_number, as_python
+from .errors import CheckpointError
 from .functional import Delta, joined_with_start, merge, variant_of
 from .initialization import (
     check_initialization,
@@ -24,10 +24,6 @@ from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
-
-logger = logging.getLogger(__name__)
-
-_has_warned = False
 
 
 class _MergedCopy(NamedTuple):
@@ -102,11 +98,8 @@ class LoRALayer:
     _empty: tuple[tuple[str, int], ...] = ()
     _was_empty: bool = False
 
-    # PyTorch writes this number into state dicts; 0.1.2's layers have PyTorch's own, 1.
-    _version: int = 2
-
-    # Whether forward computes with the merged copy in this mode, and what a class with a forward of
-    # its own has set `merged` to.
+    # Whether forward computes with the merged copy in this mode; and whether the weight itself has
+    # the update, as a class with a forward of its own says by setting `merged`.
     _in_effect: bool = False
     _set_merged: bool = False
 
@@ -144,9 +137,10 @@ class LoRALayer:
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or its part.
 
-        Classes of other packages may have a module of that name, which is then meant.
+        Classes of other packages that have no weight may have a module of that name around it.
         """
-        return vars(self).get("_modules", {}).get("base", self)
+        inner = self._modules.get("base")
+        return self if inner is None or hasattr(self, "weight") else inner
 
     # What the frozen weight is called in its module.
     frozen_name: str = "weight"
@@ -164,14 +158,12 @@ class LoRALayer:
     @property
     def merged(self) -> bool:
         """Whether the merged weight is in effect; see `LoRALayer`."""
-        if self._computes_elsewhere():
-            return self._set_merged
-        return self._in_effect
+        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
 
     @merged.setter
     def merged(self, value: bool) -> None:
-        if self._computes_elsewhere():
-            self._set_merged = value
+        if self._set_merged or self._computes_elsewhere():
+            self._set_merged = bool(value)
         elif value and not self._in_effect:
             raise ValueError(
                 "merged cannot be set to True: a layer's weight never holds its update here. "
@@ -185,18 +177,27 @@ class LoRALayer:
 
         Those written for 0.1.2 compute with `weight` alone where `merged` is true.
         """
-        return not _is_from_here(type(self).forward) or has_own_forward(self)
-
-    def _weight_holds_update(self) -> bool:
-        """Whether a class with a forward of its own has added the update to the weight."""
-        return bool(self._set_merged) and self._computes_elsewhere()
+        return _has_foreign_forward(type(self)) or has_own_forward(self)
 
     def train(self, mode: bool = True) -> "LoRALayer":
         """Takes the merged weight out of effect (mode=True) or puts it into effect."""
         super().train(mode)
+        if mode and self._set_merged and self.merge_weights:
+            self._unmerge()
         self._in_effect = self.merge_weights and not mode
         self._merged_copy = None
         return self
+
+    @torch.no_grad()
+    def _unmerge(self) -> None:
+        """Takes the update out of the weight, to which the class has added it, as 0.1.2 does."""
+        if variant_of(self.variant).has_magnitude:
+            return  # the weight before is unknown
+        if self.r > 0:
+            added = self._delta()
+            negative = replace(added, scaling=-added.scaling)
+            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
+        self._set_merged = False
 
     def merged_layer(self) -> nn.Module:
         """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
@@ -209,13 +210,13 @@ class LoRALayer:
             TypeError: it does not.
         """
         kind = type(self)
-        is_own = not _is_from_here(kind.forward)
         if kind.merged_layer is LoRALayer.merged_layer or (
-            is_own and _is_from_here(kind.merged_layer)
+            _has_foreign_forward(kind) and _is_from_here(kind.merged_layer)
         ):
             raise TypeError(
                 f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
-                "plain layer computes the same: give it one"
+                "plain layer computes the same: give it one (`return super().merged_layer()`, if "
+                "it computes what its base class does)"
             )
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
@@ -224,6 +225,8 @@ class LoRALayer:
         A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
         scaling: Any = self.scaling
         if isinstance(scaling, Tensor):  # which others have put there, and may train
+            if scaling.numel() != 1:
+                raise ValueError(f"scaling has to be one number, got {tuple(scaling.shape)}")
             B, scaling = B * scaling.to(B.dtype).reshape(()), 1.0
         magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
         return kind(A, B, scaling, self._starts, **magnitude)
@@ -278,6 +281,7 @@ class LoRALayer:
             self._was_empty = (is_meta or not initializes()) and not is_deferred
             if self._was_empty and not is_meta:
                 self._note_empty(_FACTORS)
+                self._start_magnitudes()
                 return
             self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
             if self.initialization == "orthogonal":
@@ -305,21 +309,32 @@ class LoRALayer:
             self.reset_lora_parameters()
             return
         self._check_startable()
-        weight = self._as_matrix(self.frozen_weight)
-        width = len(self.lora_B) // len(self._starts)
-        parts = [weight[start : start + width] for start in self._starts]
         if starts_from_weight(self.initialization):
             rank = self.lora_B.shape[1]
-            pairs = [from_weight(self.initialization, W, rank, self.scaling) for W in parts]
+            pairs = [
+                from_weight(self.initialization, W, rank, self.scaling)
+                for W in self._updated_weights()
+            ]
             for lora, start, made in (
                 (self.lora_A, self.lora_A_start, torch.cat([A for A, _ in pairs])),
                 (self.lora_B, self.lora_B_start, torch.cat([B for _, B in pairs])),
             ):
                 lora.copy_(start.copy_(made.view(start.shape)))
+        self._start_magnitudes()
+
+    @torch.no_grad()
+    def _start_magnitudes(self) -> None:
+        """Initializes DoRA's magnitudes: the weight's norms, as the update starts as zero."""
         if variant_of(self.variant).has_magnitude:
-            # The update starts as zero, so that these are the norms of the adapted weight.
+            parts = self._updated_weights()
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
+
+    def _updated_weights(self) -> list[Tensor]:
+        """The slices of the weight that are updated, (out, in) each."""
+        weight = self._as_matrix(self.frozen_weight)
+        width = len(self.lora_B) // len(self._starts)
+        return [weight[start : start + width] for start in self._starts]
 
     def _check_startable(self) -> None:
         """Checks that A and B are whole where they are made together, or of the whole weight."""
@@ -345,9 +360,11 @@ class LoRALayer:
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
         if value and self._was_empty and not self.lora_A.is_meta:
-            # Version 4 "loads" what a file lacks as well, from empty memory.
-            were_loaded = all(_is_loaded(getattr(self, name)) for name in _FACTORS)
-            if self._still_empty() or (_is_loaded(self.frozen_weight) and not were_loaded):
+            # Version 4 "loads" what a file lacks as well, from empty memory. What a model's class
+            # has initialized since stays.
+            factors = [getattr(self, name) for name in _FACTORS]
+            are_filled = all(_is_loaded(each) or _writes(each) for each in factors)
+            if self._still_empty() or (_is_loaded(self.frozen_weight) and not are_filled):
                 self.reset_lora_parameters()
             self._was_empty = False
             self.note_filled()
@@ -373,8 +390,6 @@ class LoRALayer:
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if args and args[0].get("version") == 1 and self.merge_weights:
-            self._warn_of_old_state(state_dict, prefix)
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
         # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
         is_given = {
@@ -387,31 +402,15 @@ class LoRALayer:
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
         )
 
-    def _warn_of_old_state(self, state: dict[str, Any], prefix: str) -> None:
-        """Warns once of a state dict that 0.1.2 may have taken while the update was merged."""
-        global _has_warned
-        factors = [state.get(f"{prefix}{name}") for name in _FACTORS]
-        # A convolution's has the name of the part before it.
-        has_weight = any(name.startswith(prefix) and "weight" in name for name in state)
-        if _has_warned or not has_weight or not all(_is_nonzero(factor) for factor in factors):
-            return
-        _has_warned = True
-        logger.warning(
-            "%s: from a state dict of loralib 0.1.2: if that was in evaluation mode, its weights "
-            "contain the update already, which would count twice. Then load the base's weights "
-            "again after it",
-            prefix.removesuffix(".") or "the layer",
-        )
-
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
-        if self._weight_holds_update():
+        if self._set_merged:
             return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
-        if self._weight_holds_update():
+        if self._set_merged:
             return self.frozen_weight
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
@@ -486,38 +485,55 @@ class LoRALayer:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if "_merged_copy" not in state:
-            self._complete_old_state()
+        if "_in_effect" not in state:  # of an older version, whose `merged` was an attribute
+            self._complete_old_state(vars(self).pop("merged", False))
         mark_layer(self)
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
 
-    @torch.no_grad()
-    def _complete_old_state(self) -> None:
-        """Makes this a layer of this package where 0.1.2 has pickled it.
+    def _complete_old_state(self, was_merged: bool) -> None:
+        """Makes this a layer of this version where 0.1.2, or a version since, has pickled it.
 
-        There, the weight of a merged layer holds the update.
+        Raises:
+            CheckpointError: 0.1.2 had merged it. The weight cannot be corrected here: in PyTorch's
+                old format of files it gets its values later.
         """
-        was_merged = vars(self).pop("merged", False)
+        is_from_0_1_2 = "_merged_copy" not in vars(self)
+        if is_from_0_1_2 and was_merged and self.r > 0:
+            raise CheckpointError(
+                f"loralib 0.1.2 pickled this {type(self).__name__} in evaluation mode, with the "
+                "update in its weight: load it with loralib 0.1.2, call train(), and save its "
+                "state_dict()"
+            )
         self._merged_copy = None
-        if self._computes_elsewhere():
-            self._set_merged = was_merged
-            return
         self._in_effect = self.merge_weights and not self.training
-        if was_merged and self.r > 0:
-            added = self._delta()
-            negative = replace(added, scaling=-added.scaling)
-            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    """Dropout of nothing. A lambda could not be pickled."""
-    return x
+class _NoDropout:
+    """Dropout of nothing. A lambda could not be pickled, a module would be a child."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+_unchanged = _NoDropout()
 
 
 def _is_from_here(function: Callable[..., Any]) -> bool:
-    """Whether a function is of this package."""
+    """Whether a function or a class is of this package."""
     module = getattr(function, "__module__", None) or ""
     return module.startswith(f"{__package__}.")
+
+
+def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
+    """Whether a class computes by a forward that is not this package's.
+
+    That of an attention's projection, which the attention computes with, has none.
+    """
+    if kind.forward is nn.Module.forward:
+        return not any(_is_from_here(each) for each in kind.__mro__ if each is not LoRALayer)
+    return not _is_from_here(kind.forward)
 
 
 _FACTORS = ("lora_A", "lora_B")
@@ -545,11 +561,6 @@ def _writes(tensor: Any) -> int:
 def _is_loaded(tensor: Tensor) -> bool:
     """Whether Transformers has noted of a tensor that it was in the file."""
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def _is_nonzero(tensor: Tensor | None) -> bool:
-    """Whether there is a tensor, with values that are not all zero."""
-    return tensor is not None and not tensor.is_meta and bool(tensor.any())
 
 
 def _is_alias(given: object, tensor: Tensor) -> bool:

@@ -212,8 +212,9 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     if bias == "lora_only":
         # A convolution's bias belongs to its submodule.
         layers = {name.rpartition("lora_")[0] for name in names}
-        own = ("bias", "conv.bias", "in_proj_bias", "base.bias")
+        own = ("bias", "conv.bias", "in_proj_bias")
         names |= {layer + bias for layer in layers for bias in own}
+        names |= {f"{layer}base.bias" for layer in layers if f"{layer}weight" not in state}
     return {name: tensor for name, tensor in state.items() if name in names}
 
 

@@ -59,9 +59,15 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
     layers = lora_layers(model)
     for name, layer in layers.items():
         expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
-        if not math.isclose(layer.scaling, expected, rel_tol=1e-6):
+        if isinstance(layer.scaling, nn.Parameter):
             raise CheckpointError(
-                f"{name} has the scaling {layer.scaling:g}, lora_alpha {layer.lora_alpha:g} makes "
+                f"{name} has a scaling that is a parameter, which an adapter does not hold: delete "
+                "it, set scaling to the number that it had, and lora_alpha to the one that makes it"
+            )
+        scaling = float(layer.scaling)
+        if not math.isclose(scaling, expected, rel_tol=1e-6):
+            raise CheckpointError(
+                f"{name} has the scaling {scaling:g}, lora_alpha {layer.lora_alpha:g} makes "
                 f"{expected:g}: set both, or neither"
             )
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})

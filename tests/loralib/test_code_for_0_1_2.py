@@ -13,6 +13,7 @@ from layer_cases import CASES, LINEAR, base_of, built, reference, run_plain, upd
 from torch import nn
 
 import loralib as lora
+from loralib.errors import CheckpointError
 from loralib.nn.fast_paths import fast_paths_off
 
 # ---- subclasses ----
@@ -74,6 +75,59 @@ def test_a_layer_that_has_its_update_in_its_weight_is_merged_once():
         assert_close_to_rounding(lora.Linear.merged_layer(layer.train(mode))(x), expected, 4 * 6)
 
 
+def test_a_layer_whose_weight_holds_its_update_is_trained_again():
+    torch.manual_seed(0)
+    layer, x = OwnForward(6, 4, r=2), torch.randn(3, 6)
+    nn.init.normal_(layer.lora_B)
+    expected, weight = layer(x), layer.weight.clone()
+    layer.eval()
+    with torch.no_grad():
+        layer.weight += layer.lora_B @ layer.lora_A * layer.scaling
+    layer.merged = True
+    assert_close_to_rounding(layer(x), expected, 4 * 6)
+    out = layer.train()(x)
+    assert not layer.merged
+    assert_close_to_rounding(out, expected, 4 * 6)
+    assert_close_to_rounding(layer.weight, weight, 4)
+    out.sum().backward()
+    assert layer.lora_A.grad.any()
+
+
+@pytest.mark.parametrize("settings", [{"r": 0}, {"r": 2, "merge_weights": False}], ids=str)
+def test_a_weight_that_0_1_2_leaves_as_it_is_in_train_stays(settings):
+    layer = OwnForward(6, 4, **settings)
+    if layer.r:
+        nn.init.normal_(layer.lora_B)
+    weight = layer.weight.clone()
+    layer.eval().merged = True
+    layer.train()
+    assert torch.equal(layer.weight, weight)
+    assert layer.merged == (layer.r > 0)
+
+
+def test_a_weight_holds_its_update_also_when_a_forward_is_taken_off_again():
+    torch.manual_seed(0)
+    layer, x = patched(6, 4, r=2).eval(), torch.randn(3, 6)
+    nn.init.normal_(layer.lora_B)
+    expected = layer(x)
+    layer.weight.data += layer.lora_B @ layer.lora_A * layer.scaling
+    layer.merged = True
+    del layer.forward
+    assert layer.merged
+    for mode in (False, True, False):
+        assert_close_to_rounding(layer.train(mode)(x), expected, 4 * 6)
+
+
+def test_a_projection_of_an_attention_has_no_forward_of_its_own():
+    model = nn.Sequential(nn.MultiheadAttention(8, 2, kdim=6, vdim=6))
+    lora.add_lora(model, ["0"], r=2)
+    projection = model[0].q_proj
+    assert model.eval()[0].q_proj.merged
+    assert not model.train()[0].q_proj.merged
+    with pytest.raises(ValueError, match="merged cannot be set to True"):
+        projection.merged = True
+
+
 def test_merged_is_not_to_be_set_by_hand_where_weights_hold_no_update():
     layer = lora.Linear(6, 4, r=2)
     with pytest.raises(ValueError, match=r"merged cannot be set to True: .* lora\.merge"):
@@ -92,7 +146,8 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
 
     model = nn.Sequential(nn.Linear(6, 6), Twice(6, 4, r=2))
     lora.add_lora(model, ["0"], r=2)
-    with pytest.raises(TypeError, match="Twice has a forward of its own and no merged_layer"):
+    told = r"Twice has a forward of its own and no merged_layer\(\) .*return super\(\)\.merged"
+    with pytest.raises(TypeError, match=told):
         lora.merge(model)
     assert isinstance(model[0], lora.LoRALayer)  # as it was
 
@@ -156,6 +211,41 @@ def test_a_layer_whose_weight_the_library_does_not_know_is_saved(tmp_path):
     assert torch.equal(tensors["0.lora_B"], model[0].lora_B)
 
 
+class LinearTwin(lora.Linear):
+    def __init__(self):
+        super().__init__(6, 4, r=2)
+        self.base = nn.Linear(6, 4)
+
+
+class EmbeddingTwin(lora.Embedding):
+    def __init__(self):
+        super().__init__(6, 4, r=2)
+        self.base = nn.Embedding(6, 4)
+
+
+def adapted_twin():
+    model = nn.Sequential(nn.Linear(6, 4))
+    lora.add_lora(model, ["0"], r=2)
+    model[0].base = nn.Linear(6, 4)
+    return model[0]
+
+
+@pytest.mark.parametrize("build", [LinearTwin, EmbeddingTwin, adapted_twin])
+def test_a_module_that_a_layer_with_a_weight_calls_base_is_none_of_its(build):
+    torch.manual_seed(0)
+    layer, x = build(), torch.arange(6) if build is EmbeddingTwin else torch.randn(3, 6)
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
+    with torch.no_grad():
+        expected = layer.train()(x)
+        assert_close_to_rounding(layer.eval()(x), expected, 4 * 6)
+    assert_close_to_rounding(lora.merge(layer)(x), expected, 4 * 6)
+    lora.mark_only_lora_as_trainable(layer, bias="lora_only")
+    trained = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert trained == {"lora_A", "lora_B"} | ({"bias"} if hasattr(layer, "bias") else set())
+    assert lora.lora_state_dict(layer, bias="lora_only").keys() == trained
+
+
 # ---- children and dropout ----
 
 
@@ -166,6 +256,8 @@ def test_a_layer_without_dropout_has_the_children_of_0_1_2(name):
     assert list(layer.children()) == convolution
     for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         torch.testing.assert_close(again(x), layer(x), atol=0, rtol=0)
+    with pytest.raises(AttributeError):
+        layer.lora_dropout.p = 0.5  # would have no effect
     out = layer(x)
     layer.lora_dropout = lambda x: x
     torch.testing.assert_close(layer(x), out, atol=0, rtol=0)
@@ -223,9 +315,23 @@ def test_a_subclass_of_convlora_with_another_convolution():
         assert_close_to_rounding(layer.train(mode)(x), merged(x), terms)
 
 
-def test_convlora_says_what_else_needs_a_forward():
-    with pytest.raises(ValueError, match=r"conv_module must be nn.Conv1d, .* got ConvTranspose2d"):
-        lora.ConvLoRA(nn.ConvTranspose2d, 4, 6, 3, r=2)
+class SamePadding(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+
+class OtherName(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize("kind", [nn.ConvTranspose2d, SamePadding])
+def test_convlora_says_what_else_needs_a_forward(kind):
+    told = rf"conv_module must be nn.Conv1d, .* got {kind.__name__}"
+    with pytest.raises(ValueError, match=told):
+        lora.ConvLoRA(kind, 4, 6, 3, r=2)
+    x = torch.randn(2, 4, 5, 5)
+    for layer in (lora.ConvLoRA(kind, 4, 6, 3), lora.ConvLoRA(OtherName, 4, 6, 3, r=2)):
+        torch.testing.assert_close(layer(x), layer.conv(x))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -250,6 +356,25 @@ def test_a_convolutions_own_names_come_first():
     state = layer.state_dict()
     keys = layer.load_state_dict({**state, "weight": torch.ones(1)}, strict=False)
     assert keys.unexpected_keys == ["weight"]
+
+
+class OwnBias(lora.Conv2d):
+    def __init__(self):
+        super().__init__(4, 6, 3, r=2, bias=False)
+        self.bias = nn.Parameter(torch.randn(6))
+
+
+def test_a_parameter_of_a_convolutions_subclass_keeps_its_name():
+    given, taking = OwnBias(), OwnBias()
+    taking.load_state_dict(given.state_dict())
+    assert torch.equal(taking.bias, given.bias)
+
+
+def test_a_bias_that_a_convolution_lacks_is_named_as_the_file_names_it():
+    state = nn.Conv2d(4, 6, 3).state_dict()
+    keys = lora.Conv2d(4, 6, 3, bias=False).load_state_dict(state, strict=False)
+    assert keys.unexpected_keys == ["bias"]
+    assert not keys.missing_keys
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -299,34 +424,95 @@ def test_merge_ab_has_the_product_and_its_gradients(enable_lora, fan_in_fan_out)
 PICKLED = [name for name in CASES if name not in ("embedding", "conv1d", "conv3d")]
 
 
-def as_pickled_by_0_1_2(layer, mode):
+def state_of_0_1_2(layer):
     """The state that 0.1.2 would have of a layer, which it can pickle if it has dropout."""
-    state = layer.train(mode).__getstate__()
-    is_merged = layer.merged
+    state = dict(vars(layer)) | {"merged": layer.merge_weights and not layer.training}
     for name in ("_merged_copy", "_in_effect", "_starts", "_empty", "variant", "initialization"):
         state.pop(name, None)
-    state |= {"merged": is_merged, "_forward_pre_hooks": OrderedDict()}
-    if is_merged:
-        base_of(layer).weight.data += update(layer)
-    return state
+    return state | {"_forward_pre_hooks": OrderedDict()}
 
 
+FORMATS = [{"zip": True}, {"zip": True, "mmap": True}, {"zip": False}]
+
+
+def pickled(layer, path, get_state, zip, mmap=False):
+    """The layer as `torch.load` has it from a file of one of PyTorch's formats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora.LoRALayer, "__getstate__", get_state)
+        torch.save(layer, path, _use_new_zipfile_serialization=zip)
+    return torch.load(path, weights_only=False, mmap=mmap)
+
+
+@pytest.mark.filterwarnings("ignore:source code of class")
+@pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("merge_weights", [True, False])
 @pytest.mark.parametrize("name", PICKLED)
 @torch.no_grad()
-def test_a_layer_that_0_1_2_has_pickled(name, merge_weights, mode):
+def test_a_layer_that_0_1_2_has_pickled(name, mode, format, tmp_path):
     torch.manual_seed(0)
-    layer, x = built(CASES[name], lora_dropout=0.5, merge_weights=merge_weights), CASES[name].x()
+    layer, x = built(CASES[name], lora_dropout=0.5, merge_weights=mode), CASES[name].x()
     expected, weight = reference(layer, x), base_of(layer).weight.clone()
-    again = type(layer).__new__(type(layer))
-    again.__setstate__(as_pickled_by_0_1_2(layer, mode))
-    assert again.merged == (merge_weights and not mode)
+    again = pickled(layer.train(mode), tmp_path / "layer", state_of_0_1_2, **format)
+    assert not again.merged
     for _ in range(2):
         assert_close_to_rounding(again.eval()(x), expected, 6 * 9)
         again.train()
-    assert_close_to_rounding(base_of(again).weight, weight, 4)
+    assert torch.equal(base_of(again).weight, weight)
     assert_close_to_rounding(lora.merge(again)(x), expected, 6 * 9)
+
+
+@pytest.mark.filterwarnings("ignore:source code of class")
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("build", [lora.Linear, OwnForward])
+def test_a_merged_layer_that_0_1_2_has_pickled_is_refused(build, format, tmp_path):
+    layer = build(6, 4, r=2, lora_dropout=0.5).eval()
+    told = rf"pickled this {build.__name__} in evaluation mode, .* call train\(\), and save"
+    with pytest.raises(CheckpointError, match=told):
+        pickled(layer, tmp_path / "layer", state_of_0_1_2, **format)
+    without = build(6, 4, r=0, lora_dropout=0.5).eval()
+    again, x = pickled(without, tmp_path / "layer", state_of_0_1_2, **format), torch.randn(3, 6)
+    torch.testing.assert_close(again(x), without(x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_pickled_layer_is_in_the_mode_that_it_was_in(mode, tmp_path):
+    def earlier_state(layer):  # this package's, when `merged` was an attribute
+        state = {**vars(layer), "_merged_copy": None, "merged": layer.merged}
+        del state["_in_effect"]
+        return state
+
+    layer = lora.Linear(6, 4, r=2).train(mode)
+    for get_state in (lora.LoRALayer.__getstate__, earlier_state):
+        again = pickled(layer, tmp_path / "layer", get_state, zip=True)
+        assert again.merged == layer.merged == (not mode)
+        assert not again.train().merged
+
+
+def test_a_scaling_is_one_number():
+    layer = lora.Linear(6, 4, r=2)
+    layer.scaling = torch.ones(4, 1)
+    with pytest.raises(ValueError, match=r"scaling has to be one number, got \(4, 1\)"):
+        layer(torch.randn(3, 6))
+
+
+def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
+    base = copy.deepcopy(model)
+    lora.add_lora(model, ["0"], r=2, lora_alpha=6)
+    nn.init.normal_(model[0].lora_B)
+    del model[0].scaling
+    model[0].scaling = nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(CheckpointError, match=r"0 has a scaling that is a parameter, .* delete it"):
+        lora.save_adapter(model, tmp_path / "adapter.safetensors")
+    del model[0].scaling
+    model[0].scaling = torch.tensor(0.5)
+    with pytest.raises(CheckpointError, match=r"0 has the scaling 0\.5, lora_alpha 6 makes 3: set"):
+        lora.save_adapter(model, tmp_path / "adapter.safetensors")
+    model[0].lora_alpha = 1
+    lora.save_adapter(model, tmp_path / "adapter.safetensors")
+    lora.load_adapter(base, tmp_path / "adapter.safetensors")
+    assert_close_to_rounding(base(x), model(x), 4 * 6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -350,48 +536,3 @@ def test_a_scaling_that_is_trained(name):
             layer(x)
             write(2)
             assert_close_to_rounding(layer(x), plain + layer.scaling * added, 6 * 9)
-
-
-# ---- state dicts ----
-
-
-def state_of_0_1_2(model):
-    """The model's state dict as 0.1.2 has it, of any mode."""
-    state = model.state_dict()
-    for metadata in state._metadata.values():
-        metadata["version"] = 1
-    return state
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr("loralib.lora_layer._has_warned", False)
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_state_dict_of_0_1_2_may_hold_the_update_in_its_weights(name, warnings):
-    model = nn.Sequential(built(CASES[name]), built(CASES[name]))
-    for _ in range(2):
-        model.load_state_dict(state_of_0_1_2(model))
-    (warning,) = warnings()  # once, not for each layer and file
-    assert warning.startswith("0: from a state dict of loralib 0.1.2: if that was in evaluation")
-
-
-def test_a_state_dict_that_holds_no_update_in_its_weights_is_loaded_silently(warnings):
-    model = nn.Sequential(lora.Linear(6, 4, r=2))
-    model.load_state_dict(state_of_0_1_2(model))  # B is zero
-    nn.init.normal_(model[0].lora_B)
-    old = state_of_0_1_2(model)
-    model.load_state_dict(model.eval().state_dict())
-    model.load_state_dict(dict(old))  # whose is not known
-    del old["0.weight"]
-    model.load_state_dict(old, strict=False)
-    never_merged = nn.Sequential(lora.Linear(6, 4, r=2, merge_weights=False))
-    never_merged.load_state_dict(state_of_0_1_2(model))
-    with torch.device("meta"):
-        empty = nn.Sequential(lora.Linear(6, 4, r=2))
-    empty.load_state_dict(state_of_0_1_2(empty))
-    assert not warnings()
-    model.load_state_dict(state_of_0_1_2(model))
-    assert len(warnings()) == 1

@@ -608,20 +608,24 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
 
 @contextmanager
 def built_as_in_transformers(version):
-    """5 and late 4 build on the meta device, early 4 with initializations that do nothing."""
-    functions = (
-        [] if version != "4.40" else ["constant_", "kaiming_uniform_", "normal_", "uniform_"]
-    )
+    """5 and late 4 build on the meta device, early 4 with initializations that do nothing.
+
+    Quantizers leave out random ones.
+    """
+    functions = {
+        "4.40": ["constant_", "kaiming_uniform_", "normal_", "uniform_"],
+        "quantizer": ["kaiming_uniform_", "normal_", "uniform_"],
+    }.get(version, [])
     with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
         for name in functions:
             patch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
         yield
 
 
-def load_as_transformers_does(model, state, version):
+def load_as_transformers_does(model, state, version, initialize=lambda module: None):
     """Its `from_pretrained`: parameters, then notes of those and of modules that have values."""
     missing = model.state_dict().keys() - state.keys()
-    if version == "4.40":
+    if version in ("4.40", "quantizer"):
         model.load_state_dict(state, strict=False)
         missing = set()  # nothing is noted of parameters
     else:
@@ -637,12 +641,31 @@ def load_as_transformers_does(model, state, version):
             if name not in missing:
                 tensor._is_hf_initialized = True
     for module in model.modules():
+        initialize(module)
         module._is_hf_initialized = True
+
+
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
+@torch.no_grad()
+def test_what_a_model_class_of_transformers_initializes_itself_stays(empty_memory_shows, version):
+    def initialize(module):
+        if isinstance(module, lora.LoRALayer):
+            nn.init.constant_(module.lora_A, 0.125)
+            nn.init.zeros_(module.lora_B)
+
+    with built_as_in_transformers(version):
+        model = nn.Sequential(lora.Linear(6, 6, r=2))
+    state = nn.Sequential(nn.Linear(6, 6)).state_dict()
+    load_as_transformers_does(model, state, version, initialize)
+    for _ in range(2):
+        assert (model[0].lora_A == 0.125).all()
+        assert not model[0].lora_B.any()
+        lora.start_from_weights(model)
 
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
-@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23"])
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
 def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
     if kind == "embedding" and "freeze_A" in settings:
@@ -676,6 +699,18 @@ def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, ver
         lora.start_from_weights(models[1])  # there are values
     assert_same_bits(models[1].state_dict(), models[0].state_dict())
     close(models[1].eval()(x), models[0](x))
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+def test_a_model_that_is_adapted_where_random_initializations_do_nothing(settings):
+    model, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(3, 6)
+    expected = model(x)
+    with built_as_in_transformers("quantizer"):
+        lora.add_lora(model, ["0"], r=2, **settings)
+    close(model(x), expected)
+    lora.start_from_weights(model)
+    close(model(x), expected)
+    assert model[0].lora_A.any()
 
 
 class WithoutInitialization(TorchFunctionMode):
