@@ -586,7 +586,8 @@ def test_added_targets_are_none_that_nobody_asked_for(build, monkeypatch):
     ("dtype", "expected"),
     [(torch.bfloat16, {288, 208}), (torch.float32, {272, 208, 128})],  # 128 targets at a time
 )
-def test_numbers_of_tokens_and_targets_recur(build, dtype, expected):
+def test_numbers_of_tokens_and_targets_recur(build, monkeypatch, dtype, expected):
+    choose_processor(monkeypatch, has_bfloat16=True, large=False)
     model, seen = train_only(build(**LORA), "lora"), []
     for last in ([18], [12, 10]):  # 258 and 262 tokens, 206 of them targets
         columns, lengths = torch.arange(20), torch.tensor([*[20] * 12, *last])

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from half_products import choose_processor
 from multiplied_rows import MultipliedRows
 
 from loralib.nn import filling
@@ -45,7 +46,10 @@ def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 288), (torch.float32, 272)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_multiply_a_number_of_rows_that_recurs(make_classifier, family, dtype, expected):
+def test_all_layers_multiply_a_number_of_rows_that_recurs(
+    make_classifier, monkeypatch, family, dtype, expected
+):
+    choose_processor(monkeypatch, has_bfloat16=True, large=False)
     model = make_classifier(family, num_labels=3).eval()
     seen = []
     for tokens in (258, 271):
@@ -122,7 +126,8 @@ def test_added_tokens_are_finite_in_half_precision(make_classifier, family):
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.bfloat16, {288}), (torch.float32, {288, 272})]
 )
-def test_numbers_of_targets_recur(masked_lm, dtype, expected):
+def test_numbers_of_targets_recur(masked_lm, monkeypatch, dtype, expected):
+    choose_processor(monkeypatch, has_bfloat16=True, large=False)
     seen = []
     for last in (8, 20):  # 258 and 270 targets among 280 tokens
         with MultipliedRows() as rows, torch.autocast("cpu", dtype, dtype != torch.float32):
@@ -131,7 +136,8 @@ def test_numbers_of_targets_recur(masked_lm, dtype, expected):
     assert seen == [expected] * 2
 
 
-def test_numbers_of_all_tokens_recur_at_the_head(masked_lm):
+def test_numbers_of_all_tokens_recur_at_the_head(masked_lm, monkeypatch):
+    choose_processor(monkeypatch, has_bfloat16=True, large=False)
     seen = []
     for last in (3, 12):  # 143 and 152 tokens
         mask = (torch.arange(20) < torch.tensor([*[20] * 7, last])[:, None]).long()
