@@ -11,6 +11,7 @@ from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
 from .errors import UnsupportedLayerError
 from .functional import variant_of
+from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
@@ -112,6 +113,8 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """
     what = called(name)
     if isinstance(module, LoRALayer) and module.r > 0:
+        if not is_in_place(module):
+            raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
         raise ValueError(
             f"{what} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
         )

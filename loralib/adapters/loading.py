@@ -16,6 +16,7 @@ from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
 from ..functional import variant_of
+from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
@@ -393,7 +394,7 @@ def _check_present(
     for name, layer in present.items():
         if name not in settings:
             raise CheckpointError(
-                f"{adapter.source}: does not adapt {name}, which has LoRA here: remove_lora first"
+                f"{adapter.source}: does not adapt {name}, which has LoRA here: {_other(layer)}"
             )
         needed = settings[name]
         pairs = {
@@ -409,7 +410,12 @@ def _check_present(
         for what, (theirs, ours) in pairs.items():
             if theirs != ours:
                 difference = trained_with(what, theirs, ours)
-                raise CheckpointError(f"{adapter.source}: {difference} ({name}): remove_lora first")
+                raise CheckpointError(f"{adapter.source}: {difference} ({name}): {_other(layer)}")
+
+
+def _other(layer: Any) -> str:
+    """How a model gets other LoRA than it has in this layer."""
+    return "remove_lora first" if is_in_place(layer) else "build the model as the adapter says"
 
 
 def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:

@@ -233,10 +233,14 @@ def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")
-    tops = {top_module(name) for name in rest}
-    for module in adapted:
-        if top_module(module) in tops:
-            raise NeedsMergingError(adapter.source, f"adapts {module}, and brings that as a head")
+    tops = {top_module(module) for module in adapted}
+    for name in rest:
+        if top_module(name) in tops:
+            raise NeedsMergingError(
+                adapter.source,
+                f"brings {name} and adapts modules of {top_module(name)}, where a bank takes no "
+                "others: only whole modules beside it, such as a head",
+            )
     return rest
 
 

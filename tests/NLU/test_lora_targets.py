@@ -212,6 +212,12 @@ def test_the_library_s_functions_say_how_such_a_model_is_built(build, batch, tmp
     ):
         with pytest.raises(lora.UnsupportedLayerError, match=r"encoder of this project, which is"):
             refused()
+    with pytest.raises(ValueError, match=r"query(_proj)? was built as a LoRA layer: leave it out"):
+        lora.add_lora(again, ["*query*"], r=3)
+    other = build(family, **{**LORA, "lora_r": 2})
+    other.load_state_dict(plain.state_dict(), strict=False)
+    with pytest.raises(CheckpointError, match=r"rank 3.* with 2 .*: build the model as the adapt"):
+        lora.load_adapter(other, path)
     for layer in lora_layers(again).values():
         nn.init.zeros_(layer.lora_B)
     assert not torch.equal(again(**batch).logits, model(**batch).logits)

@@ -264,7 +264,10 @@ MISFITS = {
         changed(classifier__norm__bias=torch.ones(8)),
         [r"unknown to the model, classifier\.norm\.bias"],
     ),
-    "an update of its head": (with_update("classifier.dense"), ["adapts classifier.dense", MERGE]),
+    "an update of its head": (
+        with_update("classifier.dense"),
+        [r"brings classifier\.dense\.weight and adapts modules of classifier, where", MERGE],
+    ),
     "head of another shape": (
         changed(classifier__dense__weight=torch.ones(6, 8)),
         [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],
