@@ -191,8 +191,9 @@ class LoRALayer:
     @torch.no_grad()
     def _unmerge(self) -> None:
         """Takes the update out of the weight, to which the class has added it, as 0.1.2 does."""
-        if variant_of(self.variant).has_magnitude:
-            return  # the weight before is unknown
+        is_known = type(self)._as_matrix is not LoRALayer._as_matrix
+        if variant_of(self.variant).has_magnitude or not is_known:
+            return  # the weight before is unknown, or how others have added the update
         if self.r > 0:
             added = self._delta()
             negative = replace(added, scaling=-added.scaling)

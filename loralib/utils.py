@@ -78,7 +78,8 @@ def _unfreeze_lora(model: nn.Module) -> None:
 
     Where some are trained, the others may have been frozen by hand, as A alone is in LoRA-FA.
     """
-    added = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    named = model.named_parameters()
+    added = [p for name, p in named if any(part.startswith("lora_") for part in name.split("."))]
     if any(parameter.requires_grad for parameter in added):
         return
     to_stay = {layer.lora_A for layer in lora_layers(model).values() if layer.freeze_A}

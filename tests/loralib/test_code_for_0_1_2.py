@@ -246,6 +246,39 @@ def test_a_module_that_a_layer_with_a_weight_calls_base_is_none_of_its(build):
     assert lora.lora_state_dict(layer, bias="lora_only").keys() == trained
 
 
+class OwnTrain(lora.LoRALayer, nn.Linear):
+    """One that merges by itself, after this package's train()."""
+
+    def __init__(self):
+        nn.Linear.__init__(self, 6, 4)
+        lora.LoRALayer.__init__(self, r=2, lora_alpha=4, lora_dropout=0.0, merge_weights=True)
+        self.lora_A, self.lora_B = (nn.Parameter(torch.ones(x)) for x in ((2, 6), (4, 2)))
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            sign = -1 if mode else 1
+            self.weight.data += sign * self.scaling * self.lora_B @ self.lora_A
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        weight = (
+            self.weight if self.merged else self.weight + self.scaling * self.lora_B @ self.lora_A
+        )
+        return F.linear(x, weight, self.bias)
+
+
+@torch.no_grad()
+def test_a_class_of_another_package_merges_and_unmerges_by_itself():
+    layer, x = OwnTrain(), torch.ones(3, 6)
+    before, expected = layer.weight.clone(), layer(x)
+    for mode in (False, True, False, True):
+        assert_close_to_rounding(layer.train(mode)(x), expected, 4 * 6, magnitude=24.0)
+        assert layer.merged != mode
+    assert_close_to_rounding(layer.weight, before, 4, magnitude=4.0)
+
+
 # ---- children and dropout ----
 
 

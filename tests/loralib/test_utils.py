@@ -95,6 +95,12 @@ def test_lora_that_was_frozen_by_hand_stays_frozen(model):
     assert [name for name, p in fixed.named_parameters() if p.requires_grad] == ["lora_B"]
 
 
+def test_a_name_that_contains_lora_s_is_not_unfrozen():
+    model = nn.ModuleDict({"flora_net": nn.Linear(4, 4)}).requires_grad_(False)
+    lora.mark_only_lora_as_trainable(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_marking_again_with_another_choice_starts_afresh(model):
     lora.mark_only_lora_as_trainable(model, bias="all")
     lora.mark_only_lora_as_trainable(model)
