@@ -25,9 +25,11 @@ from torch import nn
 from .adaptation import LayerSettings, builder_of, is_linear, turn_with
 from .adapted_layers import MultiheadAttention
 from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
+from .bypassed import bypassed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
+    check_called,
     check_dropout,
     check_has_modules,
     check_has_parameters,
@@ -145,6 +147,7 @@ def add_lora(
     targets = as_targets(targets)
     check_has_modules(model)
     names = _adapted_names(model, targets, exclude, layers)
+    check_called(model, names)
     trained = find(model, to_train, what="modules_to_train") if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
@@ -364,7 +367,20 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, settings)
     leave_fast_path(model)
+    _warn_of_bypassed(model, modules)
     return tuple(name for name in lora_layers(model) if name not in had_update)
+
+
+def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
+    """Says with which weights the model also computes itself, where their updates are not."""
+    found = {name: by.kind for name in names if (by := bypassed(model, name))}
+    if found:
+        logger.warning(
+            "%s may compute with the weight of %s itself, by settings or on some devices: there "
+            "the update has no effect, and lora_B no gradient; if so, leave it out of targets",
+            listed({*found.values()}),
+            in_short(found, at_most=2),
+        )
 
 
 def _turn_all(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
+from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import is_in_place
@@ -320,6 +321,17 @@ def check_owner(model: nn.Module, name: str) -> None:
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             f"way of its own: {_LEAVE_OUT}"
+        )
+
+
+def check_called(model: nn.Module, names: Collection[str]) -> None:
+    """Checks that the model calls these layers, and does not compute with their weights alone."""
+    found = {name: by for name in names if (by := bypassed(model, name)) and by.is_always}
+    for name, by in found.items():
+        targets = dict.fromkeys(_shortest_target(each, found, names) for each in found)
+        raise UnsupportedLayerError(
+            f"an update of {called(name)} would have no effect: {by.kind} computes with its weight "
+            f"and does not call it; {_LEAVE_OUT}: exclude=[{', '.join(targets)}]"
         )
 
 

@@ -1,0 +1,90 @@
+"""What "all-linear" means in every model type of upstream's Transformers, held against PEFT's.
+
+By hand, as when Transformers has a new version, since it takes some minutes:
+
+    bash tests/interop/run.sh tests/interop/test_every_type.py -m every_type
+
+Models are of the size that a type's config has by default, on the meta device: without memory.
+"""
+
+import re
+import warnings
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import loralib as lora
+import transformers
+
+TYPES = sorted(transformers.CONFIG_MAPPING)
+
+
+def build(model_type: str) -> nn.Module:
+    """The type's language model or, where it has none, its plain model; on the meta device."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    has_language_model = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    auto = transformers.AutoModelForCausalLM if has_language_model else transformers.AutoModel
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def with_lora(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The modules that get LoRA, or none, and those that errors say it is not for."""
+    refused: set[str] = set()
+    while True:
+        exclude = [re.compile(re.escape(name)) for name in refused]
+        try:
+            return {*lora.add_lora(model, "all-linear", r=1, untie=True, exclude=exclude)}, refused
+        except (lora.UnsupportedLayerError, ValueError) as error:
+            message = str(error)
+        if re.search("finds no linear layer|the model's only linear layer", message):
+            return set(), refused
+        found = re.match(r"(an update of |r = 1 is larger .* dimension of )?([\w.]+)", message)
+        assert found[2] in dict(model.named_modules()), message
+        assert found[2] not in refused
+        refused.add(found[2])
+
+
+def with_peft(model: nn.Module) -> tuple[set[str], bool] | None:
+    """The modules that get PEFT's LoRA, and whether parameters get it; None where PEFT refuses."""
+    config = peft.LoraConfig(r=1, target_modules="all-linear")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except (ValueError, NotImplementedError):  # Mamba, models without embeddings, …
+            return None
+    layers = {
+        name.removeprefix("base_model.model."): type(module)
+        for name, module in adapted.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
+    of_parameters = {n for n, kind in layers.items() if kind is peft.tuners.lora.layer.ParamWrapper}
+    return layers.keys() - of_parameters, bool(of_parameters)
+
+
+@pytest.mark.every_type
+@pytest.mark.parametrize("model_type", TYPES)
+def test_all_linear_is_in_numbered_layers_what_it_is_to_peft(model_type: str):
+    try:
+        model, other = build(model_type), build(model_type)
+    except Exception as error:
+        pytest.skip(f"upstream does not build it from its default config: {error}")
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    names = list(model.state_dict())
+    theirs = with_peft(other)
+    ours, refused = with_lora(model)
+    if not ours:
+        assert theirs is None or len(theirs[0]) == 1
+        return
+    if theirs is not None:
+        in_layers = {name for name in theirs[0] if re.search(r"(^|\.)\d+\.", name)} or theirs[0]
+        attentions = {n for n, kind in kinds.items() if issubclass(kind, nn.MultiheadAttention)}
+        # Where PEFT takes layers for those of experts, it adapts stacks of these instead.
+        assert in_layers - refused <= ours
+        assert theirs[1] or ours <= in_layers | attentions
+    lora.remove_lora(model)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert list(model.state_dict()) == names
