@@ -333,7 +333,8 @@ class LoRALayer:
     def _reset_factors(self) -> None:
         """Initializes A and B; without `torch.nn.init`, of which others may have made nothing."""
         gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-        bound = math.sqrt(3.0) * (gain / math.sqrt(max(1, self.lora_A.shape[1])))
+        inputs = math.prod(self.lora_A.shape[1:])
+        bound = math.sqrt(3.0) * (gain / math.sqrt(max(1, inputs)))
         self.lora_A.uniform_(-bound, bound)
         self.lora_B.zero_()
 
