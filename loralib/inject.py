@@ -97,7 +97,8 @@ def add_lora(
             its out_proj, unless that is excluded.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
-        lora_dropout: dropout on the updates' input.
+        lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has
+            none, as in PEFT.
         exclude: which modules among these are left out; each exclusion has to leave out one.
         layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
         rank_pattern: another r for some modules, by target; of several patterns that match, the

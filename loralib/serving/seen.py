@@ -31,7 +31,7 @@ class SeenModules:
 
     def forget_unused(self, adapters: Collection[PreparedAdapter]) -> None:
         """Drops all but what these adapters change."""
-        places = _around(name for adapter in adapters for name in _changed(adapter))
+        places = _around({name for adapter in adapters for name in _changed(adapter)})
         weights = {module for adapter in adapters for module in adapter.deltas}
         self._places = {name: x for name, x in self._places.items() if name in places}
         self._weights = {module: x for module, x in self._weights.items() if module in weights}

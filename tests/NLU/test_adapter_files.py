@@ -9,13 +9,14 @@ from adapted_encoders import ADAPTED, CROSS, FAMILIES, close, settings_of
 
 from loralib.adapters.adapter import LORA
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.errors import CheckpointError, SettingsError
+from loralib.errors import CheckpointError, SettingsError, adding_ways_out
 from loralib.io.tensors import read_tensors
 from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS, fitting_flag
+from transformers.utils.cli import WAYS_OUT
 
 pytestmark = pytest.mark.slow
 
@@ -481,8 +482,10 @@ def test_adapters_that_a_checkpoint_lost_or_should_not_have(build_adapted, tmp_p
     model = build_adapted("roberta", ["houlsby"])
     plain = build_adapted("roberta")
     state = model.state_dict()
-    with pytest.raises(CheckpointError, match=r"adapter weights that .* no place for.*--apply"):
+    message = r"adapter weights that .* no place for.*: build it with apply_adapter and"
+    with pytest.raises(CheckpointError, match=message) as caught, adding_ways_out(WAYS_OUT):
         plain.load_checkpoint(state, "here")
+    assert str(caught.value).endswith("adapter_type and adapter_size (--apply_adapter)")
     del state["roberta.encoder.layer.1.output.adapter.adapter_B.bias"]
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors: .*1.output.adapter\S+_B.bias"):
         model.load_checkpoint(state, "here")

@@ -69,7 +69,8 @@ MISFITS = [
     ("unknown, bare", lambda t: added("encoder.layer.2.output.dense.weight", 2)(bare(t)), LORA,
      ["1 tensors unknown to the model: roberta.encoder.layer.2.output.dense.weight"]),
     ("LoRA, but not asked for", lambda t: t, {},
-     ["holds LoRA weights that the model has no place for", "query.lora_A", "--apply_lora"]),
+     ["holds LoRA weights that the model has no place for", "query.lora_A",
+     ": build it with apply_lora and their lora_r, lora_alpha and lora_targets"]),
     ("LoRA elsewhere", added(f"{QUERY[:-5]}key.lora_A", 2, 8), LORA,
      ["no place for", "key.lora_A"]),
     ("other rank", cut, LORA,
@@ -126,7 +127,7 @@ def test_lora_settings_that_are_not_given_are_the_checkpoints(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path / "m", **given)
     assert (config.lora_r, config.lora_alpha) == (2, 4)
     write(tmp_path / "base", {})
-    with pytest.raises(ValueError, match=r"--apply_lora needs --lora_r and --lora_alpha to train"):
+    with pytest.raises(ValueError, match=r"^apply_lora needs lora_r and lora_alpha: [^-]*$"):
         AutoConfig.from_pretrained(tmp_path / "base", **given)
 
 
@@ -371,8 +372,8 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({}, "--apply_lora needs --lora_r and --lora_alpha to train LoRA"),
-            ({"lora_r": 8}, "--apply_lora needs --lora_alpha"),
+            ({}, "apply_lora needs lora_r and lora_alpha: chosen for training, or"),
+            ({"lora_r": 8}, "apply_lora needs lora_alpha: "),
             ({"lora_r": 0, "lora_alpha": 1}, "lora_r must be a positive integer or null"),
             ({"lora_r": 8, "lora_alpha": -1}, "lora_alpha must be a positive number or null"),
             ({"lora_r": True, "lora_alpha": 1}, "lora_r must be a positive integer or null"),

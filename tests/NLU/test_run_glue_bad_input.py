@@ -121,7 +121,10 @@ BAD = {
         f"{EVAL} {{tmp}}/lone.bin",
         "lone.bin: does not record the alpha it was trained with; give it as lora_alpha",
     ),
-    "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "--apply_lora needs --lora_r"),
+    "no rank": (
+        f"{RTE} --do_train --apply_lora --lora_alpha 8",
+        "apply_lora needs lora_r: chosen for training",
+    ),
     "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
     "adapter alone": (f"{RTE} --do_eval --lora_path {{trained}}", "needs --apply_lora"),
     "checkpoint as another": (

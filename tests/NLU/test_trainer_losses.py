@@ -71,6 +71,22 @@ def test_a_batch_without_a_target_says_nothing_of_the_loss(
     assert warnings == sum(map(math.isnan, expected))
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((None, None, None, None), ["1 step", "4 steps"]),
+        ((None, None, 4, None, None), ["1 step"]),
+        ((4, None, None), ["1 step"]),
+    ],
+)
+def test_losses_that_are_not_known_are_warned_of_once_and_for_the_run(
+    tmp_path, caplog, rows, expected
+):
+    make_trainer(tmp_path, rows, logging_steps=1).train()
+    said = [r.getMessage() for r in caplog.records if "had a target" in r.getMessage()]
+    assert [one.split(" had ")[0] for one in said] == [f"no batch of {n}" for n in expected]
+
+
 ROWS = (2, None, 6, None, None, 9, 1, None, 4)
 
 

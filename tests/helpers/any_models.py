@@ -1,7 +1,10 @@
 """A small model of PyTorch's own layers, of every kind that can be adapted, for `add_lora`."""
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import loralib as lora
 
 
 class Conv1D(nn.Module):
@@ -83,3 +86,18 @@ TARGETS = {
 def ids(rows: int = 4) -> Tensor:
     """Token ids for an `AnyModel`: (rows, 7)."""
     return torch.arange(rows * 7).view(rows, 7) * 5 % 11
+
+
+def names_of(model):
+    return [n for n, m in model.named_modules() if isinstance(m, lora.LoRALayer) and m.r > 0]
+
+
+def unchanged_by(model, message, *args, kind=ValueError, **settings):
+    """`add_lora` raises, and leaves classes and what is trained as they were."""
+    classes = [type(module) for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(kind, match=message):
+        lora.add_lora(model, *args, **settings)
+    assert [type(module) for module in model.modules()] == classes
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    assert ".lora_" not in " ".join(model.state_dict())

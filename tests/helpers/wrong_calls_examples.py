@@ -223,8 +223,8 @@ CALLS = {
         ),
         (
             "{rte} --do_train False --do_eval --apply_lora",
-            "--apply_lora needs --lora_r and --lora_alpha to train LoRA from the start; trained "
-            "LoRA brings its own: give it as --lora_path",
+            "apply_lora needs lora_r and lora_alpha: chosen for training, or as the adapter to be "
+            "loaded was trained (--lora_r and --lora_alpha; or --lora_path, whose file says so)",
         ),
         (
             "{rte} --do_train False --do_eval",
@@ -433,7 +433,8 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --apply_lora --lora_r 4",
-            "--apply_lora needs --lora_alpha",
+            "apply_lora needs lora_alpha: chosen for training, or as the adapter to be loaded was "
+            "trained (--lora_alpha; or --lora_path, whose file says so)",
         ),
     ],
     QA: [

@@ -105,6 +105,17 @@ def test_a_weight_that_0_1_2_leaves_as_it_is_in_train_stays(settings):
     assert layer.merged == (layer.r > 0)
 
 
+def test_a_weight_to_which_others_have_added_dora_is_left_to_them():
+    torch.manual_seed(0)
+    layer = OwnForward(6, 4, r=2, variant="dora")
+    nn.init.normal_(layer.lora_B)
+    layer.eval().merged = True
+    weight = layer.weight.clone()
+    layer.train()  # what the weight was before, cannot be told
+    assert torch.equal(layer.weight, weight)
+    assert layer.merged
+
+
 def test_a_weight_holds_its_update_also_when_a_forward_is_taken_off_again():
     torch.manual_seed(0)
     layer, x = patched(6, 4, r=2).eval(), torch.randn(3, 6)
@@ -524,8 +535,16 @@ def test_a_pickled_layer_is_in_the_mode_that_it_was_in(mode, tmp_path):
 def test_a_scaling_is_one_number():
     layer = lora.Linear(6, 4, r=2)
     layer.scaling = torch.ones(4, 1)
-    with pytest.raises(ValueError, match=r"scaling has to be one number, got \(4, 1\)"):
-        layer(torch.randn(3, 6))
+    x, told = torch.randn(3, 6), r"scaling has to be one number, got \(4, 1\)"
+    with pytest.raises(ValueError, match=told):
+        layer(x)
+    layer.eval()
+    with torch.no_grad():
+        layer.scaling = torch.ones(1)
+        layer(x)
+        layer.scaling = torch.ones(4, 1)
+        with pytest.raises(ValueError, match=told):
+            layer(x)
 
 
 def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):

@@ -1,5 +1,7 @@
 """Initializations of A and B: their formulas, and that the base's results and bits stay."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,31 @@ BUILT = [
     for variant in ("lora", "rslora", "dora")
     if (kind, variant) != ("convolution", "dora")
 ]
+
+
+def adapted(layer):
+    lora.add_lora(nn.Sequential(layer), "0", r=2)
+    return layer
+
+
+AT_RANDOM = {
+    **{kind: build for kind, build in BUILD.items() if kind != "embedding"},
+    "linear in place": lambda: adapted(nn.Linear(12, 8)),
+    "convolution in place": lambda: adapted(nn.Conv2d(4, 6, 3)),
+    "groups in place": lambda: adapted(nn.Conv2d(4, 6, (3, 2), groups=2)),
+    "attention in place": lambda: adapted(nn.MultiheadAttention(12, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", AT_RANDOM)
+def test_the_default_is_that_of_a_plain_layers_weight(kind):
+    layer = AT_RANDOM[kind]()
+    torch.manual_seed(0)
+    layer.reset_lora_parameters()
+    torch.manual_seed(0)
+    expected = nn.init.kaiming_uniform_(torch.empty_like(layer.lora_A), a=math.sqrt(5))
+    assert torch.equal(layer.lora_A, expected)
+    assert not layer.lora_B.any()
 
 
 @pytest.mark.parametrize("name", OTHERS)

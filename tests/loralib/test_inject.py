@@ -210,6 +210,13 @@ def test_ranks_and_alphas_by_pattern(model):
     }
 
 
+def test_an_embeddings_update_has_no_dropout(model):
+    lora.add_lora(model, ["embed"], r=2, lora_dropout=0.9)
+    change(model)
+    expected = model.embed.eval()(ids())
+    torch.testing.assert_close(model.embed.train()(ids()), expected)
+
+
 def test_attention_with_separate_projections():
     attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
     model = nn.ModuleDict({"attention": attention}).requires_grad_(False)

@@ -14,7 +14,7 @@ from loralib.adapters.adapter import LORA, Kind
 from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.names import more_layers
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, MissingLayersError
 from loralib.initialization import deferring_start
 from loralib.text import listed
 from loralib.utils import start_from_weights
@@ -31,13 +31,29 @@ _HEADS = (_HEAD, "lm_head.", "lm_predictions.", "cls.")
 _POSITION_IDS = "embeddings.position_ids"
 
 
-# What adds tensors to a backbone, and the error where the model has no place for them.
+# What adds tensors to a backbone, and the settings that say where and of which size.
 ADDED = {
-    LORA: "LoRA weights that the model has no place for, such as {}; add --apply_lora with their "
-    "rank and alpha",
-    BOTTLENECK: "adapter weights that the model has no place for, such as {}; add --apply_adapter "
-    "with their --adapter_type and --adapter_size",
+    LORA: "lora_r, lora_alpha and lora_targets",
+    BOTTLENECK: "adapter_type and adapter_size",
 }
+
+
+class MisplacedWeightsError(MissingLayersError):
+    """A checkpoint with weights of LoRA or adapters that the model has no place for.
+
+    Args:
+        source: the checkpoint.
+        kind: whose weights they are.
+        names: the weights.
+    """
+
+    def __init__(self, source: str, kind: Kind, names: Collection[str]):
+        self.kind, self.switch = kind.name, kind.switch
+        CheckpointError.__init__(
+            self,
+            f"{source}: holds {kind.name} weights that the model has no place for, such as "
+            f"{listed(names, at_most=2)}: build it with {kind.switch} and their {ADDED[kind]}",
+        )
 
 
 class CheckpointLoadingMixin:
@@ -196,10 +212,10 @@ class CheckpointLoadingMixin:
         }
         misplaced = unknown - foreign
         layers = more_layers(misplaced, own.keys())
-        for kind, message in ADDED.items():
+        for kind in ADDED:
             added = {name for name in unknown if kind.part in name}
             if added and not layers:
-                raise CheckpointError(f"{source}: holds {message.format(listed(added))}")
+                raise MisplacedWeightsError(source, kind, added)
         if misplaced:
             raise CheckpointError(
                 f"{source}: has {len(misplaced)} tensors unknown to the model: "

@@ -11,7 +11,7 @@ from typing import Any
 from loralib.adapters import peft
 from loralib.adapters.adapter import LORA
 from loralib.adapters.metadata import are_text_columns
-from loralib.errors import AdapterAsModelError
+from loralib.errors import AdapterAsModelError, CheckpointError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
@@ -123,6 +123,19 @@ OWN_SETTINGS = frozenset(
         *("base_name_or_path", "base_revision"),
     }
 )
+
+
+class MissingLoraError(CheckpointError):
+    """Settings of LoRA that are not given, and that the model that is loaded does not have either.
+
+    Args:
+        names: the settings.
+        choices: what they can be.
+    """
+
+    def __init__(self, names: Iterable[str], choices: str):
+        self.names = list(names)
+        super().__init__(f"apply_lora needs {' and '.join(self.names)}: {choices}")
 
 
 class PretrainedConfig:
@@ -273,14 +286,11 @@ class PretrainedConfig:
     def _check_lora(self) -> None:
         missing = [name for name in ("lora_r", "lora_alpha") if getattr(self, name) is None]
         if missing:
-            raise ValueError(
-                f"--apply_lora needs {' and '.join(f'--{name}' for name in missing)} to train "
-                "LoRA from the start; trained LoRA brings its own: give it as --lora_path"
+            raise MissingLoraError(
+                missing, "chosen for training, or as the adapter to be loaded was trained"
             )
         if not self.lora_targets:
-            raise ValueError(
-                f"--apply_lora needs --lora_targets: some of {', '.join(LORA_TARGETS)}"
-            )
+            raise MissingLoraError(["lora_targets"], f"some of {', '.join(LORA_TARGETS)}")
         for name, known in (("lora_variant", VARIANTS), ("lora_init", INITIALIZATIONS)):
             value = getattr(self, name)
             if value not in known:

@@ -161,12 +161,15 @@ class TrainerRecords:
             return summed / args.world_size / steps
         if weight:
             return summed / weight
-        # Else nan looks like a training that has gone wrong.
-        logger.warning(
-            "no batch of %s had a target, such as a label or a masked token: the loss is not known "
-            "(nan)",
-            counted(steps, "step"),
-        )
+        # Else nan looks like a training that has gone wrong. Of parts of a run it is said once.
+        logged = [record.get("loss") for record in self.state.log_history]
+        is_said = any(isinstance(loss, float) and math.isnan(loss) for loss in logged)
+        if steps == self.state.global_step or not is_said:
+            logger.warning(
+                "no batch of %s had a target, such as a label or a masked token: the loss is not "
+                "known (nan)",
+                counted(steps, "step"),
+            )
         return math.nan
 
     def save_state(self) -> None:

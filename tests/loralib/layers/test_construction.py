@@ -1,5 +1,7 @@
 """How LoRA layers are made, what they refuse, and what a step costs."""
 
+import inspect
+
 import numpy
 import pytest
 import torch
@@ -16,6 +18,7 @@ from layer_cases import (
     randomised,
     reference,
 )
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loralib as lora
@@ -48,6 +51,20 @@ def test_the_update_is_made_where_and_like_the_weight(case, device):
 def test_printing_shows_the_update(layer, shown):
     lines = repr(layer).removesuffix(")").splitlines()  # a layer with children has a line for each
     assert lines[len(lines) > 1].endswith(shown)
+
+
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d"])
+def test_a_convolution_takes_what_its_base_class_takes(name):
+    kind = getattr(lora, name)
+    base = inspect.signature(lora.ConvLoRA).parameters.values()
+    # Written out twice, for editors and the reference; keywords and their defaults stand once.
+    expected = [p for p in base if p.kind is not p.KEYWORD_ONLY and p.name != "conv_module"]
+    assert list(inspect.signature(kind).parameters.values()) == expected
+    layer = kind(4, 6, 3, 2, 5, 0.25, False, initialization="orthogonal", stride=2)
+    assert type(layer.conv) is getattr(nn, name)
+    assert (layer.r, layer.lora_alpha, layer.lora_dropout.p) == (2, 5, 0.25)
+    assert (layer.merge_weights, layer.initialization) == (False, "orthogonal")
+    assert set(layer.conv.stride) == {2}
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)

@@ -34,7 +34,7 @@ from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
 from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
-from ..configuration_utils import PretrainedConfig
+from ..configuration_utils import MissingLoraError, PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..models.auto.tokenization_auto import AutoTokenizer
 from ..tokenization_utils_base import PreTrainedTokenizerBase
@@ -369,6 +369,9 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
         f"{_model_of(error.source)}"
     ),
     MissingLayersError: lambda error: f"--{error.switch}",
+    MissingLoraError: lambda error: (
+        f"{' and '.join(f'--{name}' for name in error.names)}; or --lora_path, whose file says so"
+    ),
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",
     SettingsError: fitting_flag,

@@ -1,0 +1,364 @@
+"""Models that are built without memory, or before their weights are there, and loaded later."""
+
+import copy
+import functools
+import pickle
+from contextlib import contextmanager
+
+import pytest
+import torch
+from compare import assert_same_bits
+from small_nets import Net, close, drawn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.overrides import TorchFunctionMode
+
+import loralib as lora
+
+STARTS = [
+    {},
+    {"variant": "dora"},
+    {"initialization": "pissa"},
+    {"initialization": "orthogonal"},
+    {"freeze_A": True},
+]
+
+
+@pytest.fixture
+def empty_memory_shows():
+    torch.use_deterministic_algorithms(True)  # memory that is not filled holds NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@torch.no_grad()
+def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settings):
+    base, x = Net().eval(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a", "b"], r=2, **settings)
+    model.to_empty(device="cpu")
+    model.load_state_dict({**model.state_dict(), **base.state_dict()})  # as FSDP's loading does
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+    nn.init.normal_(model.a.lora_B)
+    before = model.a.lora_B.clone()
+    if not settings.get("initialization"):
+        lora.start_from_weights(model)  # there are values now
+        assert torch.equal(model.a.lora_B, before)
+
+
+@pytest.mark.parametrize("way", ["state", "assigned state", "adapter"])
+@torch.no_grad()
+def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, way):
+    base = Net()
+    trained = drawn(base, ["a"])
+    lora.save_adapter(trained, tmp_path / "a")
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    if way != "assigned state":
+        model.to_empty(device="cpu")
+    if way == "adapter":
+        model.load_state_dict(base.state_dict(), strict=False)
+        lora.load_adapter(model, tmp_path / "a")
+    else:
+        model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
+    assert b"_Content" not in pickle.dumps(model)  # what was noted is no part of what is saved
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+def without_memory_before(**settings):
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2, **settings)
+    return model.to_empty(device="cpu")
+
+
+def fill_in_place(state, values):
+    """As torch.distributed.checkpoint.load does."""
+    for name, tensor in state.items():
+        tensor.copy_(values[name])
+
+
+@pytest.mark.parametrize(
+    "way", ["state", "own state", "half", "copied", "pickled", "by hand", "by data"]
+)
+@torch.no_grad()
+def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
+    trained, model = drawn(Net(), ["a"]), without_memory_before()
+    state = model.state_dict()
+    if way == "state":
+        model.load_state_dict(trained.state_dict())
+    elif way == "by hand":
+        for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            own.copy_(theirs)
+    elif way == "by data":
+        for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            own.data.copy_(theirs)
+        model.a.lora_A = model.a.lora_A
+    else:
+        fill_in_place(state, trained.state_dict())
+    if way == "own state":
+        model.load_state_dict(state)
+    elif way == "half":
+        model, trained = model.half(), trained.half()
+    elif way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize("way", ["function", "own state", "copied", "pickled", "half"])
+@torch.no_grad()
+def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_shows, way):
+    base, model, x = Net(), without_memory_before(), torch.randn(2, 6)
+    if way == "function":
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, base.state_dict(), options=options)
+    else:
+        model.load_state_dict({**model.state_dict(), **base.state_dict()})
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif way == "half":
+        model = model.half().float()
+        base = base.half().float()
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+RANDOM = ["kaiming_uniform_", "normal_", "uniform_"]
+
+
+@contextmanager
+def built_as_in_transformers(version):
+    """5 and late 4 build on the meta device, early 4 with initializations that do nothing.
+
+    Quantizers leave out random ones.
+    """
+    functions = {
+        "4.40": ["constant_", "kaiming_uniform_", "normal_", "uniform_"],
+        "quantizer": RANDOM,
+    }.get(version, [])
+    with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
+        for name in functions:
+            patch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+
+
+def load_as_transformers_does(model, state, version, initialize=lambda module: None):
+    """Its `from_pretrained`: parameters, then notes of those and of modules that have values."""
+    missing = model.state_dict().keys() - state.keys()
+    if version in ("4.40", "quantizer"):
+        model.load_state_dict(state, strict=False)
+        missing = set()  # nothing is noted of parameters
+    else:
+        for name, old in model.state_dict(keep_vars=True).items():
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            value = torch.empty_like(old, device="cpu") if name in missing else state[name].clone()
+            if version == "4.57" and name in missing:
+                module.load_state_dict({last: value}, strict=False, assign=True)
+                continue
+            setattr(module, last, nn.Parameter(value) if isinstance(old, nn.Parameter) else value)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name not in missing:
+                tensor._is_hf_initialized = True
+    for module in model.modules():
+        initialize(module)
+        module._is_hf_initialized = True
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("written", ["lora_A", "lora_B"])
+@torch.no_grad()
+def test_what_was_not_written_into_such_a_model_is_initialized(
+    empty_memory_shows, written, by_data
+):
+    for _ in range(2):
+        model = without_memory_before()
+        factor = getattr(model.a, written)
+        (factor.data if by_data else factor).fill_(0.125)
+        lora.start_from_weights(model)
+        assert (factor == 0.125).all()
+        if written == "lora_A":
+            assert not model.a.lora_B.any()
+        else:
+            assert model.a.lora_A.std() > 0
+
+
+VERSIONS = ["4.40", "4.57", "5.23", "quantizer"]
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("written", [["lora_A", "lora_B"], ["lora_A"], ["lora_B"]], ids=str)
+@pytest.mark.parametrize("version", VERSIONS)
+@torch.no_grad()
+def test_what_a_model_class_of_transformers_initializes_itself_stays(
+    empty_memory_shows, version, written, by_data
+):
+    def initialize(module):
+        for name in written if isinstance(module, lora.LoRALayer) else []:
+            factor = getattr(module, name)
+            (factor.data if by_data else factor.detach()).fill_(0.125)
+
+    with built_as_in_transformers(version):
+        model = nn.Sequential(lora.Linear(6, 6, r=2))
+    state = nn.Sequential(nn.Linear(6, 6)).state_dict()
+    with torch.enable_grad():
+        load_as_transformers_does(model, state, version, initialize)
+    for _ in range(2):
+        assert "lora_A" not in written or (model[0].lora_A == 0.125).all()
+        assert model[0].lora_A.abs().sum() > 0
+        assert (model[0].lora_B == 0.125 * ("lora_B" in written)).all()
+        lora.start_from_weights(model)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@torch.no_grad()
+def test_a_layer_that_transformers_does_not_find_in_a_file(empty_memory_shows, version):
+    with built_as_in_transformers(version):
+        model = nn.Sequential(nn.Linear(6, 6), lora.Linear(6, 6, r=2))
+    load_as_transformers_does(model, nn.Sequential(nn.Linear(6, 6)).state_dict(), version)
+    for _ in range(2):
+        assert model[1].lora_A.abs().sum() > 0
+        assert not model[1].lora_B.any()
+        lora.start_from_weights(model)
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
+@pytest.mark.parametrize("version", VERSIONS)
+@torch.no_grad()
+def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
+    if kind == "embedding" and "freeze_A" in settings:
+        pytest.skip("its A would stay zero")
+    if kind == "convolution" and "variant" in settings:
+        pytest.skip("has no such variant")
+    layer = {
+        "linear": lora.Linear,
+        "embedding": lora.Embedding,
+        "convolution": functools.partial(lora.Conv1d, kernel_size=1),
+        "in place": nn.Linear,
+    }[kind]
+
+    def adapted():
+        if kind != "in place":
+            return nn.Sequential(layer(6, 6, r=2, **settings))
+        model = nn.Sequential(layer(6, 6))
+        lora.add_lora(model, ["0"], r=2, **settings)
+        return model
+
+    base = nn.Sequential(layer(6, 6)).eval()
+    x = torch.arange(6) if kind == "embedding" else torch.randn(1, 6, 6)
+    with built_as_in_transformers(version):
+        models = [adapted(), adapted()]
+    load_as_transformers_does(models[0], base.state_dict(), version)
+    for model in (models[0], copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))):
+        close(model.eval()(x), base(x))
+    nn.init.normal_(models[0][0].lora_B)
+    load_as_transformers_does(models[1], models[0].state_dict(), version)
+    if not {"pissa", "dora"} & set(settings.values()):
+        lora.start_from_weights(models[1])  # there are values
+    assert_same_bits(models[1].state_dict(), models[0].state_dict())
+    close(models[1].eval()(x), models[0](x))
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+def test_a_model_that_is_adapted_where_random_initializations_do_nothing(settings):
+    model, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(3, 6)
+    expected = model(x)
+    with built_as_in_transformers("quantizer"):
+        lora.add_lora(model, ["0"], r=2, **settings)
+    close(model(x), expected)
+    lora.start_from_weights(model)
+    close(model(x), expected)
+    assert model[0].lora_A.any()
+
+
+@pytest.mark.parametrize("kind", [lora.Linear, lora.Embedding])
+@pytest.mark.parametrize("replaced", [["kaiming_uniform_", "normal_"], RANDOM], ids=len)
+def test_an_update_can_be_trained_where_random_initializations_do_nothing(
+    monkeypatch, replaced, kind
+):
+    for name in replaced:
+        monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    layer = kind(6, 6, r=2)
+    assert layer.lora_A.any() or layer.lora_B.any()
+    close(layer.lora_B @ layer.lora_A, torch.zeros(6, 6))
+
+
+class WithoutInitialization(TorchFunctionMode):
+    """As Lightning's `init_module(empty_init=True)`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("initialization", ["default", "orthogonal"])
+@torch.no_grad()
+def test_a_model_that_is_built_without_initializing(empty_memory_shows, initialization):
+    base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2, initialization=initialization))
+    model.load_state_dict(base.state_dict(), strict=False)
+    close(model(x), base(x))
+    lora.start_from_weights(model)
+    assert model[0].lora_A.any()
+    close(model(x), base(x))
+    trained = lora.Linear(6, 4, r=2)
+    nn.init.normal_(trained.lora_B)
+    with WithoutInitialization():
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
+    model[0].load_state_dict(trained.state_dict())
+    lora.start_from_weights(model)
+    assert_same_bits(model[0].state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize("initialization", ["default", "orthogonal"])
+@pytest.mark.parametrize("first", ["lora_A", "lora_B"])
+@torch.no_grad()
+def test_factors_that_get_memory_one_after_the_other(empty_memory_shows, first, initialization):
+    with torch.device("meta"):
+        layer = lora.Linear(6, 4, r=2, initialization=initialization)
+    layer.load_state_dict(nn.Linear(6, 4).state_dict(), strict=False, assign=True)
+    factors = {name: getattr(layer, name) for name in ("lora_A", "lora_B")}
+    for name in sorted(factors, key=lambda name: name != first):
+        setattr(layer, name, nn.Parameter(torch.empty_like(factors[name], device="cpu")))
+        lora.start_from_weights(layer)
+        assert getattr(layer, name).isfinite().all()
+    assert layer.lora_A.std() > 0
+    assert layer.lora_B.any() == (initialization == "orthogonal")
+    close(layer.lora_B @ layer.lora_A, torch.zeros(4, 6))
+
+
+@torch.no_grad()
+def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
+    base, x = Net(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    with pytest.warns(UserWarning, match="which is a no-op"):
+        model.load_state_dict(drawn(base, ["a"]).state_dict())
+    model.to_empty(device="cpu").load_state_dict(base.state_dict(), strict=False)
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+@torch.no_grad()
+def test_loading_what_is_no_dense_tensor_is_left_to_pytorch():
+    model = without_memory_before()
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"expected .* or Tensor-like object"):
+        model.load_state_dict(state)
+    model, state = without_memory_before(), drawn(Net(), ["a"]).state_dict()
+    model.load_state_dict({**state, "a.lora_A": state["a.lora_A"].to_sparse()}, assign=True)
+    assert model.a.lora_A.is_sparse

@@ -1,0 +1,98 @@
+"""Modules that a model has under several names, or uses several times."""
+
+import copy
+
+import pytest
+import torch
+from any_models import names_of
+from small_nets import close, drawn
+from torch import nn
+
+import loralib as lora
+from loralib.adaptation import LayerSettings
+from loralib.adapters.deltas import merge_into
+from loralib.errors import CheckpointError
+from loralib.inject import adapt
+
+
+class Shared(nn.Module):
+    """A linear layer that is used in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in range(2))
+        self.layers[1]["down"] = self.layers[0]["up"]
+
+    def forward(self, x):
+        return self.layers[1]["down"](torch.tanh(self.layers[1]["up"](self.layers[0]["up"](x))))
+
+
+def test_a_module_under_two_names_is_adapted_once():
+    model = Shared()
+    assert lora.add_lora(model, "down", r=2) == ("layers.0.up",)
+    assert model.layers[1]["down"] is model.layers[0]["up"]
+    assert names_of(model) == ["layers.0.up"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert [p.shape for p in trained] == [(2, 4), (4, 2)]
+    assert lora.remove_lora(model) == ("layers.0.up",)
+    assert lora.add_lora(model, ["up", "down"], r=2) == ("layers.0.up", "layers.1.up")
+    x = torch.ones(1, 4)
+    with torch.no_grad():
+        for layer in (model.layers[0]["up"], model.layers[1]["up"]):
+            layer.lora_B.add_(0.5)
+    expected = model(x)
+    torch.testing.assert_close(lora.merge(model)(x), expected)
+
+
+@pytest.mark.parametrize("settings", [{"layers": [1]}, {"exclude": "layers.0.up"}])
+def test_a_module_that_is_meant_under_one_name_and_left_out_under_another(settings):
+    message = "layers.1.down is one module with layers.0.up, which is left out"
+    with pytest.raises(ValueError, match=message):
+        lora.add_lora(Shared(), ["down"], r=2, **settings)
+
+
+def test_two_settings_for_one_module():
+    ranks = {"layers.0.up": 1, "layers.1.down": 2}
+    settings = {name: LayerSettings(r=rank, lora_alpha=1) for name, rank in ranks.items()}
+    with pytest.raises(ValueError, match=r"layers.1.down is one module with layers.0.up"):
+        adapt(Shared(), settings)
+    same = dict.fromkeys(settings, LayerSettings(r=1, lora_alpha=1))
+    assert adapt(Shared(), same) == ("layers.0.up",)
+
+
+def test_what_is_trained_as_it_is_cannot_hold_an_adapted_module_under_another_name():
+    model = Shared()
+    with pytest.raises(ValueError, match=r"layers.1 cannot be trained .* while layers.0.up is ad"):
+        lora.add_lora(model, "0.up", r=2, modules_to_train="layers.1")
+
+
+class Repeated(nn.Module):
+    """One block in three places, as ALBERT has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh())] * 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def test_an_update_that_a_file_has_under_several_names_is_added_once(tmp_path):
+    base, x = Repeated().eval(), torch.randn(2, 6)
+    model = drawn(base, ["layers.*.0"])
+    torch.save(lora.lora_state_dict(model), tmp_path / "a.bin")
+    adapter = lora.read_adapter(tmp_path / "a.bin", lora_alpha=16)
+    assert len(adapter.tensors) == 6
+    bank = lora.AdapterBank(base)
+    bank.add("a", adapter)
+    with bank.use("a"):
+        close(base(x), model(x))
+    merged = copy.deepcopy(base)
+    merge_into(merged, adapter)
+    close(merged(x), model(x))
+    adapter.tensors["layers.1.0.lora_B"] = torch.ones(6, 2)
+    with pytest.raises(CheckpointError, match=r"layers.1.0 and layers.0.0 are one module"):
+        merge_into(copy.deepcopy(base), adapter)

@@ -1,0 +1,199 @@
+"""Weights of other kinds than plain parameters: computed, quantized, complex, not there yet."""
+
+import copy
+
+import pytest
+import torch
+from any_models import unchanged_by
+from small_nets import Net, close, drawn
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import loralib as lora
+from loralib.errors import CheckpointError, UnsupportedLayerError
+
+
+def test_an_eight_bit_weight_is_quantized():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
+    message = "the weight of module 1 is quantized .torch.float8_e4m3fn.: leave it out"
+    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+
+
+class EightBit(torch.Tensor):
+    """A tensor as quantizing libraries have them: it says float32, and holds something else."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Marked(nn.Parameter):
+    """A parameter as frameworks have them, to hang something on."""
+
+
+def test_a_weight_of_another_kind_is_quantized(tmp_path):
+    plain, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    lora.add_lora(plain, "0", r=2)
+    lora.save_adapter(plain, tmp_path / "a")
+    model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
+    message = "the weight of module 1 is quantized .a .*EightBit.: leave it out"
+    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+    lora.add_lora(plain, "1", r=2)
+    lora.save_adapter(plain, tmp_path / "both")
+    plain[1].weight = model[1].weight
+    both = lora.read_adapter(tmp_path / "both")
+    for refused, needed in (
+        (lambda: lora.merge(plain), "merging"),
+        (lambda: lora.save_adapter(plain, tmp_path / "b"), "it is saved"),
+        (lambda: lora.load_adapter(model, tmp_path / "both"), "it gets an adapter"),
+        (lambda: lora.AdapterBank(model).add("both", both), "it gets an adapter"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"quantized \(a .*EightBit\): load.* before {needed}"
+        ):
+            refused()
+    assert not (tmp_path / "b").exists()
+
+
+def holding(weight):
+    layer = nn.Linear(8, 8)
+    layer.weight = weight
+    return layer
+
+
+ELSEWHERE = {
+    "quantized": lambda: holding(nn.Parameter(torch.randn(8, 8).as_subclass(EightBit))),
+    "marked": lambda: holding(Marked(torch.randn(8, 8))),
+    "offloaded": lambda: holding(nn.Parameter(torch.empty(8, 8, device="meta"))),
+    "lazy": lambda: nn.LazyLinear(8),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@torch.no_grad()
+def test_what_a_weight_is_that_lora_leaves_alone_does_not_matter(tmp_path, kind):
+    trained, x = nn.Sequential(nn.Linear(8, 8), ELSEWHERE[kind]()), torch.randn(2, 8)
+    lora.add_lora(trained, "0", r=2)
+    nn.init.normal_(trained[0].lora_B)
+    expected = trained.eval()[0](x)
+    lora.save_adapter(trained, tmp_path / "a")
+    adapter = lora.read_adapter(tmp_path / "a")
+    assert (adapter.metadata.base_fingerprint is None) == (kind != "marked")
+    loaded = nn.Sequential(nn.Linear(8, 8), trained[1])
+    loaded[0].weight, loaded[0].bias = trained[0].weight, trained[0].bias
+    bank = lora.AdapterBank(loaded)
+    bank.add("a", adapter)
+    with bank.use("a"):
+        torch.testing.assert_close(loaded[0](x), expected)
+    bank.close()
+    lora.load_adapter(loaded, tmp_path / "a")
+    torch.testing.assert_close(loaded.eval()[0](x), expected)
+    lora.merge(loaded)
+    torch.testing.assert_close(loaded[0](x), expected)
+
+
+@torch.no_grad()
+def test_a_parameter_that_computes_as_any_other_is_adapted(tmp_path):
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    model[0].weight = Marked(model[0].weight.detach())
+    lora.add_lora(model, "0", r=2)
+    nn.init.normal_(model[0].lora_B)
+    expected = model.eval()(x)
+    lora.save_adapter(model, tmp_path / "a")
+    lora.merge(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "lazy"])
+def test_a_head_that_is_read_or_written_has_to_be_there(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lora.add_lora(model, "0", r=2, modules_to_train=["1"])
+    lora.save_adapter(model, tmp_path / "a")
+    model[1] = ELSEWHERE[kind]()
+    with pytest.raises(ValueError, match=r"1\.weight (is|has no shape).* before it is saved"):
+        lora.save_adapter(model, tmp_path / "b")
+    plain, adapter = nn.Sequential(nn.Linear(8, 8), model[1]), lora.read_adapter(tmp_path / "a")
+    bank = lora.AdapterBank(plain)
+    for take in (lambda: lora.load_adapter(plain, tmp_path / "a"), lambda: bank.add("a", adapter)):
+        with pytest.raises(ValueError, match=r"1\.weight (is|has no shape).* it gets an adapter"):
+            take()
+
+
+def test_a_layer_without_outputs():
+    unchanged_by(nn.Sequential(nn.Linear(4, 0)), "of module 0: 0; leave it out", "0", r=1)
+
+
+def test_complex_weights_are_called_so():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
+    message = "0 has complex weights .torch.complex64., which have no LoRA"
+    unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
+
+
+def normed(layer):
+    parametrizations.weight_norm(layer)
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [normed, pruned])
+def test_weights_that_are_computed_from_others(tmp_path, change):
+    model = drawn(Net(), ["a"])
+    lora.save_adapter(model, tmp_path / "a")
+    base = Net()
+    change(base.a)
+    for attempt in (
+        lambda: lora.load_adapter(base, tmp_path / "a"),
+        lambda: lora.AdapterBank(base).add("a", lora.read_adapter(tmp_path / "a")),
+    ):
+        with pytest.raises(CheckpointError, match="weight of a is computed from other tensors"):
+            attempt()
+    change(model.a)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
+            undo(model)
+    model(torch.randn(2, 6))
+
+
+def test_a_kernel_in_channels_last_starts_from_its_weight():
+    layer = lora.Conv2d(4, 4, 3, r=2, initialization="pissa")
+    expected = copy.deepcopy(layer)
+    layer.conv.to(memory_format=torch.channels_last)
+    for each in (layer, expected):
+        each.start_from_weight()
+    close(layer._delta().product(), expected._delta().product())
+
+
+def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
+    lora.AdapterBank(model)
+    lora.add_lora(model, "0", r=2)
+    lora.save_adapter(model, tmp_path / "a")
+    model(torch.ones(2, 6))
+    lora.save_adapter(model, tmp_path / "b")
+
+
+@pytest.mark.parametrize("adapted", ["a", "in_place"])
+def test_a_sum_that_float16_cannot_hold(adapted, caplog):
+    model = Net().half() if adapted == "a" else nn.Sequential(lora.Linear(6, 6, r=2)).half()
+    layer = model.a if adapted == "a" else model[0]
+    if adapted == "a":
+        lora.add_lora(model, "a", r=2)
+    nn.init.constant_(layer.lora_A, 300)
+    nn.init.constant_(layer.lora_B, 300)
+    lora.merge(model)
+    assert "weight: the merged weight is too large for float16" in caplog.text
+
+
+def test_what_float16_did_not_hold_before_is_not_warned_of(caplog):
+    layers = {"layer1": nn.Linear(6, 6), "layer10": nn.Linear(6, 6), "layer2": nn.Linear(6, 6)}
+    model = nn.ModuleDict(layers).half()
+    lora.add_lora(model, ["layer1", "layer2"], r=2)
+    nn.init.constant_(model["layer10"].weight, torch.inf)
+    nn.init.constant_(model["layer1"].bias, torch.inf)
+    with torch.no_grad():
+        model["layer2"].weight[0, 0] = torch.nan
+    lora.merge(model)
+    assert "too large for float16" not in caplog.text
