@@ -198,14 +198,13 @@ def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
     weight = owner._parameters[last]
     assert weight is not None
     _check_dtype(name, weight)
-    for setting, is_given in (
-        ("lora_dropout", settings.lora_dropout),
-        (f"the variant {settings.variant}", variant_of(settings.variant).has_magnitude),
-        ("enable_lora", len(settings.enable_lora) > 1),
+    for is_given, what, way_out in (
+        (settings.lora_dropout, "dropout", "set lora_dropout to 0"),
+        (variant_of(settings.variant).has_magnitude, "DoRA", "choose another variant"),
     ):
         if is_given:
             raise ValueError(
-                f"{name} is a stack of matrices, whose update takes no {setting}: do without, or "
+                f"{name} is a stack of matrices, whose update takes no {what}: {way_out}, or "
                 f"{_LEAVE_OUT}"
             )
     _check_settings(name, owner, matrices(owner, weight)[0], settings)

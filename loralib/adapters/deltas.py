@@ -271,8 +271,8 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
         adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}
-        stacks = adapted & {*(adapter.lora.stacks or ())}
-        adapted = adapted - stacks | {*map(stack_of_layer, stacks)}
+        of_stacks = adapted & {*(adapter.lora.stacks or ())}
+        adapted = adapted - of_stacks | {*map(stack_of_layer, of_stacks)}
         return base_to_give(adapter, more_layers(adapted, first_names_of_targets(model)))
     part = within[0].removesuffix(f".{name}")
     return f"it has {within[0]}; give that part, model.get_submodule('{part}')"

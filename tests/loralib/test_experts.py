@@ -493,9 +493,13 @@ def with_forward(model):
 
 FORWARD = {"forward": lambda self, x: x @ self.stack}
 REFUSED = {
-    "dropout": (Model, {"lora_dropout": 0.1}, "whose update takes no lora_dropout: do without"),
-    "dora": (Model, {"variant": "dora"}, "whose update takes no the variant dora"),
-    "slices": (Model, {"enable_lora": {"down_proj": [True, False]}}, "takes no enable_lora"),
+    "dropout": (Model, {"lora_dropout": 0.1}, "update takes no dropout: set lora_dropout to 0, or"),
+    "dora": (Model, {"variant": "dora"}, "takes no DoRA: choose another variant, or"),
+    "slices": (
+        Model,
+        {"enable_lora": {"down_proj": [True, False]}},
+        "is not a linear layer, whose",
+    ),
     "rank": (
         Model,
         {"r": 9},
