@@ -146,6 +146,10 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
         )
         adapter = _without_start(adapter)
     metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
+    if metadata.stacks and metadata.dropout:
+        remarks.append(
+            "PEFT takes no dropout beside updates of parameters: for training on, it is 0 there"
+        )
     if any(attention_of(module, deltas) for module in deltas):
         remarks.append(
             "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice, so its "
@@ -327,7 +331,8 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         "lora_alpha": as_int(alpha),
         "rank_pattern": _pattern(ranks, targets),
         "alpha_pattern": _pattern(alphas, targets),
-        "lora_dropout": metadata.dropout or 0.0,
+        # Beside parameters, PEFT refuses any.
+        "lora_dropout": 0.0 if stacks else metadata.dropout or 0.0,
         **_targets(modules, model),
         **({"target_parameters": [*stacks.values()]} if stacks else {}),
         "modules_to_save": sorted(saved) or None,

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import logging
 import pickle
 import threading
@@ -432,6 +433,20 @@ def test_pefts_tensors(tmp_path):
         B = tensors.pop(f"{place}.lora_B.weight").view(-1, R, EXPERTS)
         assert torch.equal(B.permute(2, 0, 1).flatten(0, 1), update.lora_B)
     assert not tensors
+
+
+def test_dropout_of_other_modules_is_not_pefts(tmp_path):
+    model = adapted(targets=STACKS)
+    lora.add_lora(model, "q", r=R, lora_alpha=ALPHA, lora_dropout=0.1)
+    for file in ("a", "a.safetensors"):
+        said = lora.save_adapter(randomised(model), tmp_path / file)
+        assert any("PEFT takes no dropout" in line for line in said) is (file == "a")
+        again = build()
+        lora.load_adapter(again, tmp_path / file)  # which has our own metadata
+        assert again.layers[0]["q"].lora_dropout.p == 0.1
+        close(again.eval()(tokens()), model.eval()(tokens()))
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["lora_dropout"] == 0
 
 
 def test_a_bank_refuses_what_it_cannot_see(tmp_path):
