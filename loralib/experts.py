@@ -14,9 +14,9 @@ The module becomes one of a class derived from its own. It has a child for each 
 an `AdaptedStack`, with A and B. Outside of its forward the parameter is the frozen one.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -220,18 +220,21 @@ class LowRankSum:
 
     def __init__(self, weight: Tensor, left: Tensor, right: Tensor):
         self.weight, self.left, self.right = weight, left, right
+        self._of_each: dict[bool, list[LowRankSum]] = {}
 
-    @functools.cached_property
+    @property
     def sum(self) -> Tensor:
         """The sum itself, through which gradients reach the factors."""
         with without_autocast(self.weight.device.type):
             return self.weight + self.left @ self.right
 
-    @functools.cached_property
-    def _matrices(self) -> "list[LowRankSum]":
-        """One for each matrix of a stack: the gradients of all are written at once."""
-        parts = (each.unbind() for each in (self.weight, self.left, self.right))
-        return [LowRankSum(*of_one) for of_one in zip(*parts, strict=True)]
+    def _matrix(self, index: int) -> "LowRankSum":
+        """That of one matrix of a stack: of all of them at once, autograd writes one gradient."""
+        has_grad = torch.is_grad_enabled()
+        if has_grad not in self._of_each:
+            parts = (each.unbind() for each in (self.weight, self.left, self.right))
+            self._of_each[has_grad] = [LowRankSum(*one) for one in zip(*parts, strict=True)]
+        return self._of_each[has_grad][index]
 
     @property
     def mT(self) -> "LowRankSum":
@@ -250,7 +253,7 @@ class LowRankSum:
         if isinstance(index, Tensor) and index.dim() == 0:
             index = int(index)
         if isinstance(index, int):
-            return self._matrices[index]
+            return self._matrix(index)
         return LowRankSum(self.weight[index], self.left[index], self.right[index])
 
     def __matmul__(self, other: Any) -> Any:
@@ -305,17 +308,22 @@ def _product(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
     if func is F.linear and isinstance(y, LowRankSum):
         more = F.linear(F.linear(x, y.right), y.left)
         return F.linear(x, y.weight, *args[2:], **kwargs) + more
-    if "grouped_mm" in getattr(func, "__name__", "") and isinstance(y, LowRankSum):
-        if len(args) > 2 or any(kwargs[each] is not None for each in kwargs.keys() - {"offs"}):
-            return None
-        left, right = _padded(y)
-        return func(x, y.weight, **kwargs) + func(func(x, left, **kwargs), right, **kwargs)
+    if _is_grouped(func, args, kwargs):
+        (left, right), ends, product = _padded(y), args[2:], partial(func, **kwargs)
+        return product(x, y.weight, *ends) + product(product(x, left, *ends), right, *ends)
     # Of a vector and a stack, a product with a factor would be taken for another one.
     if func not in _MATMULS or len(args) > 2 or kwargs or min(x.dim(), y.dim()) < 2:
         return None
     if isinstance(y, LowRankSum):
         return func(x, y.weight) + func(func(x, y.left), y.right)
     return func(x.weight, y) + func(x.left, func(x.right, y))
+
+
+def _is_grouped(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is a grouped product of rows with a stack, and gives nothing but that."""
+    others = [*args[3:], *(value for name, value in kwargs.items() if name != "offs")]
+    is_one = "grouped_mm" in getattr(func, "__name__", "") and isinstance(args[1], LowRankSum)
+    return is_one and args[1].weight.dim() == 3 and all(each is None for each in others)
 
 
 def _padded(of_stack: LowRankSum) -> tuple[Tensor, Tensor]:

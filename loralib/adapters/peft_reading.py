@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("target_parameters", "fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
+    *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 }
 # Of these, what says which modules are adapted, trained and saved.
@@ -53,7 +53,7 @@ _SAYING_WHAT = (
 )
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("rank_pattern", "alpha_pattern"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
 }
 # What follows the name of an adapted module in that of its frozen weight.

@@ -190,6 +190,21 @@ OTHERS = {
 }
 
 
+def test_what_is_read_without_gradients_takes_none_from_what_follows():
+    class Other(Experts):
+        def forward(self, x):
+            with torch.no_grad():
+                self.largest = max(self.gate_up_proj.abs().max(), self.gate_up_proj[0].abs().max())
+            return x @ self.gate_up_proj[0].mT + torch.einsum("ti,oi->to", x, self.gate_up_proj[1])
+
+    layer = Other()
+    lora.add_lora(layer, "gate_up_proj", r=R)
+    randomised(layer)(tokens()).square().sum().backward()
+    update = layer.gate_up_proj_lora
+    assert layer.largest == lora.merge(copy.deepcopy(layer)).gate_up_proj.abs().max()
+    assert all(part.any() for part in update.lora_A.grad.split(R)[:2])
+
+
 @pytest.mark.parametrize("what", OTHERS)
 def test_whatever_else_a_forward_does_is_done_with_the_sum(what):
     class Other(Experts):
