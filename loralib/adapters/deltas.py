@@ -266,7 +266,8 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
     if stacks and re.search(r"\.experts\.\d+(?:\.|$)", name):  # of upstream's Transformers before 5
         return (
             f"this model holds all experts of a layer in one parameter, such as {min(stacks)}: "
-            "merge the adapter with PEFT, or with the version of Transformers that it is of"
+            "load the adapter with PEFT, which converts it for some models, and save it there; or "
+            "merge it with the version of Transformers that it is of"
         )
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from itertools import product
 from pathlib import Path
 
 import peft
@@ -9,10 +10,12 @@ import pytest
 import torch
 from models import draw, output_of
 from ours import assert_close, assert_same_bits, bits_of
+from safetensors.torch import save_file
 from torch import nn
 
 import loralib as lora
 import transformers
+from loralib.errors import CheckpointError
 
 R, ALPHA = 4, 6
 WAYS = ("eager", "grouped_mm", "batched_mm")
@@ -143,10 +146,31 @@ def test_peft_opens_what_add_lora_has_made(tmp_path: Path, name: str, way: str):
 
 def test_a_folder_of_pefts_is_for_a_model(tmp_path: Path):
     with_peft("mixtral", "eager").save_pretrained(tmp_path / "theirs")
-    with pytest.raises(lora.errors.CheckpointError, match=r"load_adapter\(model, …\)"):
+    with pytest.raises(CheckpointError, match=r"load_adapter\(model, …\)"):
         lora.read_adapter(tmp_path / "theirs")
     with_peft("mixtral", "eager", STACKS[:1]).save_pretrained(tmp_path / "one")
     assert lora.read_adapter(tmp_path / "one").lora.targets == ("gate_up_proj_lora", "q_proj")
+
+
+def test_adapters_of_older_versions_come_by_way_of_peft(tmp_path: Path):
+    """Transformers 4 had a module for each expert: PEFT makes such adapters' updates one."""
+    tensors, sizes = {}, {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}
+    for layer, expert, (name, (out, width)) in product(range(2), range(4), sizes.items()):
+        start = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        tensors[f"{start}.lora_A.weight"] = nn.Parameter(torch.empty(R, width))
+        tensors[f"{start}.lora_B.weight"] = nn.Parameter(torch.empty(out, R))
+    draw(tensors.items(), "older")
+    config = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*sizes], task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path / "older")
+    save_file(tensors, tmp_path / "older" / "adapter_model.safetensors")
+    model = build("mixtral")
+    with pytest.raises(CheckpointError, match=r"load the adapter with PEFT, which converts it"):
+        lora.load_adapter(model, tmp_path / "older")
+    theirs = peft.PeftModel.from_pretrained(build("mixtral"), tmp_path / "older")
+    theirs.save_pretrained(tmp_path / "newer")
+    assert len(lora.load_adapter(model, tmp_path / "newer")) == 4
+    assert (outputs(theirs) - outputs(build("mixtral"))).abs().max() > 1e-2
+    assert_close(outputs(model), outputs(theirs))
 
 
 @pytest.mark.parametrize("name", MODELS)
