@@ -268,6 +268,18 @@ class LowRankSum:
             raise AttributeError(name)
         return getattr(self.weight if name in _OF_WEIGHT else self.sum, name)
 
+    def data_ptr(self) -> int:
+        """The weight's address on a CPU, where its alignment may be asked for; elsewhere an error.
+
+        A kernel would take it for the address of the sum.
+        """
+        if not self.weight.is_cpu:
+            raise RuntimeError(
+                "a kernel asks for the memory of experts that have LoRA, whose sum W + B A is not "
+                "computed: choose another implementation (experts_implementation='grouped_mm')"
+            )
+        return self.weight.data_ptr()
+
     @classmethod
     def __torch_function__(
         cls,

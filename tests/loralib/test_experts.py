@@ -391,6 +391,14 @@ def test_a_kernel_is_not_given_a_sum():
         experts(tokens().requires_grad_())
 
 
+def test_no_kernel_gets_the_address_of_the_weight_alone():
+    weight, left, right = torch.ones(2, 4, 4), torch.ones(2, 4, 1), torch.ones(2, 1, 4)
+    assert LowRankSum(weight, left, right).data_ptr() % 16 == weight.data_ptr() % 16
+    elsewhere = LowRankSum(*(each.to("meta") for each in (weight, left, right)))
+    with pytest.raises(RuntimeError, match="a kernel asks for the memory of experts"):
+        elsewhere.data_ptr()
+
+
 # ---- adapters ----
 
 
