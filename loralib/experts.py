@@ -44,17 +44,21 @@ def stack_of_layer(layer: str) -> str:
 def is_layer_of_stack(model: nn.Module, name: str) -> bool:
     """Whether a name is that of a LoRA layer of a stack which a model has, adapted or not."""
     at, _, last = name.rpartition(".")
-    return stack_of_layer(last) != last and stack_of_layer(last) in stacks_in(
-        model.get_submodule(at)
-    )
+    stack = stack_of_layer(last)
+    return stack != last and stack in stacks_in(model.get_submodule(at))
+
+
+def is_transposed(owner: nn.Module) -> bool:
+    """Whether a module holds its stacks as (experts, in, out): upstream's say so by this attribute.
+
+    Of one that does not say it, which PEFT cannot tell either, A is on the side of the outputs.
+    """
+    return bool(getattr(owner, "is_transposed", False))
 
 
 def matrices(owner: nn.Module, stack: Tensor) -> Tensor:
-    """A stack as (experts, out, in), a view: modules with `is_transposed` hold (experts, in, out).
-
-    PEFT tells it so as well. A class that does not say it has A where others have B.
-    """
-    return stack.mT if getattr(owner, "is_transposed", False) else stack
+    """A stack as (experts, out, in), a view."""
+    return stack.mT if is_transposed(owner) else stack
 
 
 def merge_stack(owner: nn.Module, stack: Tensor, delta: Delta) -> Tensor:
@@ -106,8 +110,8 @@ class AdaptedStack(AdaptedProjection):
         delta = self._delta(weight.dtype)
         A, B = (each.unflatten(0, (len(weight), -1)) for each in (delta.A, delta.B))
         B = delta.scaling * B
-        is_transposed = matrices(self.base, weight) is not weight
-        return LowRankSum(weight, A.mT, B.mT) if is_transposed else LowRankSum(weight, B, A)
+        factors = (A.mT, B.mT) if is_transposed(self.base) else (B, A)
+        return LowRankSum(weight, *factors)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -240,6 +244,11 @@ class LowRankSum:
     def mT(self) -> "LowRankSum":
         """The transposed sum, Wᵀ + Rᵀ Lᵀ."""
         return LowRankSum(self.weight.mT, self.right.mT, self.left.mT)
+
+    def to(self, *args: Any, **kwargs: Any) -> "LowRankSum":
+        """As that of a tensor."""
+        parts = (self.weight, self.left, self.right)
+        return LowRankSum(*(each.to(*args, **kwargs) for each in parts))
 
     def transpose(self, dim0: int, dim1: int) -> "LowRankSum | Tensor":
         """As that of a tensor."""

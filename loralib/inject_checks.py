@@ -184,7 +184,7 @@ def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
         raise ValueError(
             f"{name} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
         )
-    if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer | nn.ParameterList):
+    if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
         raise UnsupportedLayerError(
             f"{name} belongs to a {kind.__qualname__}, which computes nothing with it that could "
             f"have LoRA: {_LEAVE_OUT}"

@@ -190,6 +190,7 @@ OTHERS = {
     "less a number": lambda w, x: 1 - w,
     "permuted": lambda w, x: w.permute(2, 0, 1),
     "transposed otherwise": lambda w, x: w.transpose(0, 1),
+    "of another dtype": lambda w, x: x.double() @ w.to(torch.float64)[0].mT,
     "concatenated": lambda w, x: torch.cat([w, w]),
     "chunks": lambda w, x: w[2].chunk(2)[1],
     "a baddbmm": lambda w, x: torch.baddbmm(x.new_zeros(1), x.expand(EXPERTS, -1, -1), w.mT),
@@ -467,6 +468,19 @@ def test_pefts_tensors(tmp_path):
         B = tensors.pop(f"{place}.lora_B.weight").view(-1, R, EXPERTS)
         assert torch.equal(B.permute(2, 0, 1).flatten(0, 1), update.lora_B)
     assert not tensors
+
+
+def test_experts_that_are_in_several_places(tmp_path):
+    """They have one update, under the first name; PEFT would wrap one place alone."""
+    model, other = build(), build()
+    for each in (model, other):
+        each.layers[1]["experts"] = each.layers[0]["experts"]
+    assert lora.add_lora(model, "down_proj", r=R) == ("layers.0.experts.down_proj_lora",)
+    lora.save_adapter(randomised(model), tmp_path / "a.safetensors")
+    lora.load_adapter(other, tmp_path / "a.safetensors")
+    close(other(tokens()), model(tokens()))
+    with pytest.raises(CheckpointError, match=r"is layers\.1\.experts as well, of which PEFT"):
+        lora.save_adapter(model, tmp_path / "a")
 
 
 def test_dropout_of_other_modules_is_not_pefts(tmp_path):
