@@ -196,11 +196,15 @@ def _with_stacks(
         meant = _stacks_of(owner, config)
         in_order = [name for name in order if name in meant]
         names = in_order or meant
-        if len(modules) != len(names) or (len(names) > 1 and not in_order):
+        if len(names) > 1 and not in_order:
             raise CheckpointError(
-                f"{source}: has {len(modules)} updates of {owner}, where {CONFIG_NAME} names "
-                f"{listed(names)}; only the model's order tells whose they are: give it to "
-                "load_adapter(model, …), with the model that it was trained in"
+                f"{source}: adapts several parameters of {owner} ({listed(names)}), and only the "
+                "order in the model tells which update is whose: give it to load_adapter(model, …)"
+            )
+        if len(modules) != len(names):
+            raise CheckpointError(
+                f"{source}: has {len(modules)} of the updates of {owner}, {CONFIG_NAME} names "
+                f"{listed(names)}"
             )
         named |= dict(zip(modules, names, strict=True))
     for module, name in named.items():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -456,8 +457,6 @@ def test_pefts_tensors(tmp_path):
     """The first parameter is wrapped first; of B the columns are the ranks', then the experts'."""
     model = adapted(targets=STACKS, layers=1)
     lora.save_adapter(model, tmp_path / "a")
-    from safetensors.torch import load_file
-
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     experts, start = model.layers[0]["experts"], "base_model.model.layers.0.experts"
     for place, update in (
@@ -468,6 +467,83 @@ def test_pefts_tensors(tmp_path):
         B = tensors.pop(f"{place}.lora_B.weight").view(-1, R, EXPERTS)
         assert torch.equal(B.permute(2, 0, 1).flatten(0, 1), update.lora_B)
     assert not tensors
+
+
+def as_peft_writes(folder, change=lambda tensors, config: None):
+    """A folder without what this project says of itself, and with what a test changes."""
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, config = load_file(weights), json.loads(settings.read_text(encoding="utf-8"))
+    change(tensors, config)
+    save_file(tensors, weights)
+    settings.write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def with_short_names(tensors, config):
+    config["target_parameters"] = ["down_proj", "experts.gate_up_proj"]
+
+
+def of_another_rank(tensors, config):
+    config["r"] = 5
+
+
+def without_outer(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts.lora_" in name]:
+        del tensors[name]
+
+
+def without_any(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts." in name]:
+        del tensors[name]
+
+
+def without_half(tensors, config):
+    del tensors["base_model.model.layers.1.experts.lora_B.weight"]
+
+
+def with_names_that_are_none(tensors, config):
+    config["target_parameters"] = "experts.*"
+
+
+@pytest.mark.parametrize("change", [lambda tensors, config: None, with_short_names])
+def test_pefts_folders_are_for_a_model(tmp_path, change):
+    """Which update is whose depends on the order of a model's parameters."""
+    model = adapted(targets=("q", *STACKS))
+    lora.save_adapter(model, tmp_path / "a")
+    folder = as_peft_writes(tmp_path / "a", change)
+    with pytest.raises(
+        CheckpointError, match=r"adapts several param.*give it to load_adapter\(model"
+    ):
+        lora.read_adapter(folder)
+    again = build()
+    lora.load_adapter(again, folder)
+    close(again(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
+    model, merged = adapted(targets=("q", stack)), build()
+    lora.save_adapter(model, tmp_path / "a")
+    merge_into(merged, lora.read_adapter(as_peft_writes(tmp_path / "a")))
+    close(merged(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_another_rank, "which are not several of the rank 5"),
+        (without_outer, r"has 1 of the updates of layers\.1\.experts, adapter_config"),
+        (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
+        (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
+        (with_names_that_are_none, "target_parameters is 'experts"),
+    ],
+)
+def test_damaged_folders_of_pefts_are_refused(tmp_path, change, message):
+    lora.save_adapter(adapted(targets=STACKS), tmp_path / "a")
+    model = build()
+    with pytest.raises(CheckpointError, match=message):
+        lora.load_adapter(model, as_peft_writes(tmp_path / "a", change))
+    assert not lora_layers(model)
 
 
 def test_experts_that_are_in_several_places(tmp_path):
