@@ -16,6 +16,7 @@ an `AdaptedStack`, with A and B. Outside of its forward the parameter is the fro
 
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -61,16 +62,23 @@ def matrices(owner: nn.Module, stack: Tensor) -> Tensor:
     return stack.mT if is_transposed(owner) else stack
 
 
+@torch.no_grad()
 def merge_stack(owner: nn.Module, stack: Tensor, delta: Delta) -> Tensor:
     """A stack with its update merged into it, as `merge` does it: a new tensor of its shape.
+
+    One matrix after the other, as all in float32 may not fit in memory.
 
     Args:
         owner: the module that has it.
         stack: unchanged.
         delta: of the matrices one below the other, (experts · out, in).
     """
-    merged = merge(matrices(owner, stack), delta, lambda weight: weight.flatten(0, 1))
-    return matrices(owner, merged).contiguous()
+    merged = torch.empty_like(stack, memory_format=torch.contiguous_format)
+    parts = zip(matrices(owner, merged), matrices(owner, stack), delta.blocks(), strict=True)
+    for result, matrix, block in parts:
+        of_one = replace(delta, A=block.A, B=block.B, starts=(0,), out_features=0)
+        result.copy_(merge(matrix, of_one, lambda weight: weight))
+    return merged
 
 
 class AdaptedStack(AdaptedProjection):
