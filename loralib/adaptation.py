@@ -19,9 +19,11 @@ from .adapted_layers import (
     ScaledEmbedding,
 )
 from .errors import UnsupportedLayerError
-from .in_place import turn_into, was_turned
+from .experts import AdaptedStack, layer_of_stack, with_stacks
+from .in_place import turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
+from .model_checks import stacks_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,23 @@ def _adapt_attention(module: Any, settings: LayerSettings) -> None:
         projection._add_update(_update_dtype(projection))
         projection.reset_lora_parameters()
         module.add_module(name, projection.train(module.training))
+
+
+def adapt_stack(owner: nn.Module, name: str, settings: LayerSettings) -> None:
+    """Adapts a parameter of a module that is a stack of matrices."""
+    if not was_turned(owner):
+        turn_into(owner, with_stacks(type(owner), tuple(stacks_in(owner))))
+    layer: Any = AdaptedStack(owner, name, **settings.of_layer())
+    layer._add_update(_update_dtype(layer))
+    layer.reset_lora_parameters()
+    owner.add_module(layer_of_stack(name), layer.train(owner.training))
+
+
+def drop_stack(owner: nn.Module, name: str) -> None:
+    """Undoes `adapt_stack`, as far as it came."""
+    owner._modules.pop(layer_of_stack(name), None)
+    if was_turned(owner) and not any(isinstance(m, AdaptedStack) for m in owner._modules.values()):
+        turn_back(owner)
 
 
 _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {

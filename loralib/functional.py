@@ -270,13 +270,14 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
     weight, own_A, own_B = weight.detach(), block.A.detach(), block.B.detach()
     A, B = own_A.to(wide), own_B.to(wide)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
-    with _without_autocast(weight.device.type):
+    with without_autocast(weight.device.type):
         across = products.small_product(weight, own_A.to(weight.dtype)).to(wide)
         across = torch.addmm(2 * scaling * across, B, A @ A.t(), alpha=scaling**2)
     return (squares + (across * B).sum(1)).clamp(min=0).sqrt()
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager:
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """A block in which products have the dtype of what is multiplied."""
     if not products.has_autocast(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -76,7 +76,8 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 def merge_in_place(model: nn.Module) -> None:
     """Turns a model's modules back; each gets a new weight, with its update merged into it."""
-    layers: list[Any] = [m for m in model.modules() if is_in_place(m)]
+    parts = model.modules()
+    layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
         (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
     ]

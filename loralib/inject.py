@@ -11,6 +11,8 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
     nn.Embedding                  Embedding
     nn.Conv1d, 2d, 3d             AdaptedConv1d, 2d, 3d           A a convolution, B one of 1 × 1
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
+    a stack of matrices, as of    a frozen parameter beside an    one of each matrix, see experts.py
+    the experts of a mixture      AdaptedStack
 """
 
 import logging
@@ -22,7 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adaptation import LayerSettings, builder_of, is_linear, turn_with
+from .adaptation import (
+    LayerSettings,
+    adapt_stack,
+    builder_of,
+    drop_stack,
+    is_linear,
+    turn_with,
+)
 from .adapted_layers import MultiheadAttention
 from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
 from .bypassed import bypassed
@@ -37,8 +46,10 @@ from .inject_checks import (
     check_owner,
     check_rank,
     check_rows,
+    check_stack,
     check_tied,
     check_trained,
+    largest_ranks,
     sharing,
 )
 from .lora_layer import LoRALayer, lora_layers
@@ -56,7 +67,7 @@ from .targets import (
     by_pattern,
     check_exclusions,
     find,
-    first_names,
+    first_names_of_targets,
     guessed_head,
     is_any,
     matches,
@@ -94,7 +105,8 @@ def add_lora(
             that it uses in several places has one update, and goes by the first of its names.
         targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
             head and leaves out. An `nn.MultiheadAttention` is adapted with
-            its out_proj, unless that is excluded.
+            its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
+            as "experts.down_proj"; they take no dropout and no DoRA.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has
@@ -120,7 +132,9 @@ def add_lora(
     pissa, olora), call `start_from_weights` then.
 
     Returns:
-        The names of the adapted modules. A second call adds others, and leaves what is trained.
+        The names of the modules that have updates; that of a stack, ``experts.down_proj``, is in
+        one beside it, ``experts.down_proj_lora``. A second call adds others, and leaves what is
+        trained.
 
     Raises:
         ValueError: a target or a pattern matches nothing, or a module that has LoRA already; an
@@ -193,11 +207,11 @@ def _with_output_projections(
     model: nn.Module, names: Iterable[str], exclude: Iterable[Target]
 ) -> list[str]:
     """The names with those of attentions' out_proj after their own, where not left out."""
-    complete: dict[str, None] = {}
+    complete, modules = dict[str, None](), dict(model.named_modules())
     for name in names:
         complete[name] = None
         out_proj = f"{name}.out_proj"
-        is_attention = isinstance(model.get_submodule(name), nn.MultiheadAttention)
+        is_attention = isinstance(modules.get(name), nn.MultiheadAttention)
         if is_attention and not is_any(out_proj, exclude):
             complete[out_proj] = None
     return list(complete)
@@ -262,15 +276,21 @@ def _warn_of_stacks(model: nn.Module) -> None:
 
     Recent versions of upstream's Transformers hold the experts of a layer so.
     """
-    left = {n: weight for n, weight in stacked_weights(model).items() if not weight.requires_grad}
-    adapted = sum(weight.numel() for _, weight in weights_with_updates(model))
-    if sum(weight.numel() for weight in left.values()) <= adapted:
+    adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
+    left = {
+        name: weight.numel()
+        for name, weight in stacked_weights(model).items()
+        if not weight.requires_grad and id(weight) not in adapted
+    }
+    if sum(left.values()) <= sum(adapted.values()):
         return
+    ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in left)
     logger.warning(
         "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
-        "there is no LoRA layer for these, which stay frozen",
+        "to adapt these as well, add %s to targets",
         ALL_LINEAR,
         in_short(left, at_most=2),
+        in_short(ends, quote="'"),
     )
 
 
@@ -335,11 +355,11 @@ def adapt(
     any_rank: bool = False,
     rank_pattern: Iterable[Target] = (),
 ) -> tuple[str, ...]:
-    """Adapts exactly these modules of a model, and freezes their weights.
+    """Adapts exactly these modules and stacks of a model, and freezes their weights.
 
     Args:
         model: changed in place.
-        settings: by the names of the modules.
+        settings: by their names.
         untie: as for `add_lora`.
         any_rank: ranks may be larger than a dimension of their weight, as they are in some files.
         rank_pattern: the targets by which some got another rank than the rest, for errors.
@@ -353,16 +373,20 @@ def adapt(
     """
     check_adaptable(model)
     settings = _by_first_name(model, settings)
-    modules = {name: model.get_submodule(name) for name in settings}
+    stacks = [name for name in stacked_weights(model) if name in settings]
+    modules = {name: model.get_submodule(name) for name in settings if name not in stacks}
+    for name in stacks:
+        check_stack(model, name, settings[name])
     for name, module in modules.items():
         check_module(name, module, settings[name])
         check_owner(model, name)
         check_dropout(model, name, settings[name])
         if not any_rank:
-            check_rank(name, modules, settings, rank_pattern)
             check_rows(name, module, settings[name])
+    if not any_rank:
+        check_rank(largest_ranks(model, settings), settings, rank_pattern)
     if not untie:
-        check_tied(model, modules)
+        check_tied(model, settings)
     had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
@@ -387,14 +411,22 @@ def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
 def _turn_all(
     model: nn.Module, modules: Mapping[str, nn.Module], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Makes LoRA layers of modules, and of the attentions around them; all of them, or none."""
+    """Makes LoRA layers of modules, and of the attentions around them; all of them, or none.
+
+    The settings that are of no module are those of stacks.
+    """
     turned: list[nn.Module] = []
+    owners = {name: name.rpartition(".") for name in settings if name not in modules}
+    stacks = {name: (model.get_submodule(at), last) for name, (at, _, last) in owners.items()}
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for name, module in modules.items():
             turned.append(module)
             with turning(module):
                 builder_of(module)(module, settings[name])
+        for name, (owner, last) in stacks.items():
+            with turning(owner):
+                adapt_stack(owner, last, settings[name])
         for name in modules:
             owner = model.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
@@ -402,6 +434,8 @@ def _turn_all(
                 with turning(owner):
                     turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     except BaseException as error:  # nothing is changed then
+        for owner, last in stacks.values():
+            drop_stack(owner, last)
         for module in reversed(turned):
             if was_turned(module):
                 turn_back(module)
@@ -416,7 +450,7 @@ def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
     """The settings by the first names of the modules, which may have several."""
-    first, by_first = first_names(model), dict[str, LayerSettings]()
+    first, by_first = first_names_of_targets(model), dict[str, LayerSettings]()
     for name, of_module in settings.items():
         if by_first.setdefault(first.get(name, name), of_module) != of_module:
             raise ValueError(

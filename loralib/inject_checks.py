@@ -11,12 +11,14 @@ from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed
 from .errors import UnsupportedLayerError
+from .experts import layer_of_stack, matrices
 from .functional import variant_of
 from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
+from .model_checks import stacked_weights, stacks_in
 from .nn.products import Linear
-from .targets import Target, first_names, matches, text_of
+from .targets import Target, first_names_of_targets, matches, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
@@ -64,7 +66,7 @@ def check_has_modules(model: nn.Module) -> None:
     Raises:
         ValueError: it has none; a layer alone has to be put into a model.
     """
-    if first_names(model):
+    if first_names_of_targets(model):
         return
     kind = type(model).__name__
     try:
@@ -130,7 +132,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     try:
         builder_of(module)
     except UnsupportedLayerError as error:
-        inner = _layers_within(name, module)
+        inner = _targets_within(name, module)
         instead = f"name those within, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
     taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
@@ -139,6 +141,17 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} has an attribute '{taken[0]}', as LoRA's layers have it for theirs: "
             f"{_LEAVE_OUT}"
         )
+    _check_no_own_forward(name, module)
+    found = (module._parameters.get(part) for part in _weight_names(module))
+    weights = [weight for weight in found if weight is not None]
+    if not weights:
+        raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
+    for weight in weights:
+        _check_dtype(what, weight)
+        _check_settings(name, module, weight, settings)
+
+
+def _check_no_own_forward(name: str, module: nn.Module) -> None:
     if has_own_forward(module):
         raise UnsupportedLayerError(
             own_forward_message(
@@ -148,25 +161,61 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
                 "set on it, which would compute without LoRA",
             )
         )
-    found = (module._parameters.get(part) for part in _weight_names(module))
-    weights = [weight for weight in found if weight is not None]
-    if not weights:
-        raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
-    for weight in weights:
-        if weight.is_complex():
-            raise UnsupportedLayerError(
-                f"{what} has complex weights ({weight.dtype}), which have no LoRA: {_LEAVE_OUT}"
+
+
+def _check_dtype(what: str, weight: Tensor) -> None:
+    if weight.is_complex():
+        raise UnsupportedLayerError(
+            f"{what} has complex weights ({weight.dtype}), which have no LoRA: {_LEAVE_OUT}"
+        )
+    if reason := quantized(weight):
+        raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
+
+
+def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
+    """Checks that a parameter, a stack of matrices, can be adapted, and with these settings.
+
+    Raises:
+        ValueError, UnsupportedLayerError: it cannot; the message names it.
+    """
+    at, _, last = name.rpartition(".")
+    owner = model.get_submodule(at)
+    kind = type(owner)
+    if layer_of_stack(last) in owner._modules:
+        raise ValueError(
+            f"{name} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
+        )
+    if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a {kind.__qualname__}, which computes nothing with it that could "
+            f"have LoRA: {_LEAVE_OUT}"
+        )
+    if hasattr(owner, layer_of_stack(last)):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', as LoRA's "
+            f"have it for theirs: {_LEAVE_OUT}"
+        )
+    _check_no_own_forward(at, owner)
+    weight = owner._parameters[last]
+    assert weight is not None
+    _check_dtype(name, weight)
+    for is_given, what, way_out in (
+        (settings.lora_dropout, "dropout", "set lora_dropout to 0"),
+        (variant_of(settings.variant).has_magnitude, "DoRA", "choose another variant"),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{name} is a stack of matrices, whose update takes no {what}: {way_out}, or "
+                f"{_LEAVE_OUT}"
             )
-        if reason := quantized(weight):
-            raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
-        _check_settings(name, module, weight, settings)
+    _check_settings(name, owner, matrices(owner, weight)[0], settings)
 
 
-def _layers_within(name: str, block: nn.Module) -> str:
-    """The linear layers within a block, as targets; empty where there are none."""
+def _targets_within(name: str, block: nn.Module) -> str:
+    """The linear layers and the stacks within a block, as targets; empty where there are none."""
     last = name.rpartition(".")[2]
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
-    return listed(f"{last}.{each}" for each in within)
+    return listed(f"{last}.{each}" for each in (*within, *stacked_weights(block)))
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -183,7 +232,7 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
 
 def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
     """Checks that a module in modules_to_train shares no weight with a frozen or adapted one."""
-    frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
+    frozen = {name: _own_parameters(model, name) for name in adapted}
     whole_parts: set[nn.Module] = set()
     for whole in trained:
         whole_parts.update(model.get_submodule(whole).modules())
@@ -204,6 +253,13 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                 )
 
 
+def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
+    """The parameters of a module itself; the one parameter, where this is a stack's name."""
+    at, _, last = name.rpartition(".")
+    stack = stacks_in(model.get_submodule(at)).get(last)
+    return {*model.get_submodule(name).parameters(recurse=False)} if stack is None else {stack}
+
+
 def sharing(
     model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
 ) -> list[str]:
@@ -216,34 +272,47 @@ def sharing(
 
 
 def check_rank(
-    name: str,
-    modules: Mapping[str, nn.Module],
+    largest: Mapping[str, int | None],
     settings: Mapping[str, LayerSettings],
     patterns: Iterable[Target] = (),
 ) -> None:
-    """Checks that a rank does not exceed the smaller dimension of its weight.
+    """Checks that no rank exceeds the smaller dimension of its weight.
 
     Args:
-        name: of the module.
-        modules: all that are to be adapted, by name.
-        settings: likewise.
+        largest: the largest ranks that are possible, see `largest_ranks`.
+        settings: those of the same modules.
         patterns: the targets by which some modules were given another rank than the rest.
     """
-    rank, largest = settings[name].r, _largest_rank(modules[name], settings[name])
-    if largest is None or rank <= largest:
-        return
-    pattern = next((each for each in patterns if matches(name, each)), None)
-    if largest == 0:
-        way_out = _LEAVE_OUT
-    elif pattern is not None:
-        way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
-    else:
-        alike = [n for n in modules if _largest_rank(modules[n], settings[n]) == largest]
-        target = _shortest_target(name, alike, modules)
-        way_out = f"lower it, or there alone: rank_pattern={{{target}: {largest}}}"
-    raise ValueError(
-        f"r = {rank} is larger than a dimension of {called(name)}: {largest}; {way_out}"
-    )
+    for name, most in largest.items():
+        rank = settings[name].r
+        if most is None or rank <= most:
+            continue
+        pattern = next((each for each in patterns if matches(name, each)), None)
+        if most == 0:
+            way_out = _LEAVE_OUT
+        elif pattern is not None:
+            way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
+        else:
+            alike = [n for n, other in largest.items() if other == most]
+            target = _shortest_target(name, alike, largest)
+            way_out = f"lower it, or there alone: rank_pattern={{{target}: {most}}}"
+        raise ValueError(
+            f"r = {rank} is larger than a dimension of {called(name)}: {most}; {way_out}"
+        )
+
+
+def largest_ranks(model: nn.Module, settings: Mapping[str, LayerSettings]) -> dict[str, int | None]:
+    """The smallest dimension of the weights of modules and stacks, as matrices, by their names.
+
+    None for a module without a weight of its own.
+    """
+    stacks = stacked_weights(model)
+    return {
+        name: min(stacks[name].shape[1:])
+        if name in stacks
+        else _largest_rank(model.get_submodule(name), own)
+        for name, own in settings.items()
+    }
 
 
 def _shortest_target(name: str, alike: Collection[str], others: Iterable[str]) -> str:
@@ -346,17 +415,17 @@ def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
             )
 
 
-def check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def check_tied(model: nn.Module, names: Iterable[str]) -> None:
     """Checks that no other module has the weight of one that is to be adapted."""
     owners: dict[Tensor, dict[int, str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, {})[id(module)] = name
-    for name, module in modules.items():
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
+    stacks = stacked_weights(model)
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0] if name in stacks else name)
+        for parameter in _own_parameters(model, name):
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(

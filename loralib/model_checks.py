@@ -31,10 +31,16 @@ def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{last}" if name else last: parameter
         for name, module in model.named_modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
-        for last, parameter in module._parameters.items()
-        if parameter is not None and "lora_" not in last and _is_stack(parameter)
+        for last, parameter in stacks_in(module).items()
     }
+
+
+def stacks_in(module: nn.Module) -> dict[str, Tensor]:
+    """Those of a module itself."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return {}
+    own = module._parameters.items()
+    return {n: p for n, p in own if p is not None and "lora_" not in n and _is_stack(p)}
 
 
 def _is_stack(parameter: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Which modules of a model are meant: by the end of a name, a glob, a regular expression, by layer.
 
+A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is.
+
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
 re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
@@ -16,6 +18,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .model_checks import stacks_in
 from .text import called, in_short, listed, shown
 
 ALL_LINEAR = "all-linear"
@@ -103,6 +106,18 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(module, name) for name, module in modules if name}
 
 
+def first_names_of_targets(model: nn.Module) -> dict[str, str]:
+    """As `first_names`, of all that targets can name: modules, and stacks of matrices in them."""
+    first = first_names(model)
+    owners = {"": model, **{name: model.get_submodule(name) for name in first}}
+    stacks = {
+        f"{name}.{last}" if name else last: f"{first[name]}.{last}" if name else last
+        for name, owner in owners.items()
+        for last in stacks_in(owner)
+    }
+    return first | stacks
+
+
 def other_places(model: nn.Module) -> dict[str, str]:
     """The first names of modules that a model uses in several places -> the name in another one.
 
@@ -134,7 +149,7 @@ def find(
     is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
     what: str = "targets",
 ) -> list[str]:
-    """The names of the modules that are meant, in the model's order.
+    """The names of the modules that are meant, in the model's order, and then those of stacks.
 
     Args:
         model: any model. A module that it has under several names is meant by each of them, and
@@ -143,13 +158,13 @@ def find(
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
         is_linear: what counts as a linear layer for "all-linear".
-        what: what the targets are called; others than "targets" may be no linear layers.
+        what: what the targets are called; others than "targets" mean whole modules, of any kind.
 
     Raises:
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
             names. Or a module is meant by one of its names and left out by another.
     """
-    first = first_names(model)
+    first = first_names_of_targets(model) if what == "targets" else first_names(model)
     names = list(first)
     layers = None if layers is None else as_layers(layers)
     left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
@@ -201,7 +216,7 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
     Raises:
         ValueError: one names only such blocks.
     """
-    first = first_names(model)
+    first = first_names_of_targets(model)
     for target in exclude:
         found = [name for name in first if matches(name, target)]
         if {first[name] for name in found} & set(meant):

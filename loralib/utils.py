@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapted_layers import AdaptedProjection
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .in_place import is_in_place, leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
@@ -255,7 +256,9 @@ def merge(module: nn.Module) -> nn.Module:
             part.check_merged_layer()
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
-    sound = [name for name, layer in lora_layers(module).items() if _is_finite(layer)]
+    sound = [
+        _place(name, layer) for name, layer in lora_layers(module).items() if _is_finite(layer)
+    ]
     earlier = list(module.parameters())
     merge_in_place(module)
     forget_trained(module)
@@ -280,14 +283,19 @@ def _is_finite(layer: LoRALayer) -> bool:
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
 
 
+def _place(name: str, layer: LoRALayer) -> str:
+    """The name of the module whose weight a layer's update is merged into."""
+    return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
+
+
 def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collection[int]) -> None:
     """Says which merged weights hold sums that float16 cannot.
 
     Args:
-        merged: names of the layers that were merged, of which the weights were finite.
+        merged: names of the modules that were merged, of which the weights were finite.
         earlier: the ids of the parameters that the model had before.
     """
-    starts = tuple(f"{name}." for name in merged)
+    starts = tuple(f"{name}." if name else "" for name in merged)
     for name, weight in model.named_parameters():
         if not name.startswith(starts) or id(weight) in earlier:
             continue

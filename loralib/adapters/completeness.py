@@ -6,9 +6,11 @@ from collections.abc import Collection
 from torch import nn
 
 from ..errors import CheckpointError
+from ..experts import layer_of_stack
+from ..model_checks import stacked_weights
 from ..targets import first_names
 from .adapter import LORA, Adapter
-from .peft import CONFIG_NAME, is_targeted
+from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter
 
 
 def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
@@ -31,6 +33,12 @@ def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]
                 f"{adapter.source}: lacks {missing}, which {CONFIG_NAME} says is trained"
             )
         if _is_meant(name, adapter) and not {name, first.get(name)} & {*adapted}:
+            raise CheckpointError(
+                f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
+            )
+    for name in stacked_weights(model):
+        is_meant = is_targeted_parameter(adapter.peft_config, name)
+        if is_meant and layer_of_stack(name) not in adapted:
             raise CheckpointError(
                 f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
             )

@@ -8,7 +8,8 @@ An adapter's tensors belong to modules. A module ``m`` has
 
 Those of a `Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a
 block for each updated slice of the output (see functional.py). The tensors do not say which slices
-these are: the metadata does, or the model's `Family`.
+these are: the metadata does, or the model's `Family`. Those of a stack of matrices have a block for
+each matrix (see experts.py).
 """
 
 import re
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..experts import matrices, merge_stack, stack_of_layer
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
-from ..model_checks import check_there, stacked_weights
+from ..model_checks import check_there, stacked_weights, stacks_in
 from ..nn.positions import shared_projections, unshare_positions
-from ..targets import first_names, other_places
+from ..targets import first_names, first_names_of_targets, other_places
 from ..text import called
 from .adapter import LORA, Adapter
 from .checks import check_positions
@@ -140,7 +142,8 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     """The first rows of the slices that a module's `count` updates reach, and its output's size."""
     if count == 1 and module not in (adapter.lora.slices or {}):
         return (0,), rows
-    enabled = slices_of(adapter, module)
+    is_stack = module in (adapter.lora.stacks or ())
+    enabled = (True,) * count if is_stack else slices_of(adapter, module)
     if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
@@ -151,9 +154,10 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     return starts, width * len(enabled)
 
 
-def is_of_slices(delta: Delta) -> bool:
-    """Whether a delta is stacked, or of one slice of the output."""
-    return len(delta.starts) > 1 or len(delta.B) != delta.out_features
+def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
+    """Whether a module's delta is stacked, or of one slice of the output; not a stack's."""
+    is_of_slices = len(delta.starts) > 1 or len(delta.B) != delta.out_features
+    return is_of_slices and module not in (adapter.lora.stacks or ())
 
 
 # ---- plain models ----
@@ -178,6 +182,26 @@ class AdaptedWeight:
         """The weight, as the module holds it."""
         return self.module.get_parameter(self.name)
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices."""
+        return self.name in stacks_in(self.module)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape as the delta has it: that of a kernel, (out, in), or of several."""
+        if self.is_stack:
+            return tuple(matrices(self.module, self.weight).shape)
+        is_kernel = self.weight.dim() > 2
+        return tuple((self.weight if is_kernel else out_in(self.module, self.weight)).shape)
+
+    def shape_of_delta(self, A: Tensor) -> tuple[int, ...]:
+        """The delta's shape likewise; A is the adapter's, not as a matrix."""
+        if self.is_stack:
+            count = len(self.delta.starts)
+            return count, self.delta.out_features // count, self.delta.in_features
+        return self.delta.out_features, *A.shape[1:]
+
     def merged(self) -> Tensor:
         """The weight with the delta merged into it, a new tensor.
 
@@ -185,6 +209,8 @@ class AdaptedWeight:
         rounded differently: they are copied.
         """
         copied = self.delta.to(self.weight.device, copy=True)
+        if self.is_stack:
+            return merge_stack(self.module, self.weight, copied)
         return merge(self.weight, copied, partial(out_in, self.module))
 
 
@@ -199,6 +225,8 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
             trained in.
     """
     source, embeddings = adapter.source, adapter.lora.embeddings or ()
+    if name in (adapter.lora.stacks or ()):
+        return _owner_of_stack(model, stack_of_layer(name), adapter)
     module, weight_name = _module_and_weight(model, name)
     if module is None:
         instead = _fitting(model, name, adapter)
@@ -220,18 +248,33 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     return module, weight_name
 
 
+def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Module, str]:
+    """The module that has a stack of this name, and what the stack is called there."""
+    at, _, last = name.rpartition(".")
+    owner = dict(model.named_modules(remove_duplicate=False)).get(at)
+    if owner is None or last not in stacks_in(owner):
+        raise CheckpointError(
+            f"{adapter.source}: the model has no {name}, a stack of matrices, to be adapted: "
+            f"{_fitting(model, name, adapter)}"
+        )
+    return owner, last
+
+
 def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
     """What to give in the place of a model that lacks a module: a part of it, or another model."""
     stacks = stacked_weights(model)
     if stacks and re.search(r"\.experts\.\d+(?:\.|$)", name):  # of upstream's Transformers before 5
         return (
             f"this model holds all experts of a layer in one parameter, such as {min(stacks)}: "
-            "merge the adapter with PEFT, or with the version of Transformers that it is of"
+            "load the adapter with PEFT, which converts it for some models, and save it there; or "
+            "merge it with the version of Transformers that it is of"
         )
-    within = [each for each in first_names(model) if each.endswith(f".{name}")]
+    within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
         adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}
-        return base_to_give(adapter, more_layers(adapted, first_names(model)))
+        of_stacks = adapted & {*(adapter.lora.stacks or ())}
+        adapted = adapted - of_stacks | {*map(stack_of_layer, of_stacks)}
+        return base_to_give(adapter, more_layers(adapted, first_names_of_targets(model)))
     part = within[0].removesuffix(f".{name}")
     return f"it has {within[0]}; give that part, model.get_submodule('{part}')"
 
@@ -292,7 +335,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         module, weight = adapted_module(model, name, adapter)
         if _is_repeated(adapter, name, first):
             continue
-        if name in others or name in others.values():
+        place = name.rpartition(".")[0] if name in (adapter.lora.stacks or ()) else name
+        if place in others or place in others.values():
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
                 "PEFT has adapted only one of them: load it with PEFT"
@@ -302,10 +346,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
             raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)
         check_there([(f"the weight of {name}", adapted.weight)], "it gets an adapter")
-        kernel = adapter.tensors[f"{name}.lora_A"].shape[1:]
-        theirs = (delta.out_features, *(kernel if len(kernel) > 1 else [delta.in_features]))
-        is_kernel = adapted.weight.dim() > 2
-        ours = tuple((adapted.weight if is_kernel else out_in(module, adapted.weight)).shape)
+        theirs, ours = adapted.shape_of_delta(adapter.tensors[f"{name}.lora_A"]), adapted.shape
         if theirs != ours:
             raise CheckpointError(
                 f"{adapter.source}: the delta of {called(name)} is {theirs}, the model's weight "

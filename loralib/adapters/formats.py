@@ -23,6 +23,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ FORMATS = ("lora", "release", "peft")
 
 # What changes what is computed, and what the release's files have no place for.
 _NOT_IN_RELEASE = (
-    *("variant", "initialization", "rank_pattern", "alpha_pattern", "embeddings", "slices"),
+    *("variant", "initialization", "rank_pattern", "alpha_pattern"),
+    *("embeddings", "slices", "stacks"),
 )
 # What PEFT has no place for, and no need of.
 _NOT_IN_PEFT = (
@@ -124,15 +126,30 @@ def read_adapter(
             says something else than its own tensors.
         OSError: the hub cannot be reached.
     """
+    where = {"cache_dir": cache_dir, "revision": revision, "token": token}
+    return read_adapter_for((), source, kind, lora_alpha, where)
+
+
+def read_adapter_for(
+    stacks: Iterable[str],
+    source: str | os.PathLike,
+    kind: Kind,
+    lora_alpha: float | None,
+    where: Mapping[str, Any],
+) -> Adapter:
+    """As `read_adapter`, for a model that has these stacks of matrices: their names, in its order.
+
+    PEFT's folders leave it to that order which update is whose.
+    """
     path = as_path("the adapter's name", source)
     foreign = _PEFT if kind == LORA else kind.foreign
     if not path.is_file():
-        where = {"cache_dir": cache_dir, "revision": revision, "token": token}
         # Not of `path`, in which "./a" is "a", as a repository may be called.
         name = os.path.expanduser(source)
         path = _within(name, kind, foreign, where)
     if foreign and path.name in (*foreign.names, *foreign.others):
-        adapter = foreign.read(path, kind)
+        read = partial(_read_peft, stacks=tuple(stacks)) if foreign is _PEFT else foreign.read
+        adapter = read(path, kind)
     else:
         adapter = _read_file(path, kind)
     if kind == LORA:
@@ -217,12 +234,13 @@ def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) ->
             return
 
 
-def _read_peft(path: Path, kind: Kind) -> Adapter:
+def _read_peft(path: Path, kind: Kind, stacks: tuple[str, ...] = ()) -> Adapter:
     weights = peft_reading.weights_of(path)
     held, metadata = read_checked(weights, kind)
     tensors = canonical_names(peft_reading.names_in_model(held, str(weights)), str(weights))
     known = LoraMetadata.from_metadata(metadata, weights)
-    adapter = peft_reading.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
+    config = path.with_name(peft.CONFIG_NAME)
+    adapter = peft_reading.read(config, tensors, weights, known, stacks)
     return replace(adapter, base_weights=peft_reading.base_weights(held))
 
 

@@ -15,13 +15,20 @@ from torch import Tensor, nn
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
+from ..experts import is_layer_of_stack, layer_of_stack, stack_of_layer
 from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
-from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
+from ..model_checks import (
+    check_no_peft_layers,
+    check_there,
+    check_whole,
+    stacked_weights,
+    tensors_of,
+)
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
@@ -34,14 +41,14 @@ from .deltas import (
     AdaptedWeight,
     adapted_modules,
     base_to_give,
-    is_of_slices,
+    has_slices,
     slices_in,
     slices_of,
     untied_by,
 )
 from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
-from .formats import read_adapter
+from .formats import read_adapter_for
 from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets, more_layers
 
@@ -86,6 +93,7 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "freeze_A": _common(layers, "freeze_A", False),
         "embeddings": embeddings,
         "slices": _own_slices(layers),
+        "stacks": tuple(n for n in map(layer_of_stack, stacked_weights(model)) if n in layers),
     }
 
 
@@ -207,6 +215,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
         ("variant", theirs.variant, ours.variant),
         ("initialization", _start_of(theirs), _start_of(ours)),
         ("embeddings", theirs.embeddings, ours.embeddings),
+        ("stacks", theirs.stacks, ours.stacks),
     ):
         if said != built:
             raise SettingsError(adapter.source, setting, said, built)
@@ -315,10 +324,9 @@ def load_adapter(
         OSError: the hub cannot be reached.
     """
     check_model(model, source)
-    adapter = read_adapter(
-        source, lora_alpha=lora_alpha, revision=revision, cache_dir=cache_dir, token=token
-    )
+    where = {"cache_dir": cache_dir, "revision": revision, "token": token}
     with without_wrappers(model) as plain:
+        adapter = read_adapter_for(stacked_weights(plain), source, LORA, lora_alpha, where)
         if plain is not model and not lora_layers(plain):
             # What DDP shares and torch.compile has compiled is settled when they wrap.
             raise ValueError(
@@ -367,7 +375,9 @@ def _settings_of(
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
-            enable_lora=slices_of(adapter, name) if is_of_slices(adapted.delta) else (True,),
+            enable_lora=slices_of(adapter, name)
+            if has_slices(adapter, name, adapted.delta)
+            else (True,),
         )
     return settings
 
@@ -375,7 +385,7 @@ def _settings_of(
 def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
     """Whether the update under this name can have dropout: those of attentions' projections cannot.
 
-    Nor can an embedding's.
+    Nor can an embedding's, and that of a stack of matrices.
 
     Args:
         model: the model.
@@ -384,6 +394,7 @@ def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
+    takes_weights = takes_weights or is_layer_of_stack(model, name)
     return not isinstance(module, nn.Embedding) and not takes_weights
 
 
@@ -482,11 +493,15 @@ def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:
 def _add_layers(
     model: nn.Module, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Adapts the modules of these names; of an attention's separate projections, the attention."""
+    """Adapts the modules of these names; of an attention's separate projections, the attention.
+
+    Of stacks of matrices the parameters.
+    """
     by_module = {}
     for name, own in settings.items():
         is_own = weights[name].name in ("weight", "in_proj_weight")
-        by_module[name if is_own else name.rpartition(".")[0]] = own
+        at = name if is_own else name.rpartition(".")[0]
+        by_module[stack_of_layer(name) if weights[name].is_stack else at] = own
     if by_module:
         # An adapter is of the module that it names, whatever else has its weight, and PEFT's may
         # have any rank.

@@ -62,7 +62,8 @@ class AdapterMetadata:
             return None
         try:
             values = {key: json.loads(metadata[key]) for key in known}
-            for key in ("targets", "labels", "text_columns", "trained_with", "embeddings"):
+            names = ("targets", "labels", "text_columns", "trained_with", "embeddings", "stacks")
+            for key in names:
                 if key in values:
                     values[key] = _strings(values[key])
             own = cls(**values)
@@ -127,6 +128,8 @@ class LoraMetadata(AdapterMetadata):
         embeddings: the full names of the adapted modules that are embeddings.
         slices: which of the equal slices of its output an update reaches, by the module's full
             name: of stacked updates in models of no registered family.
+        stacks: the full names of the updates of stacks of matrices, see loralib/experts.py, in the
+            model's order of those stacks.
         separate: True where what is held besides LoRA is each module's own, whatever shares it with
             others in the base, as PEFT has it: in models of no registered family, and where a
             family ties it.
@@ -145,6 +148,7 @@ class LoraMetadata(AdapterMetadata):
     freeze_A: bool | None = None
     embeddings: tuple[str, ...] | None = None
     slices: Mapping[str, tuple[bool, ...]] | None = None
+    stacks: tuple[str, ...] | None = None
     separate: bool | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
@@ -159,6 +163,7 @@ class LoraMetadata(AdapterMetadata):
             "alpha_pattern": _others(self.alpha_pattern, self.alpha),
             "embeddings": self.embeddings or None,
             "slices": _of_tuples(self.slices),
+            "stacks": self.stacks or None,
         }.items():
             object.__setattr__(self, name, shorter)
 

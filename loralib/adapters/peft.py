@@ -21,6 +21,11 @@ halves are called ``lora_embedding_A`` and ``lora_embedding_B``; the magnitudes 
 ``base_layer.out_proj``, and has the attention's own rank and alpha; PEFT adds that update twice (up
 to 0.21), so that B of the same function is here twice what it is there.
 
+A stack of matrices, see loralib/experts.py, is one of its ``target_parameters``. Its lora_A is
+(experts · r, in), as ours is, and of its lora_B, (out, r · experts), column i · experts + e is
+column i of expert e's. They are under the name of the module that has the stack, with a
+``base_layer`` for each of its other stacks that comes later in the model.
+
 PEFT's settings beyond that which change what is computed are refused by name. A folder is read by
 peft_reading.py and written by peft_writing.py.
 """
@@ -103,6 +108,11 @@ def is_targeted(config: Mapping[str, Any], name: str) -> bool:
     return False
 
 
+def is_targeted_parameter(config: Mapping[str, Any], name: str) -> bool:
+    """Whether PEFT's settings mean a parameter of this name."""
+    return any(name == t or name.endswith(f".{t}") for t in config.get("target_parameters") or ())
+
+
 def _is_named(patterns: str | Collection[str] | None, name: str) -> bool:
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
@@ -128,6 +138,16 @@ def peft_difference(module: nn.Module) -> str | None:
     ):
         return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A lacks"
     return None
+
+
+def stacked_B_of(B: Tensor, rank: int) -> Tensor:
+    """PEFT's lora_B of a stack, (out, r · experts), as ours, (experts · out, r)."""
+    return B.unflatten(1, (rank, -1)).permute(2, 0, 1).flatten(0, 1)
+
+
+def stacked_B_for(B: Tensor, experts: int) -> Tensor:
+    """The reverse."""
+    return B.unflatten(0, (experts, -1)).permute(1, 2, 0).flatten(1)
 
 
 def magnitude_of(tensor: Tensor) -> Tensor:

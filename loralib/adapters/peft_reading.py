@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..experts import layer_of_stack, stack_of_layer
 from ..functional import variant_of
 from ..io.tensors import same_tensor
-from ..text import first_line, shown
+from ..text import first_line, listed, shown
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
@@ -31,7 +32,9 @@ from .peft import (
     as_int,
     attention_of,
     end_of_name,
+    is_targeted_parameter,
     magnitude_of,
+    stacked_B_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,11 +49,11 @@ _WITHOUT_EFFECT = {
 # Of these, what says which modules are adapted, trained and saved.
 _SAYING_WHAT = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("bias", "modules_to_save"),
+    *("target_parameters", "bias", "modules_to_save"),
 )
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("rank_pattern", "alpha_pattern"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
 }
 # What follows the name of an adapted module in that of its frozen weight.
@@ -74,7 +77,11 @@ def weights_of(path: Path) -> Path:
 
 
 def read(
-    config_path: Path, tensors: Mapping[str, Tensor], weights: Path, known: LoraMetadata | None
+    config_path: Path,
+    tensors: Mapping[str, Tensor],
+    weights: Path,
+    known: LoraMetadata | None,
+    stacks_of_model: Sequence[str] = (),
 ) -> Adapter:
     """The adapter that PEFT's config and tensors are.
 
@@ -83,6 +90,8 @@ def read(
         tensors: its weights, under their canonical names.
         weights: the file that they are from.
         known: what this project wrote into the metadata of the weights, where it wrote them.
+        stacks_of_model: the names of the stacks of matrices of the model, in its order, where it is
+            known.
 
     Raises:
         CheckpointError: they are damaged, do not belong together, or are not LoRA as the paper
@@ -90,10 +99,12 @@ def read(
     """
     config, source = _read_config(config_path), str(weights)
     tensors, embeddings = _as_ours(tensors, source)
+    said = map(stack_of_layer, (known and known.stacks) or ())
+    tensors, stacks = _with_stacks(tensors, config, tuple(said) or stacks_of_model, source)
     pairs = lora_pairs(tensors, source)
     if not pairs:
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
-    _check_ranks(config, pairs, source, config_path)
+    _check_ranks(config, {m: p for m, p in pairs.items() if m not in stacks}, source, config_path)
     _check_complete(config, tensors, pairs, source)
     if _adds_twice(config):
         for module in pairs:
@@ -101,7 +112,8 @@ def read(
                 tensors[f"{module}.lora_B"] = TIMES_ADDED * tensors[f"{module}.lora_B"]
     use_dora = bool(config.get("use_dora"))
     variant = VARIANT_OF_FLAGS[bool(config.get("use_rslora")), use_dora]
-    alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
+    in_peft = {module: stack_of_layer(module) if module in stacks else module for module in pairs}
+    alphas = {m: _by_pattern(config, "lora_alpha", name, pairs) for m, name in in_peft.items()}
     slices = {} if use_dora else {m: own for m in pairs if (own := slices_in(known, m))}
     blocks = _blocks_of_all(pairs, slices)
     for module, B in blocks.items():
@@ -116,6 +128,7 @@ def read(
         alpha_pattern=others,
         variant=variant,
         embeddings=embeddings,
+        stacks=stacks,
         slices={m: slices[m] for m in blocks if slices[m] != enabled_slices(m)},
         initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
         # What PEFT adapts is adapted wherever it is used.
@@ -167,6 +180,71 @@ def _as_ours(
         ours[new] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
     embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
     return ours, tuple(sorted(embeddings))
+
+
+def _with_stacks(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], order: Sequence[str], source: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors with those of stacks of matrices named and shaped as ours; the stacks' layers.
+
+    Raises:
+        CheckpointError: it is unknown which stack they are of, or they are not of the rank that the
+            settings say.
+    """
+    ours, named = dict(tensors), dict[str, str]()
+    for owner, modules in _around_stacks(tensors, config).items():
+        meant = _stacks_of(owner, config)
+        in_order = [name for name in order if name in meant]
+        names = in_order or meant
+        if len(names) > 1 and not in_order:
+            raise CheckpointError(
+                f"{source}: adapts several parameters of {owner} ({listed(names)}), and only the "
+                "order in the model tells which update is whose: give it to load_adapter(model, …)"
+            )
+        if len(modules) != len(names):
+            raise CheckpointError(
+                f"{source}: has {len(modules)} of the updates of {owner}, {CONFIG_NAME} names "
+                f"{listed(names)}"
+            )
+        named |= dict(zip(modules, names, strict=True))
+    for module, name in named.items():
+        A, B = (ours.pop(f"{module}.lora_{half}", None) for half in "AB")
+        if A is None or B is None:
+            raise CheckpointError(f"{source}: lacks one half of the update of {name}")
+        rank = _by_pattern(config, "r", name, ())
+        if len(A) != B.shape[1] or len(A) % rank:
+            raise CheckpointError(
+                f"{source}: the updates of {name} have ranks of {len(A)} and {B.shape[1]} in all, "
+                f"which are not several of the rank {rank} that {CONFIG_NAME} says"
+            )
+        layer = layer_of_stack(name)
+        ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
+    stacks = [name for name in order if name in named.values()] or named.values()
+    return ours, tuple(map(layer_of_stack, stacks))
+
+
+def _around_stacks(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """What PEFT calls the updates of stacks, those that it has added first before others.
+
+    By the module that has the stacks. A bare name as a target would fit other modules as well,
+    whose updates are of the rank that the settings say.
+    """
+    found: dict[str, list[str]] = {}
+    for module in (name.rpartition(".")[0] for name in tensors if name.endswith(".lora_A")):
+        owner, rank = re.sub(r"(\.base_layer)+$", "", module), _by_pattern(config, "r", module, ())
+        is_plain = owner == module and len(tensors[f"{module}.lora_A"]) == rank
+        if not is_plain and _stacks_of(owner, config):
+            found.setdefault(owner, []).append(module)
+    return {owner: sorted(modules, key=len, reverse=True) for owner, modules in found.items()}
+
+
+def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:
+    """The names of a module's parameters that the settings mean."""
+    ends = dict.fromkeys(t.rpartition(".")[2] for t in config.get("target_parameters") or ())
+    own = (f"{owner}.{end}" for end in ends)
+    return [name for name in own if is_targeted_parameter(config, name)]
 
 
 def _check_ranks(
@@ -289,6 +367,7 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
     "auto_mapping": lambda value: value is None or isinstance(value, dict),
     "target_modules": lambda value: _are_names(value),
     "exclude_modules": lambda value: _are_names(value),
+    "target_parameters": lambda value: _are_names(value) and not isinstance(value, str),
     "layers_pattern": lambda value: _are_expressions(value),
     "modules_to_save": lambda value: _are_expressions(value) and not isinstance(value, str),
     "layers_to_transform": lambda value: _are_integers(value),

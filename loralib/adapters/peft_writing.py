@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..experts import stack_of_layer
 from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
@@ -20,7 +21,7 @@ from .deltas import (
     START_A,
     START_B,
     deltas_of,
-    is_of_slices,
+    has_slices,
     lora_pairs,
     ranks_of,
     slices_of,
@@ -42,6 +43,7 @@ from .peft import (
     end_of_name,
     is_targeted,
     magnitude_for,
+    stacked_B_for,
 )
 
 # The head that PEFT itself saves as one module, where the task is its SEQ_CLS or TOKEN_CLS.
@@ -87,8 +89,17 @@ def what_forbids(adapter: Adapter) -> str | None:
                 f"{module} and {attention} differ in rank or alpha, but PEFT adapts the two as one "
                 "module"
             )
+    owners = {layer.rpartition(".")[0] for layer in metadata.stacks or ()}
+    if "" in owners:
+        return "adapts a parameter of the model itself, and PEFT adapts only those of modules in it"
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
+        owner = next((each for each in owners if name.startswith(f"{each}.")), None)
+        if owner is not None and module not in (metadata.stacks or ()):
+            return (
+                f"brings {name}, and PEFT wraps {owner}, of which parameters are adapted, so that "
+                "it would not find that"
+            )
         if module in modules and last in ("in_proj_bias", "bias_k", "bias_v"):
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
@@ -135,13 +146,17 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
         )
         adapter = _without_start(adapter)
     metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
+    if metadata.stacks and metadata.dropout:
+        remarks.append(
+            "PEFT takes no dropout beside updates of parameters: for training on, it is 0 there"
+        )
     if any(attention_of(module, deltas) for module in deltas):
         remarks.append(
             "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice, so its "
             "lora_B is halved in the file, and PEFT computes the same"
         )
     for module, delta in deltas.items():
-        if not is_of_slices(delta):
+        if not has_slices(adapter, module, delta):
             continue
         slices[module] = slices_of(adapter, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
@@ -190,7 +205,7 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
     Raises:
         CheckpointError: PEFT has no such updates.
     """
-    named, deltas = {}, deltas_of(adapter)
+    named, deltas, places = {}, deltas_of(adapter), _places_of_stacks(adapter)
     embeddings = adapter.lora.embeddings or ()
     if not is_of_model:
         _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
@@ -200,7 +215,12 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
             named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
-        B = _joined_B(delta) if is_of_slices(delta) else B
+        if module in places:
+            place = places[module]
+            named[f"{place}.lora_A.weight"] = A
+            named[f"{place}.lora_B.weight"] = stacked_B_for(B, len(delta.starts))
+            continue
+        B = _joined_B(delta) if has_slices(adapter, module, delta) else B
         B = _divided(B, module, adapter.source) if attention_of(module, deltas) else B
         half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
@@ -244,6 +264,17 @@ def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
     return f"{PREFIX}{inner}.base_layer" if of_base else f"{PREFIX}{inner}"
 
 
+def _places_of_stacks(adapter: Adapter) -> dict[str, str]:
+    """What PEFT's names of a stack's LoRA begin with: it wraps a module once for each stack."""
+    places: dict[str, str] = {}
+    for layer in reversed(adapter.lora.stacks or ()):  # what was wrapped last is the outermost
+        place = f"{PREFIX}{layer.rpartition('.')[0]}"
+        while place in places.values():
+            place += ".base_layer"
+        places[layer] = place
+    return places
+
+
 def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
     """Refuses what files without metadata do not say: that a module is an embedding."""
     for module in sorted(modules):
@@ -273,17 +304,20 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
             is no task type, and none of its other modules may be meant by what is written.
     """
     metadata, family = adapter.lora, family_of(adapter.tensors)
-    parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
-    targets = {module for module in parts if attention_of(module, parts) is None}
-    rank, ranks = usual({m: parts[m] * metadata.rank_of(m) for m in parts if m in targets})
+    stacks = {layer: stack_of_layer(layer) for layer in metadata.stacks or ()}
+    deltas = deltas_of(adapter).items()
+    parts = {m: 1 if m in stacks else len(delta.starts) for m, delta in deltas}
+    named = {m: stacks.get(m, m) for m in parts if attention_of(m, parts) is None}
+    targets, modules = {*named.values()}, named.keys() - stacks
+    rank, ranks = usual({name: parts[m] * metadata.rank_of(m) for m, name in named.items()})
     alpha, alphas = usual(
-        {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
+        {name: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m, name in named.items()}
     )
     saved = _saved_modules(adapter)
     task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
     task = None if family and task in TASKS_WITH_HEAD and not saved else task
     task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
-    has_attention = len(targets) < len(parts)
+    has_attention = len(named) < len(parts)
     told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}
     use_rslora, use_dora = told[metadata.variant or "lora"]
     return {
@@ -297,8 +331,10 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         "lora_alpha": as_int(alpha),
         "rank_pattern": _pattern(ranks, targets),
         "alpha_pattern": _pattern(alphas, targets),
-        "lora_dropout": metadata.dropout or 0.0,
-        **_targets(targets, model),
+        # Beside parameters, PEFT refuses any.
+        "lora_dropout": 0.0 if stacks else metadata.dropout or 0.0,
+        **_targets(modules, model),
+        **({"target_parameters": [*stacks.values()]} if stacks else {}),
         "modules_to_save": sorted(saved) or None,
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
@@ -357,7 +393,7 @@ def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any
     several modules of a layer are called so, or not all are adapted in the same layers; by an
     expression where a full name is the end of another module's.
     """
-    told = _targets_by_name(modules)
+    told = _targets_by_name(modules) if modules else {"target_modules": []}
     others = {name for name, _ in model.named_modules()} - set(modules) if model else ()
     if any(is_targeted(told, name) for name in others):
         return {"target_modules": "|".join(re.escape(name) for name in sorted(modules))}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
+from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
@@ -391,10 +392,11 @@ def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
 def _check_peft_adapts(model: nn.Module, source: str) -> None:
     """Refuses layers that PEFT would adapt in another way, where tensors do not show it."""
     others = other_places(model)
-    for name in lora_layers(model):
+    for name, layer in lora_layers(model).items():
         reason = _not_as_in_peft(model, name)
-        if name in others:
-            reason = f"{others[name]} as well, of which PEFT adapts one alone"
+        place = name.rpartition(".")[0] if isinstance(layer, AdaptedStack) else name
+        if place in others:
+            reason = f"{others[place]} as well, of which PEFT adapts one alone"
         if reason:
             raise NeedsMergingError(source, f"{name} is {reason}")
 

@@ -155,7 +155,7 @@ def _check_said(
         if metadata.rank_of(module) != found:
             where = f" in {module}" if others or metadata.rank_pattern else ""
             raise _contradiction(source, f"rank {metadata.rank_of(module)}{where}", str(found))
-    for what in ("rank_pattern", "alpha_pattern", "embeddings", "slices"):
+    for what in ("rank_pattern", "alpha_pattern", "embeddings", "slices", "stacks"):
         unknown = sorted(set(getattr(metadata, what) or ()) - ranks.keys())
         if unknown:
             raise _contradiction(source, f"{what} of {unknown[0]}", "no such update")

@@ -23,6 +23,7 @@ from ..adapters.fingerprint import (
     possible_fingerprints,
 )
 from ..errors import CheckpointError, NeedsMergingError
+from ..experts import stack_of_layer
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
 
@@ -195,6 +196,9 @@ def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[
 def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:
     """Refuses modules that no hook can adapt: their input is not seen, or their output is more."""
     for name, adapted in modules.items():
+        if adapted.is_stack:
+            what = stack_of_layer(name)
+            raise NeedsMergingError(source, f"adapts {what}, a stack of matrices, not a module")
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.MultiheadAttention):
             raise NeedsMergingError(

@@ -40,8 +40,7 @@ def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
     assert line.startswith("'all-linear' leaves out model.layers.0.mlp.experts.")
     said = lora.save_adapter(model, tmp_path / "adapter")
     assert not any("PEFT with Transformers 5" in line for line in said)
-    with pytest.raises(ValueError, match=r"only parameters such as model\.layers\.0\.mlp\.experts"):
-        lora.add_lora(transformers.MixtralForCausalLM(config), ["q_proj", "down_proj"], r=R)
+    assert line.endswith("add 'experts.gate_up_proj', 'experts.down_proj' to targets")
 
 
 def test_updates_that_peft_takes_for_those_of_experts_are_named(tmp_path):

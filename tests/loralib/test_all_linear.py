@@ -87,8 +87,8 @@ def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count,
     said = [record.getMessage() for record in caplog.records]
     assert said == warns * [
         "'all-linear' leaves out layers.0.experts.up, layers.1.experts.up … and 1 more, which hold "
-        "more than all that it adapts, but as stacks of matrices: there is no LoRA layer for "
-        "these, which stay frozen"
+        "more than all that it adapts, but as stacks of matrices: to adapt these as well, add "
+        "'experts.up' to targets"
     ]
 
 
@@ -104,7 +104,7 @@ def test_a_parameter_that_is_named_is_no_module():
         r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
     )
     with pytest.raises(ValueError, match=expected + "; it has "):
-        lora.add_lora(with_experts(2), ["q", "up"], r=2)
+        lora.add_lora(with_experts(1), ["q", "up"], r=2)  # one matrix is no stack
     with pytest.raises(ValueError, match=r"^'up' matches no module .*, only parameters"):
         lora.add_lora(with_experts(2), "q", r=2, modules_to_train="up")
 

@@ -157,3 +157,36 @@ def test_factors_that_are_made_together_need_whole_tensors(mesh, initialization)
         ValueError, match=f"the initialization {initialization} needs whole tensors"
     ):
         lora.start_from_weights(model)
+
+
+class Experts(nn.Module):
+    """A stack of matrices, each for as many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        return torch.bmm(x.unflatten(0, (3, -1)), self.stack.mT).flatten(0, 1)
+
+
+@pytest.mark.parametrize("shard", [fsdp_1, fsdp_2])
+def test_experts_are_trained_when_they_are_sharded(mesh, shard):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Experts(), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 8)
+    lora.add_lora(model, "stack", r=2)
+    update = model[0].stack_lora
+    nn.init.normal_(update.lora_B)
+    expected = model(x)
+    (grad,) = torch.autograd.grad(expected.square().sum(), update.lora_A)
+    model = shard(model, mesh)
+    out = model(x)
+    out.square().sum().backward()
+    torch.testing.assert_close(out, expected)
+    (found,) = (p.grad for name, p in model.named_parameters() if name.endswith("lora_A"))
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    torch.testing.assert_close(found.view_as(grad), grad)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), expected)
+    with pytest.raises(ValueError, match="is sharded over several processes: gather the model"):
+        lora.merge(model)

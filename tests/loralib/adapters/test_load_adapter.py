@@ -413,7 +413,7 @@ def test_experts_of_older_models_are_said_to_be_one_parameter(tmp_path):
     lora.save_adapter(older, tmp_path / "a")
     expected = (
         "this model holds all experts of a layer in one parameter, such as "
-        "layers.0.experts.gate_up_proj: merge the adapter"
+        "layers.0.experts.gate_up_proj: load the adapter with PEFT"
     )
     with pytest.raises(
         CheckpointError, match=r"has no layers\.0\.experts\.0 to .*: give the model"

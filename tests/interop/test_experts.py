@@ -1,0 +1,182 @@
+"""LoRA on the experts of upstream's mixtures, which are stacks of matrices, beside PEFT's."""
+
+import copy
+import warnings
+from itertools import product
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from models import draw, output_of
+from ours import assert_close, assert_same_bits, bits_of
+from safetensors.torch import save_file
+from torch import nn
+
+import loralib as lora
+import transformers
+from loralib.errors import CheckpointError
+
+R, ALPHA = 4, 6
+WAYS = ("eager", "grouped_mm", "batched_mm")
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "attention_dropout": 0.0,
+}
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SMALL, intermediate_size=48, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, intermediate_size=48, moe_intermediate_size=16, num_experts=5
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss() -> nn.Module:
+    config = transformers.GptOssConfig(**SMALL, intermediate_size=48, num_local_experts=4)
+    return transformers.GptOssForCausalLM(config)
+
+
+def llama4() -> nn.Module:
+    config = transformers.Llama4TextConfig(
+        **SMALL,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        interleave_moe_layer_step=1,
+        pad_token_id=0,
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+MODELS = {each.__name__: each for each in (mixtral, qwen3_moe, gpt_oss, llama4)}
+CASES = [(name, way) for name in MODELS for way in WAYS if name != "llama4" or way == "eager"]
+
+
+def build(name: str, way: str = "eager") -> nn.Module:
+    model = MODELS[name]()
+    if name != "llama4":
+        model.set_experts_implementation(way)
+    draw(model.named_parameters(), name)
+    return model.train()
+
+
+def batch() -> dict:
+    generator = torch.Generator().manual_seed(1)
+    return {"input_ids": torch.randint(61, (2, 7), generator=generator)}
+
+
+def with_lora(name: str, way: str, targets=(*STACKS, "q_proj")) -> nn.Module:
+    model = build(name, way)
+    lora.add_lora(model, targets, r=R, lora_alpha=ALPHA)
+    draw(((n, p) for n, p in model.named_parameters() if "lora_" in n), f"{name} lora")
+    return model
+
+
+def with_peft(name: str, way: str, stacks=STACKS, **more) -> nn.Module:
+    settings = {"r": R, "lora_alpha": ALPHA, "target_modules": ["q_proj"], **more}
+    config = peft.LoraConfig(target_parameters=list(stacks), **settings)
+    model = peft.get_peft_model(build(name, way), config)
+    draw(((n, p) for n, p in model.named_parameters() if "lora_" in n), f"{name} lora")
+    return model
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return output_of(model, batch())
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize("stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "up", "down"])
+def test_pefts_folder_computes_the_same_here(tmp_path: Path, name: str, way: str, stacks):
+    theirs = with_peft(name, way, stacks, rank_pattern={stacks[-1]: 2}, use_rslora=way == "eager")
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = build(name, way)
+    before = bits_of(model)
+    names = lora.load_adapter(model, tmp_path / "theirs")
+    assert len(names) == 2 * (len(stacks) + 1)
+    assert_same_bits(model, before)
+    expected = outputs(theirs)
+    assert (expected - outputs(build(name, way))).abs().max() > 1e-2
+    assert_close(outputs(model), expected)
+    assert_close(outputs(model.eval()), expected)
+
+    lora.save_adapter(model.train(), tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(build(name, way), tmp_path / "ours")
+    assert_close(outputs(again), expected)
+    assert_close(outputs(lora.merge(model)), expected)
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_peft_opens_what_add_lora_has_made(tmp_path: Path, name: str, way: str):
+    model = with_lora(name, way)
+    lora.save_adapter(model, tmp_path / "ours")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        theirs = peft.PeftModel.from_pretrained(
+            build(name, way), tmp_path / "ours", is_trainable=True
+        )
+    assert_close(outputs(model), outputs(theirs))
+    theirs.train()
+    for each in (model, theirs):
+        output_of(each, batch()).square().sum().backward()
+    theirs.save_pretrained(tmp_path / "gradients")
+    ours = copy.deepcopy(model)
+    state = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    theirs.load_state_dict(state, strict=False)
+    theirs.save_pretrained(tmp_path / "gradients")
+    lora.load_adapter(ours, tmp_path / "gradients")
+    mine = dict(model.named_parameters())
+    for n, theirs_grad in ours.named_parameters():
+        if "lora_" in n:
+            assert_close(mine[n].grad, theirs_grad.detach())
+
+
+def test_a_folder_of_pefts_is_for_a_model(tmp_path: Path):
+    with_peft("mixtral", "eager").save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=r"load_adapter\(model, …\)"):
+        lora.read_adapter(tmp_path / "theirs")
+    with_peft("mixtral", "eager", STACKS[:1]).save_pretrained(tmp_path / "one")
+    assert lora.read_adapter(tmp_path / "one").lora.targets == ("gate_up_proj_lora", "q_proj")
+
+
+def test_adapters_of_older_versions_come_by_way_of_peft(tmp_path: Path):
+    """Transformers 4 had a module for each expert: PEFT makes such adapters' updates one."""
+    tensors, sizes = {}, {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}
+    for layer, expert, (name, (out, width)) in product(range(2), range(4), sizes.items()):
+        start = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        tensors[f"{start}.lora_A.weight"] = nn.Parameter(torch.empty(R, width))
+        tensors[f"{start}.lora_B.weight"] = nn.Parameter(torch.empty(out, R))
+    draw(tensors.items(), "older")
+    config = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*sizes], task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path / "older")
+    save_file(tensors, tmp_path / "older" / "adapter_model.safetensors")
+    model = build("mixtral")
+    with pytest.raises(CheckpointError, match=r"load the adapter with PEFT, which converts it"):
+        lora.load_adapter(model, tmp_path / "older")
+    theirs = peft.PeftModel.from_pretrained(build("mixtral"), tmp_path / "older")
+    theirs.save_pretrained(tmp_path / "newer")
+    assert len(lora.load_adapter(model, tmp_path / "newer")) == 4
+    assert (outputs(theirs) - outputs(build("mixtral"))).abs().max() > 1e-2
+    assert_close(outputs(model), outputs(theirs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ways_of_computing_agree_with_the_merged_model(name: str):
+    models = [with_lora(name, way) for way in WAYS if (name, way) in CASES]
+    expected = outputs(lora.merge(copy.deepcopy(models[0])))
+    for model in models:
+        assert_close(outputs(model), expected)
+        assert_close(outputs(torch.compile(model, backend="eager")), expected)
