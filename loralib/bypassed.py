@@ -1,118 +1,122 @@
-"""Layers that a model does not call where it computes with them: it reads their weights itself.
+"""Layers that a model never calls: it computes with their weights itself.
 
 An update is in what its layer computes and not in its `weight`, so that it has no effect there:
-`F.linear(x, self.qkv.weight)` in a module's forward is the plain layer's product.
+`F.linear(x, self.qkv.weight)` in a module's forward is the plain layer's product. The source of
+that forward tells, as far as it is seen that the layer is not called elsewhere in it.
 """
 
 import ast
 import functools
 import inspect
-import textwrap
 import tokenize
-from collections.abc import Iterator
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any
 
 from torch import nn
 
-# What is asked of a weight without computing with it; `data` is written to.
-_ABOUT = ("data", "device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_grad", "shape")
+from .targets import first_names
+from .wrappers import has_own_forward
+
+_Chain = tuple[str, ...]
+
+# What is asked of a weight without computing with it, or written to (`data`).
+_ABOUT = {"data", "device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_grad", "shape"}
 
 
-class Bypass(NamedTuple):
-    """Who computes with a layer's weight.
+def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Those of a model's layers that a module around them computes with and never calls.
 
-    Args:
-        kind: the name of the class of a module around it.
-        is_always: whether that never calls the layer.
-    """
-
-    kind: str
-    is_always: bool
-
-
-def bypassed(model: nn.Module, name: str) -> Bypass | None:
-    """Whether a module around a layer computes with its weight, without calling the layer.
-
-    Unknown is what a class does in another way than by `self.name.weight`, and without its source.
+    Unknown is what a class does by another way than `self.name.weight`, or without its source.
 
     Args:
-        name: the layer's, in the model.
+        names: of the layers.
+
+    Returns:
+        By name, what that module's class is called.
     """
-    parts = name.split(".")
-    for length in reversed(range(len(parts))):
-        kind: Any = type(model.get_submodule(".".join(parts[:length])))
-        is_always = _read_weights(kind).get(".".join(parts[length:]))
-        if is_always is not None:
-            return Bypass(kind.__qualname__, is_always)
-    return None
+    places = Counter(first_names(model).values())
+    modules, found = dict(model.named_modules()), dict[str, str]()
+    read: dict[int, set[str]] = {}  # by classes, which may have no hash
+    for name in names:
+        parts = name.split(".")
+        for length in range(len(parts)):
+            owner = modules[".".join(parts[:length])]
+            if id(type(owner)) not in read:
+                read[id(type(owner))] = _never_called(type(owner))
+            is_read = ".".join(parts[length:]) in read[id(type(owner))]
+            if is_read and places[name] == 1 and not has_own_forward(owner):
+                found[name] = type(owner).__qualname__
+    return found
 
 
-@functools.lru_cache(maxsize=512)
-def _read_weights(kind: type) -> dict[str, bool]:
-    """The parts of a class whose weights its forward reads -> whether that never calls them."""
-    methods = _methods_of_forward(kind)
-    if not any("weight" in _names(method.__code__) for method in methods):
-        return {}
+def _never_called(kind: type) -> set[str]:
+    """The parts of a class whose weights its forward reads, and which it is seen not to call."""
     read, called = set[str](), set[str]()
-    for chain in (chain for method in methods for chain in _chains(method)):
+    for chain in _used_in_forward(kind):
         if "weight" not in chain[1:]:
             called.add(".".join(chain).removesuffix(".forward"))
             continue
-        part, after = chain[: chain.index("weight", 1)], chain[chain.index("weight", 1) + 1 :]
-        if not after or after[0] not in _ABOUT:
-            read.add(".".join(part))
-    # One is called as well where a module is that it is part of.
-    return {part: not any(f"{part}.".startswith(f"{each}.") for each in called) for part in read}
+        at = chain.index("weight", 1)
+        if not {*chain[at + 1 : at + 2]} & _ABOUT:
+            read.add(".".join(chain[:at]))
+    # One may be called where a module is that it is part of.
+    return {part for part in read if not any(f"{part}.".startswith(f"{c}.") for c in called)}
 
 
-def _methods_of_forward(kind: type) -> list[FunctionType]:
-    """The forward of a class, and the methods of the class that it may call, by their names."""
-    found: dict[str, FunctionType] = {}
+def _used_in_forward(kind: type) -> list[_Chain]:
+    """The attributes of `self` that a class's forward uses, and the methods that it calls.
+
+    None at all where they may not be complete.
+    """
+    found: dict[str, list[_Chain]] = {}
     names = ["forward"]
     for name in names:
-        named: Any = getattr(kind, name, None)
-        method = inspect.unwrap(named)
-        if name not in found and isinstance(method, FunctionType) and not _is_known(method):
-            found[name] = method
-            names += _names(method.__code__)
-    return list(found.values())
+        method: Any = inspect.getattr_static(kind, name, None)
+        if name in found or not hasattr(method, "__get__"):
+            continue
+        chains = _chains(inspect.unwrap(method)) if isinstance(method, FunctionType) else None
+        if chains is None:  # as of a property
+            return []
+        found[name] = chains
+        names += [chain[0] for chain in chains]
+    return [chain for chains in found.values() for chain in chains]
 
 
-def _is_known(method: FunctionType) -> bool:
-    """Whether a method is PyTorch's or this package's, which take an update into account."""
-    return (method.__module__ or "").partition(".")[0] in ("torch", __package__)
+@functools.lru_cache(maxsize=1024)
+def _chains(method: FunctionType) -> list[_Chain] | None:
+    """The attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
 
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names of the attributes that a function uses, with those of functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _chains(method: FunctionType) -> Iterator[list[str]]:
-    """The attributes of `self` that a method reads: ["qkv", "weight"] for `self.qkv.weight`."""
+    None where they may not be all: without source; where the method gives `self` to another
+    function; of PyTorch's and this package's, which know of updates.
+    """
+    if (method.__module__ or "").partition(".")[0] in ("torch", __package__):
+        return None
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError, tokenize.TokenError):  # made at run time, or a part of a line
-        return
-    left_out: set[ast.AST] = set()
+        source = inspect.getsource(method)
+        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
+    except (OSError, SyntaxError, tokenize.TokenError):
+        return None
+    own = method.__code__.co_varnames[:1]
+    begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
+    chains, inner = list[_Chain](), set[ast.AST]()
     for node in ast.walk(tree):  # the whole of a chain comes before its beginnings
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
-            left_out.update(node.args)
+            inner.update(node.args)
         if isinstance(node, ast.Attribute):
-            left_out.add(node.value)
-            if node not in left_out and (chain := _chain(node)):
-                yield chain
+            begin, chain = _chain(node)
+            begins.discard(begin)
+            if node not in inner and isinstance(begin, ast.Name) and begin.id in own:
+                chains.append(chain)
+            inner.add(node.value)
+    return None if begins else chains
 
 
-def _chain(node: ast.expr) -> list[str]:
-    """The names of a chain of attributes that begins at `self`; empty for another one."""
+def _chain(node: ast.expr) -> tuple[ast.expr, _Chain]:
+    """What a chain of attributes begins at, and the names of these."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    begins = isinstance(node, ast.Name) and node.id == "self"
-    return names[::-1] if begins else []
+    return node, tuple(names[::-1])

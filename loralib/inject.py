@@ -38,7 +38,6 @@ from .bypassed import bypassed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
-    check_called,
     check_dropout,
     check_has_modules,
     check_has_parameters,
@@ -162,7 +161,6 @@ def add_lora(
     targets = as_targets(targets)
     check_has_modules(model)
     names = _adapted_names(model, targets, exclude, layers)
-    check_called(model, names)
     trained = find(model, to_train, what="modules_to_train") if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
@@ -186,6 +184,7 @@ def add_lora(
     if is_first and modules_to_train is None:
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
+    _warn_of_bypassed(model, names)
     return adapted
 
 
@@ -284,14 +283,31 @@ def _warn_of_stacks(model: nn.Module) -> None:
     }
     if sum(left.values()) <= sum(adapted.values()):
         return
-    ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in left)
     logger.warning(
         "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
         "to adapt these as well, add %s to targets",
         ALL_LINEAR,
         in_short(left, at_most=2),
-        in_short(ends, quote="'"),
+        in_short(_ends(left), quote="'"),
     )
+
+
+def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
+    """Says with which layers' weights the model computes without calling the layers."""
+    found = bypassed(model, names)
+    if found:
+        logger.warning(
+            "%s computes with the weight of %s itself, and by its source never calls it: an update "
+            "has no effect there; leave out %s",
+            listed({*found.values()}),
+            in_short(found, at_most=2),
+            in_short(_ends(found), quote="'"),
+        )
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
+    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
 
 
 def _warn_of_task_head(model: nn.Module) -> None:
@@ -392,20 +408,7 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, settings)
     leave_fast_path(model)
-    _warn_of_bypassed(model, modules)
     return tuple(name for name in lora_layers(model) if name not in had_update)
-
-
-def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Says with which weights the model also computes itself, where their updates are not."""
-    found = {name: by.kind for name in names if (by := bypassed(model, name))}
-    if found:
-        logger.warning(
-            "%s may compute with the weight of %s itself, by settings or on some devices: there "
-            "the update has no effect, and lora_B no gradient; if so, leave it out of targets",
-            listed({*found.values()}),
-            in_short(found, at_most=2),
-        )
 
 
 def _turn_all(

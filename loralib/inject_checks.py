@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .experts import layer_of_stack, matrices
 from .functional import variant_of
@@ -390,17 +389,6 @@ def check_owner(model: nn.Module, name: str) -> None:
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             f"way of its own: {_LEAVE_OUT}"
-        )
-
-
-def check_called(model: nn.Module, names: Collection[str]) -> None:
-    """Checks that the model calls these layers, and does not compute with their weights alone."""
-    found = {name: by for name in names if (by := bypassed(model, name)) and by.is_always}
-    for name, by in found.items():
-        targets = dict.fromkeys(_shortest_target(each, found, names) for each in found)
-        raise UnsupportedLayerError(
-            f"an update of {called(name)} would have no effect: {by.kind} computes with its weight "
-            f"and does not call it; {_LEAVE_OUT}: exclude=[{', '.join(targets)}]"
         )
 
 

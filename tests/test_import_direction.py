@@ -55,7 +55,7 @@ ROOMS = {
         "trained",
     },
     "adapted_layers": {"functional", "layers", "lora_layer", "nn"},
-    "bypassed": set(),
+    "bypassed": {"targets", "wrappers"},
     "experts": {"adapted_layers", "functional", "model_checks"},
     "targets": {"model_checks", "text"},
     "adaptation": {
@@ -71,7 +71,6 @@ ROOMS = {
         "adaptation",
         "adapted_layers",
         "arguments",
-        "bypassed",
         "errors",
         "experts",
         "functional",

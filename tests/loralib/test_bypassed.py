@@ -1,9 +1,10 @@
-"""Layers with whose weights a model computes itself, so that their updates would have no effect."""
+"""Layers with whose weights a model computes itself, so that their updates have no effect."""
 
 import functools
 import logging
+import types
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 import loralib as lora
 
 
-class Called(nn.Module):
-    """Calls its layer; the others here are like it but for their forward."""
+class Net(nn.Module):
+    """Calls its layers; the others here are like it but for their forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,17 +26,22 @@ class Called(nn.Module):
         return self.other(self.proj(x))
 
 
-class Read(Called):
+# ---- those that never call `proj` ----
+
+
+class Reads(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.other(F.linear(x, self.proj.weight, self.proj.bias))
 
 
-class ReadThroughView(Called):
+class ReadsAView(Net):
     def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == 4, """a text
+that goes on at the margin"""
         return self.other(x @ self.proj.weight.view(2, 2, 4).flatten(0, 1).t())
 
 
-class ReadInHelper(Called):
+class ReadsInAnotherMethod(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.other(self.project(x))
 
@@ -51,27 +57,20 @@ def _decorated(forward: Callable) -> Callable:
     return wrapper
 
 
-class ReadInDecorated(Called):
+class ReadsDecorated(Net):
     @_decorated
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(F.linear(x, self.proj.weight))
+    def forward(model, x: Tensor) -> Tensor:
+        return model.other(F.linear(x, model.proj.weight))
 
 
-class Inherits(Read):
+class Inherits(Reads):
     pass
 
 
-class ReadsWhatIsAbout(Called):
-    def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.proj.weight, Tensor)
-        x = x.to(self.proj.weight.dtype).to(self.proj.weight.device)
-        return self.other(self.proj(x))
-
-    def norm(self) -> Tensor:  # which forward does not call
-        return self.proj.weight.norm()
+# ---- those that call it, or of which nobody can tell ----
 
 
-class ReadsSometimes(Called):
+class CallsAndReads(Net):
     is_exact = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,101 +79,166 @@ class ReadsSometimes(Called):
         return self.other(self.proj(x))
 
 
-class CallsForward(Called):
+class CallsForward(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.proj.forward(x))
+        return self.other(self.proj.forward(x)) + self.proj.weight.sum()
+
+
+class CallsInParent(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.proj.weight.abs().sum()
+
+
+class CallsByName(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(getattr(self, "proj")(x)) + self.proj.weight.abs().sum()  # noqa: B009
+
+
+class CallsByProperty(Net):
+    @property
+    def first(self) -> nn.Module:
+        return self.proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.first(x)) + self.proj.weight.abs().sum()
+
+
+class CallsChildren(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.proj.weight.abs().sum()
+        for child in self.children():
+            x = child(x)
+        return x + penalty
+
+
+class SharesIt(nn.Module):
+    """Its layer is called where it has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.part = nn.Sequential(self.proj, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.part(x), self.proj.weight)
+
+
+NEVER_CALLED = [Reads, ReadsAView, ReadsInAnotherMethod, ReadsDecorated, Inherits]
+CALLED = [
+    *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
+    *(CallsByProperty, CallsChildren, SharesIt),
+]
+
+
+def said_of(model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "proj") -> list[str]:
+    """What add_lora says of layers that are never called."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        lora.add_lora(model, targets, r=2)
+    return [line for r in caplog.records if "never calls it" in (line := r.getMessage())]
+
+
+@pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
+def test_it_is_said_where_an_update_gets_no_gradient(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    said = said_of(model, caplog)
+    model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert bool(said) == (kind in NEVER_CALLED)
+    assert bool(said) == (model.proj.lora_B.grad is None)
+
+
+def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
+    model = nn.Sequential(*(Reads() for _ in range(3)), ReadsAView(), Net())
+    assert said_of(model, caplog, "all-linear") == [
+        "Reads, ReadsAView computes with the weight of 0.proj, 1.proj … and 2 more itself, and by "
+        "its source never calls it: an update has no effect there; leave out '0.proj', '1.proj', "
+        "'2.proj', '3.proj'"
+    ]
+    lora.remove_lora(model)
+    exclude = ["0.proj", "1.proj", "2.proj", "3.proj"]
+    assert len(lora.add_lora(model, "all-linear", r=2, exclude=exclude)) == 6
+
+
+class AsksAboutIt(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.proj.weight, Tensor)
+        return self.other(x.to(self.proj.weight.dtype).to(self.proj.weight.device))
+
+    def norm(self) -> Tensor:  # which forward does not call
+        return self.proj.weight.norm()
+
+
+def test_what_is_asked_of_a_weight_computes_nothing_with_it(caplog):
+    assert not said_of(AsksAboutIt(), caplog)
 
 
 class Outer(nn.Module):
     """Reads the weight of a layer within a module that it does not call."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block = Called()
+        self.block: Any = block
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block.other(F.linear(x, self.block.proj.weight))
 
 
-NEVER_CALLED = [Read, ReadThroughView, ReadInHelper, ReadInDecorated, Inherits]
-CALLED = [Called, CallsForward, ReadsWhatIsAbout]
+class CallsBlock(Outer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.block.proj.weight.abs().sum()
 
 
-@pytest.mark.parametrize("kind", NEVER_CALLED)
-def test_a_layer_that_is_never_called_is_refused(kind: type[Called]):
-    model = nn.Sequential(kind(), kind())
-    message = (
-        rf"an update of 0\.proj would have no effect: {kind.__name__} computes with its weight and "
-        r"does not call it; leave it out of targets, .*: exclude=\['proj'\]"
-    )
-    with pytest.raises(lora.UnsupportedLayerError, match=message):
-        lora.add_lora(model, "all-linear", r=2)
-    assert type(model[0].proj) is nn.Linear
-    assert lora.add_lora(model, "all-linear", r=2, exclude=["proj"]) == ("0.other", "1.other")
+def test_a_module_further_out_may_read_it(caplog):
+    assert said_of(Outer(Net()), caplog)[0].startswith("Outer computes with the weight of block.pr")
+    assert not said_of(Outer(Net()), caplog, "other")
+    assert not said_of(CallsBlock(Net()), caplog)
 
 
-@pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
-def test_it_is_refused_where_its_update_would_get_no_gradient(kind: type[Called]):
-    """Held against what happens in a layer that is made by hand."""
-    model = kind()
-    model.proj = lora.Linear(4, 4, r=2)
-    model(torch.randn(3, 4)).sum().backward()
-    has_effect = model.proj.lora_B.grad is not None
-    assert has_effect == (kind in CALLED)
-    model.proj = nn.Linear(4, 4)
-    if has_effect:
-        assert lora.add_lora(model, "proj", r=2) == ("proj",)
-    else:
-        with pytest.raises(lora.UnsupportedLayerError):
-            lora.add_lora(model, "proj", r=2)
+def test_a_forward_that_is_set_counts_and_not_the_one_before(caplog, monkeypatch):
+    model = Reads()
+    model.forward = types.MethodType(Net.forward, model)  # type: ignore[method-assign]
+    assert not said_of(model, caplog)
+    assert said_of(Reads(), caplog)
+    monkeypatch.setattr(Reads, "forward", Net.forward)
+    assert not said_of(Reads(), caplog)
 
 
-def test_the_weight_is_read_by_a_module_further_out():
-    with pytest.raises(lora.UnsupportedLayerError, match=r"block\.proj would .* effect: Outer "):
-        lora.add_lora(Outer(), ["proj"], r=2)
-    assert lora.add_lora(Outer(), ["other"], r=2) == ("block.other",)
-
-
-def test_the_way_out_leaves_out_nothing_else():
-    model = nn.ModuleDict({"a": Read(), "b": Called()})
-    with pytest.raises(lora.UnsupportedLayerError, match=r"exclude=\['a\.proj'\]"):
-        lora.add_lora(model, ["proj"], r=2)
-    assert lora.add_lora(model, ["proj"], r=2, exclude=["a.proj"]) == ("b.proj",)
-
-
-def test_what_is_read_in_some_cases_is_said_once(caplog):
-    model = nn.Sequential(ReadsSometimes(), ReadsSometimes(), Called())
-    with caplog.at_level(logging.WARNING):
-        assert len(lora.add_lora(model, ["proj", "other"], r=2)) == 6
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("ReadsSometimes may compute with the weight of 0.proj, 1.proj itself")
-
-
-def test_what_is_called_is_not_said(caplog):
-    for kind in CALLED:
-        lora.add_lora(kind(), ["proj"], r=2)
-    assert not caplog.records
-
-
-def test_an_adapter_for_such_a_layer_is_loaded_and_said(tmp_path: Path, caplog):
-    """Its update may have an effect elsewhere, and once it is merged."""
-    model = Called()
-    lora.add_lora(model, ["proj"], r=2)
-    nn.init.normal_(model.proj.lora_B)
-    lora.save_adapter(model, tmp_path / "adapter")
-    other = Read()
-    caplog.clear()
-    other.load_state_dict(model.state_dict(), strict=False)
-    lora.load_adapter(other, tmp_path / "adapter")
-    assert any("Read may compute with the weight of proj" in r.getMessage() for r in caplog.records)
-
-
-def test_a_class_without_source_is_taken_as_it_is():
-    names = {"Called": Called, "F": F}
+def test_a_class_without_source_is_taken_as_it_is(caplog):
+    names = {"Net": Net, "F": F}
     exec(  # as in a prompt of Python
-        "class Hidden(Called):\n"
+        "class Hidden(Net):\n"
         "    def forward(self, x):\n"
         "        return self.other(F.linear(x, self.proj.weight))\n",
         names,
     )
-    assert lora.add_lora(names["Hidden"](), ["proj"], r=2) == ("proj",)
+    assert not said_of(names["Hidden"](), caplog)
+
+
+class Raises:
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        raise ImportError("needs another package")
+
+
+class NoHash(type):
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_classes_that_cannot_be_asked(caplog):
+    """What their attributes are is not asked for."""
+
+    class Odd(Reads):
+        project = Raises()
+        settings = types.SimpleNamespace(__wrapped__=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x) + self.settings + self.proj.weight
+
+    class Hashless(Net, metaclass=NoHash):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.proj.weight)
+
+    assert not said_of(Odd(), caplog)
+    assert said_of(Hashless(), caplog)
