@@ -404,10 +404,9 @@ class Embedding(LoRALayer, nn.Embedding):
             (self.r, self.num_embeddings), (self.embedding_dim, self.r), dtype
         )
 
-    @torch.no_grad()
     def _reset_factors(self) -> None:
-        self.lora_A.zero_()
-        self.lora_B.normal_()
+        nn.init.zeros_(self.lora_A)
+        nn.init.normal_(self.lora_B)
 
     def reset_parameters(self) -> None:
         """Initializes all parameters: W as `nn.Embedding` does, A zero, B standard normal."""

@@ -1,7 +1,7 @@
 """What all LoRA layers share: the update's settings and parameters, and the merged copy."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,36 +40,6 @@ class _MergedCopy(NamedTuple):
     alias: Tensor
     update: list[Tensor]
     weight: Tensor
-
-
-class _Content(NamedTuple):
-    """What lies in a tensor's memory, by which it is seen later whether somebody has written there.
-
-    Args:
-        writes: how often it was written to in place, as PyTorch counts it: not through `.data`.
-        bits: their sum; None on the meta device, and of what is sharded or not plain.
-    """
-
-    writes: int = 0
-    bits: int | None = None
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, tensor: Tensor) -> "_Content":
-        """That of a tensor, as it is now."""
-        if tensor.is_meta:
-            return cls()
-        is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-        total = int(bits_of(tensor).sum()) if is_plain and not has_mode() else None
-        return cls(_writes(tensor), total)
-
-    def is_still_in(self, tensor: Tensor) -> bool:
-        """Whether nobody has written to the tensor, nor loaded it, since it held this."""
-        if tensor.is_meta:
-            return True
-        now = _Content.of(tensor)
-        is_same = now.bits == self.bits or None in (now.bits, self.bits)
-        return is_same and now.writes <= self.writes and not _is_loaded(tensor)
 
 
 class LoRALayer:
@@ -123,11 +93,10 @@ class LoRALayer:
     forward: Callable[..., Any]
     training: bool
 
-    # Of A and B, by name, what was made on the meta device, or before the weights are there, and
-    # may have no values yet, with what lay in it when it got memory. And what has been loaded in
-    # place of one on the meta device: Transformers 4 "loads" what a file lacks as well.
-    _empty: Mapping[str, _Content] = {}
-    _given: Mapping[str, _Content] = {}
+    # Of A and B, what was made on the meta device and may have no values yet: its name, and how
+    # often it had been written to when it got memory.
+    _empty: tuple[tuple[str, int], ...] = ()
+    _was_empty: bool = False
 
     # Whether forward computes with the merged copy in this mode; and whether the weight itself has
     # the update, as a class with a forward of its own says by setting `merged`.
@@ -293,12 +262,9 @@ class LoRALayer:
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As any module's; those of LoRA are marked for optimizers' steps, whoever sets them."""
-        before = self._parameters.get(name) if name in self._empty else None
         super().register_parameter(name, param)
         if name.startswith("lora_") and param is not None:
             mark_update(param)
-            if before is not None and before.is_meta:  # it gets memory, and maybe no values yet
-                self._empty = {**self._empty, name: _Content.of(param)}
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer: the plain one's settings, and the update's."""
@@ -310,33 +276,24 @@ class LoRALayer:
 
     def reset_lora_parameters(self) -> None:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
-        if self.r == 0:
-            return
-        self._check_startable()
-        are_meta = [getattr(self, name).is_meta for name in _FACTORS]
-        is_early = any(are_meta) or not initializes()  # the weights come later, or are to be loaded
-        self._given = {}
-        if is_early and start_is_deferred():
-            self._note_empty(())  # whoever defers it initializes A and B as well
-            return
-        if self.initialization == "orthogonal" and not any(are_meta):
-            orthogonal(self.lora_A, self.lora_B, self.r)
-        elif not all(are_meta):
-            self._reset_factors()
-        self._note_empty(_FACTORS if is_early else ())
-        if is_early:
-            self._start_magnitudes()
-        else:
+        if self.r > 0:
+            self._check_startable()
+            is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
+            self._was_empty = (is_meta or not initializes()) and not is_deferred
+            if self._was_empty and not is_meta:
+                self._note_empty(_FACTORS)
+                self._start_magnitudes()
+                return
+            self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
+            if self.initialization == "orthogonal":
+                orthogonal(self.lora_A, self.lora_B, self.r)
+            else:
+                self._reset_factors()
             self.start_from_weight()
 
-    @torch.no_grad()
     def _reset_factors(self) -> None:
-        """Initializes A and B; without `torch.nn.init`, of which others may have made nothing."""
-        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-        inputs = math.prod(self.lora_A.shape[1:])
-        bound = math.sqrt(3.0) * (gain / math.sqrt(max(1, inputs)))
-        self.lora_A.uniform_(-bound, bound)
-        self.lora_B.zero_()
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
 
     @torch.no_grad()
     def start_from_weight(self) -> None:
@@ -349,7 +306,8 @@ class LoRALayer:
         """
         if self.r == 0 or start_is_deferred():
             return
-        if self._fill(self._still_empty()):
+        if self._still_empty() and not self.lora_A.is_meta:
+            self.reset_lora_parameters()
             return
         self._check_startable()
         if starts_from_weight(self.initialization):
@@ -402,45 +360,38 @@ class LoRALayer:
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
-        if value:
-            # What a model's class has initialized since stays.
-            self._fill(self._untouched({**self._given, **self._empty}))
+        if value and self._was_empty and not self.lora_A.is_meta:
+            # Version 4 "loads" what a file lacks as well, from empty memory. What a model's class
+            # has initialized since stays.
+            factors = [getattr(self, name) for name in _FACTORS]
+            are_filled = all(_is_loaded(each) or _writes(each) for each in factors)
+            if self._still_empty() or (_is_loaded(self.frozen_weight) and not are_filled):
+                self.reset_lora_parameters()
+            self._was_empty = False
             self.note_filled()
             mark_layer(self)
 
-    @torch.no_grad()
-    def _fill(self, empty: Sequence[str]) -> bool:
-        """Initializes those of A and B that are empty, if they have memory; returns whether so."""
-        if all(getattr(self, name).is_meta for name in empty):
-            return False
-        kept = {name: getattr(self, name).clone() for name in _FACTORS if name not in empty}
-        self.reset_lora_parameters()
-        for name, values in kept.items():
-            getattr(self, name).copy_(values)
-        return True
-
     def note_filled(self) -> None:
         """Notes that A and B have values, where they were made on the meta device."""
-        self._note_empty(tuple(name for name in self._empty if getattr(self, name).is_meta))
-        self._given = {}
+        self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
 
     def _still_empty(self) -> tuple[str, ...]:
         """The names of A and B where nothing has been loaded into them or written to them."""
-        return self._untouched(self._empty)
+        tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
+        return tuple(
+            name
+            for name, t, writes in tensors
+            if t.is_meta or (_writes(t) <= writes and not _is_loaded(t))
+        )
 
-    def _untouched(self, noted: Mapping[str, _Content]) -> tuple[str, ...]:
-        """The names of the tensors that hold what was noted of them."""
-        return tuple(name for name, was in noted.items() if was.is_still_in(getattr(self, name)))
-
-    def _note_empty(self, names: Iterable[str]) -> None:
-        """Notes that those of these names have no values, whatever lies in them so far."""
-        self._empty = {name: _Content.of(getattr(self, name)) for name in names}
+    def _note_empty(self, names: tuple[str, ...]) -> None:
+        """Notes that those of these names have no values, however they were written to so far."""
+        self._empty = tuple((name, _writes(getattr(self, name))) for name in names)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
-        were_meta = {name for name in given if getattr(self, name).is_meta}
         # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
         is_given = {
             name: value is not None and not _is_alias(value, getattr(self, name))
@@ -448,10 +399,9 @@ class LoRALayer:
         }
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         mark_layer(self)
-        filled = [name for name in given if is_given[name] and not getattr(self, name).is_meta]
-        for name in were_meta.intersection(filled):
-            self._given = {**self._given, name: _Content.of(getattr(self, name))}
-        self._note_empty(name for name in given if name not in filled)
+        self._note_empty(
+            tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
+        )
 
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
@@ -531,15 +481,15 @@ class LoRALayer:
         return moved
 
     def __getstate__(self) -> dict:
-        empty = dict.fromkeys(self._still_empty())
-        return {**self.__dict__, "_merged_copy": None, "_empty": empty, "_given": {}}
+        empty = tuple((name, 0) for name in self._still_empty())
+        return {**self.__dict__, "_merged_copy": None, "_empty": empty}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         if "_in_effect" not in state:  # of an older version, whose `merged` was an attribute
             self._complete_old_state(vars(self).pop("merged", False))
         mark_layer(self)
-        self._note_empty(dict(self._empty))  # a copy has other counts
+        self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
 
     def _complete_old_state(self, was_merged: bool) -> None:
         """Makes this a layer of this version where 0.1.2, or a version since, has pickled it.

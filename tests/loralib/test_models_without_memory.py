@@ -65,7 +65,6 @@ def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, w
         lora.load_adapter(model, tmp_path / "a")
     else:
         model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
-    assert b"_Content" not in pickle.dumps(model)  # what was noted is no part of what is saved
     lora.start_from_weights(model)
     assert_same_bits(model.state_dict(), trained.state_dict())
 
@@ -83,9 +82,7 @@ def fill_in_place(state, values):
         tensor.copy_(values[name])
 
 
-@pytest.mark.parametrize(
-    "way", ["state", "own state", "half", "copied", "pickled", "by hand", "by data"]
-)
+@pytest.mark.parametrize("way", ["state", "own state", "half", "copied", "pickled", "by hand"])
 @torch.no_grad()
 def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
     trained, model = drawn(Net(), ["a"]), without_memory_before()
@@ -95,10 +92,6 @@ def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
     elif way == "by hand":
         for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
             own.copy_(theirs)
-    elif way == "by data":
-        for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
-            own.data.copy_(theirs)
-        model.a.lora_A = model.a.lora_A
     else:
         fill_in_place(state, trained.state_dict())
     if way == "own state":
@@ -133,9 +126,6 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
     close(model(x), base(x))
 
 
-RANDOM = ["kaiming_uniform_", "normal_", "uniform_"]
-
-
 @contextmanager
 def built_as_in_transformers(version):
     """5 and late 4 build on the meta device, early 4 with initializations that do nothing.
@@ -144,7 +134,7 @@ def built_as_in_transformers(version):
     """
     functions = {
         "4.40": ["constant_", "kaiming_uniform_", "normal_", "uniform_"],
-        "quantizer": RANDOM,
+        "quantizer": ["kaiming_uniform_", "normal_", "uniform_"],
     }.get(version, [])
     with pytest.MonkeyPatch.context() as patch, torch.device("cpu" if functions else "meta"):
         for name in functions:
@@ -175,66 +165,27 @@ def load_as_transformers_does(model, state, version, initialize=lambda module: N
         module._is_hf_initialized = True
 
 
-@pytest.mark.parametrize("by_data", [False, True])
-@pytest.mark.parametrize("written", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
-def test_what_was_not_written_into_such_a_model_is_initialized(
-    empty_memory_shows, written, by_data
-):
-    for _ in range(2):
-        model = without_memory_before()
-        factor = getattr(model.a, written)
-        (factor.data if by_data else factor).fill_(0.125)
-        lora.start_from_weights(model)
-        assert (factor == 0.125).all()
-        if written == "lora_A":
-            assert not model.a.lora_B.any()
-        else:
-            assert model.a.lora_A.std() > 0
-
-
-VERSIONS = ["4.40", "4.57", "5.23", "quantizer"]
-
-
-@pytest.mark.parametrize("by_data", [False, True])
-@pytest.mark.parametrize("written", [["lora_A", "lora_B"], ["lora_A"], ["lora_B"]], ids=str)
-@pytest.mark.parametrize("version", VERSIONS)
-@torch.no_grad()
-def test_what_a_model_class_of_transformers_initializes_itself_stays(
-    empty_memory_shows, version, written, by_data
-):
+def test_what_a_model_class_of_transformers_initializes_itself_stays(empty_memory_shows, version):
     def initialize(module):
-        for name in written if isinstance(module, lora.LoRALayer) else []:
-            factor = getattr(module, name)
-            (factor.data if by_data else factor.detach()).fill_(0.125)
+        if isinstance(module, lora.LoRALayer):
+            nn.init.constant_(module.lora_A, 0.125)
+            nn.init.zeros_(module.lora_B)
 
     with built_as_in_transformers(version):
         model = nn.Sequential(lora.Linear(6, 6, r=2))
     state = nn.Sequential(nn.Linear(6, 6)).state_dict()
-    with torch.enable_grad():
-        load_as_transformers_does(model, state, version, initialize)
+    load_as_transformers_does(model, state, version, initialize)
     for _ in range(2):
-        assert "lora_A" not in written or (model[0].lora_A == 0.125).all()
-        assert model[0].lora_A.abs().sum() > 0
-        assert (model[0].lora_B == 0.125 * ("lora_B" in written)).all()
-        lora.start_from_weights(model)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@torch.no_grad()
-def test_a_layer_that_transformers_does_not_find_in_a_file(empty_memory_shows, version):
-    with built_as_in_transformers(version):
-        model = nn.Sequential(nn.Linear(6, 6), lora.Linear(6, 6, r=2))
-    load_as_transformers_does(model, nn.Sequential(nn.Linear(6, 6)).state_dict(), version)
-    for _ in range(2):
-        assert model[1].lora_A.abs().sum() > 0
-        assert not model[1].lora_B.any()
+        assert (model[0].lora_A == 0.125).all()
+        assert not model[0].lora_B.any()
         lora.start_from_weights(model)
 
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
 def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
     if kind == "embedding" and "freeze_A" in settings:
@@ -282,18 +233,6 @@ def test_a_model_that_is_adapted_where_random_initializations_do_nothing(setting
     assert model[0].lora_A.any()
 
 
-@pytest.mark.parametrize("kind", [lora.Linear, lora.Embedding])
-@pytest.mark.parametrize("replaced", [["kaiming_uniform_", "normal_"], RANDOM], ids=len)
-def test_an_update_can_be_trained_where_random_initializations_do_nothing(
-    monkeypatch, replaced, kind
-):
-    for name in replaced:
-        monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
-    layer = kind(6, 6, r=2)
-    assert layer.lora_A.any() or layer.lora_B.any()
-    close(layer.lora_B @ layer.lora_A, torch.zeros(6, 6))
-
-
 class WithoutInitialization(TorchFunctionMode):
     """As Lightning's `init_module(empty_init=True)`."""
 
@@ -303,14 +242,13 @@ class WithoutInitialization(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("initialization", ["default", "orthogonal"])
 @torch.no_grad()
-def test_a_model_that_is_built_without_initializing(empty_memory_shows, initialization):
+def test_a_model_that_is_built_without_initializing(empty_memory_shows):
     base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
     with WithoutInitialization():
-        model = nn.Sequential(lora.Linear(6, 4, r=2, initialization=initialization))
+        model = nn.Sequential(lora.Linear(6, 4, r=2))
     model.load_state_dict(base.state_dict(), strict=False)
-    close(model(x), base(x))
+    close(model(x), base(x))  # A and B are zero, as in 0.1.2
     lora.start_from_weights(model)
     assert model[0].lora_A.any()
     close(model(x), base(x))
@@ -321,23 +259,6 @@ def test_a_model_that_is_built_without_initializing(empty_memory_shows, initiali
     model[0].load_state_dict(trained.state_dict())
     lora.start_from_weights(model)
     assert_same_bits(model[0].state_dict(), trained.state_dict())
-
-
-@pytest.mark.parametrize("initialization", ["default", "orthogonal"])
-@pytest.mark.parametrize("first", ["lora_A", "lora_B"])
-@torch.no_grad()
-def test_factors_that_get_memory_one_after_the_other(empty_memory_shows, first, initialization):
-    with torch.device("meta"):
-        layer = lora.Linear(6, 4, r=2, initialization=initialization)
-    layer.load_state_dict(nn.Linear(6, 4).state_dict(), strict=False, assign=True)
-    factors = {name: getattr(layer, name) for name in ("lora_A", "lora_B")}
-    for name in sorted(factors, key=lambda name: name != first):
-        setattr(layer, name, nn.Parameter(torch.empty_like(factors[name], device="cpu")))
-        lora.start_from_weights(layer)
-        assert getattr(layer, name).isfinite().all()
-    assert layer.lora_A.std() > 0
-    assert layer.lora_B.any() == (initialization == "orthogonal")
-    close(layer.lora_B @ layer.lora_A, torch.zeros(4, 6))
 
 
 @torch.no_grad()
