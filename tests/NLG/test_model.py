@@ -528,6 +528,22 @@ def test_a_new_model_s_weights():
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_head": 3}, "n_embd 32 is not a multiple of 3 heads"),
+        ({"lora_attn_dim": 33}, "the rank of .*, 33, is larger than n_embd, 32"),
+        ({"lora_rank_pattern": {"h.1.*": 0}}, r"the rank 0 of transformer\.h\.1\..* above 0"),
+        ({"lora_alpha_pattern": {"h.1.*": 0}}, r"the alpha 0 of transformer\.h\.1\..* above 0"),
+        ({"lora_alpha_pattern": {"h.0.*": -1}}, r"the alpha -1 of transformer\.h\.0\..* above 0"),
+    ],
+)
+def test_settings_that_no_model_can_have(settings, message):
+    assert GPT2Config(32, 2, 4, lora_attn_dim=32).rank_of("any") == 32
+    with pytest.raises(ValueError, match=message):
+        GPT2Config(**{"n_embd": 32, "n_layer": 2, "n_head": 4, **LORA, **settings})
+
+
 # ---- tokens that fill a batch up ----
 
 

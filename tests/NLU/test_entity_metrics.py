@@ -69,6 +69,7 @@ def test_other_schemes_are_read(scheme, separator):
     [
         "O B-PER I-PER E-PER S-PER",
         "NOUN VERB M U LS",  # no scheme has no B
+        "O I L",
         "B-PER I-PER M-PER O",  # two would be one
         "B-PER B_PER O",
     ],

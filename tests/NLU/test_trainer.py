@@ -169,6 +169,22 @@ def test_group_by_length(make_trainer):
     assert np.mean(spread) > 8
 
 
+@pytest.mark.parametrize(("steps", "together"), [(9, 2), (40, 10), (400, 50)])
+def test_examples_are_sorted_by_length_among_those_of_so_many_steps(steps, together):
+    """Of 50 at most, and of a quarter of the set's: the rest of the order is left to chance."""
+
+    def is_sorted(size):
+        return all(
+            sorted(order[start : start + size], reverse=True) == order[start : start + size]
+            for start in range(0, len(order), size)
+        )
+
+    lengths = list(range(2 * steps))
+    order = [i for batch in TrainingBatches(len(lengths), 2, 0, lengths=lengths) for i in batch]
+    assert is_sorted(2 * together)
+    assert not is_sorted(2 * (together + 1))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_evaluation_batches_hold_each_example_once(world_size):
     shares = [EvaluationBatches(13, 4, world_size, rank) for rank in range(world_size)]

@@ -51,6 +51,7 @@ def losses_of(trainer: Trainer) -> list[float]:
     ("rows", "accumulation", "expected"),
     [
         ((2, 4, 6, 8), 1, [3, 7, 5]),
+        ((2,), 1, [2]),
         ((2, None, None, 8), 1, [2, 8, 5]),
         ((None, None, 5, 8), 1, [math.nan, 6.5, 6.5]),
         ((None, None), 1, [math.nan, math.nan]),

@@ -51,6 +51,14 @@ def test_a_new_model_is_seeded(make):
     assert lines[0] == lines[1]
 
 
+def test_an_optimizer_of_an_earlier_model_is_not_taken(make):
+    trainer, plain = make(model_init=Line), make(model=Line())
+    trainer.create_optimizer_and_scheduler(num_training_steps=10)
+    for each in (trainer, plain):
+        each.train()
+    assert line_of(trainer) == line_of(plain) != (0, 0)
+
+
 def test_model_init_may_take_the_trial(make):
     seen = []
     trainer = make(model_init=lambda trial: seen.append(trial) or Line())
