@@ -528,6 +528,12 @@ def test_a_new_model_s_weights():
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
+def test_every_norm_has_the_configuration_s_epsilon():
+    model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, layer_norm_epsilon=0.25))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert [norm.eps for norm in norms] == [0.25] * 5
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -64,6 +64,10 @@ def test_other_schemes_are_read(scheme, separator):
     assert conll_tags(read) == [tag.partition("-")[0] for tag in ROW.split()]
 
 
+def test_a_scheme_without_a_beginning_is_read_by_its_types():
+    assert conll_tags(["O", "I_PER", "L_PER"]) == ["O", "I-PER", "E-PER"]
+
+
 @pytest.mark.parametrize(
     "tags",
     [

@@ -8,6 +8,7 @@ import torch
 from compare import assert_same_bits, rounding
 from datasets import Dataset
 from encoder_options import ENCODER_TERMS
+from small_trainers import Line, make_line_trainer
 from trainer_runs import Recorder, collate, largest_difference, make_data, trained
 
 import transformers
@@ -200,6 +201,21 @@ def test_no_training_batch(count, reason):
 
 
 # ---- gradients and updates ----
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_batch_is_computed_under_autocast_where_half_precision_is_asked_for(tmp_path, bf16):
+    seen = []
+
+    class Noting(Line):
+        def forward(self, *given, **more):
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            return super().forward(*given, **more)
+
+    make_line_trainer(
+        tmp_path, model=Noting(), max_steps=2, evaluation_strategy="epoch", bf16=bf16
+    ).train()
+    assert set(seen) == {(True, bf16), (False, bf16)}
 
 
 def test_accumulation_equals_the_larger_batch(make_trainer):

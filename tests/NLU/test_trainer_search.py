@@ -61,9 +61,13 @@ def test_an_optimizer_of_an_earlier_model_is_not_taken(make):
 
 def test_model_init_may_take_the_trial(make):
     seen = []
-    trainer = make(model_init=lambda trial: seen.append(trial) or Line())
-    trainer.train()
-    assert seen == [None, None]
+    for start in (
+        lambda trial: seen.append(trial) or Line(),
+        lambda trial, b=1.0: seen.append(trial) or Line(b=b),
+        lambda trial="not given": seen.append(trial) or Line(),
+    ):
+        make(model_init=start).train()
+    assert seen == [None] * 6
 
 
 @pytest.mark.parametrize(
