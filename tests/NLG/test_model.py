@@ -516,6 +516,7 @@ def test_a_new_model_s_weights():
     assert model.lm_head.decoder.weight is model.transformer.wte.weight
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
+            assert parameter.requires_grad
             assert 0.08 < parameter.std() < 0.12
         elif "bias" in name or "lora_B" in name:
             assert not parameter.any()
@@ -537,6 +538,7 @@ def test_every_norm_has_the_configuration_s_epsilon():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"lora_rank_pattern": {"key": 1}}, "key has the rank and alpha of attn.c_attn: name that"),
         ({"n_head": 3}, "n_embd 32 is not a multiple of 3 heads"),
         ({"lora_attn_dim": 33}, "the rank of .*, 33, is larger than n_embd, 32"),
         ({"lora_rank_pattern": {"h.1.*": 0}}, r"the rank 0 of transformer\.h\.1\..* above 0"),

@@ -53,6 +53,8 @@ def test_articles_alone_as_in_either_script():
     assert squad_metrics({"1": "the"}, {"1": ["a"]}) == {"exact_match": 100, "f1": 0}
     scores = squad_v2_metrics({"1": "the"}, {"1": ["a"]})
     assert (scores["exact"], scores["f1"]) == (100, 100)
+    scores = squad_v2_metrics({"1": "the"}, {"1": ["a", "cat"]})
+    assert (scores["exact"], scores["f1"]) == (0, 0)
 
 
 def test_with_questions_that_have_no_answer():

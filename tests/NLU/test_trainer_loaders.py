@@ -196,6 +196,11 @@ def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
         trainer.train()
 
 
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_stream_is_read_for_as_many_steps_as_are_asked_for(make, steps):
+    assert make(train_dataset=Stream(9), max_steps=steps).train().global_step == steps
+
+
 # ---- a user's own loaders ----
 
 
