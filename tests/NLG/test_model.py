@@ -206,6 +206,17 @@ def test_masks_of_any_type(build, dtype):
     close(model(ids, labels, mask.to(dtype)).float(), model(ids, labels, mask))
 
 
+@pytest.mark.parametrize("trained", [0, 1], ids=["hidden states", "weight"])
+def test_the_head_s_gradient_of_one_factor_alone(trained):
+    torch.manual_seed(0)
+    factors, targets = [torch.randn(5, 3), torch.randn(7, 3)], torch.tensor([0, 6, 2, 2, 1])
+    exact = exact_head_gradients(*factors, targets)
+    factors[trained].requires_grad_()
+    head_loss(*factors, targets, torch.ones(5), 0.0).backward()
+    close_by_size(factors[trained].grad, exact[trained], terms=20)
+    assert factors[1 - trained].grad is None
+
+
 def test_certain_and_hopeless_targets():
     """Logits of ±1000, whose probabilities float32 does not have."""
     hidden = torch.tensor([[1000.0], [1000.0]], requires_grad=True)
@@ -414,9 +425,13 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     hidden = (4 * torch.rand(4000, 3)).to(dtype).requires_grad_()
     weight = (torch.randn(7, 3) / 8).to(dtype).requires_grad_()
     targets = torch.zeros(4000).long()
-    head_loss(hidden, weight, targets, torch.ones(4000), 0.0).backward()
+    loss = head_loss(hidden, weight, targets, torch.ones(4000), 0.0)
+    loss.backward()
+    assert loss.dtype == torch.float32
     # Half is what sums of float32 are rounded to.
     terms = 4000 if dtype is torch.float32 else 1
+    logits = hidden.detach().double() @ weight.detach().double().T
+    close_by_size(loss, F.cross_entropy(logits, targets, reduction="sum"), dtype, terms)
     for ours, expected in zip(
         (hidden.grad, weight.grad), exact_head_gradients(hidden, weight, targets), strict=True
     ):

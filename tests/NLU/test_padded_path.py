@@ -102,6 +102,13 @@ def test_the_loss_and_its_gradients_are_the_same_whatever_is_shown(family, kind,
             assert_close_to_rounding(step[name], tensor, 4 * ENCODER_TERMS)
 
 
+def test_a_mask_of_pairs_counts_beside_what_a_batch_says_of_its_tokens():
+    model, given = model_and_batch("roberta")
+    given["attention_mask"] = torch.ones(3, 7, 7).tril()
+    rows = PackedRows(torch.ones(3, 7))
+    assert torch.equal(model(**given, packed_rows=rows).logits, model(**given).logits)
+
+
 @pytest.mark.parametrize("case", ["left", "holes"])
 @pytest.mark.parametrize("kind", ["mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)

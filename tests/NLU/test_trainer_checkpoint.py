@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from product_ways import Ways
+from small_trainers import make_line_trainer, make_points
 from trainer_runs import (
     largest_difference,
     make_data,
@@ -26,6 +27,7 @@ from loralib.training.determinism import set_dropout_seed
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     TrainingError,
@@ -484,6 +486,27 @@ def test_other_accumulation_begins_with_a_whole_update(make_trainer, checkpoint)
     trainer.train(str(checkpoint))
     losses = {r["step"]: r["loss"] for r in trainer.state.log_history if "loss" in r}
     assert all(0.4 < losses[step] < 1.5 for step in (6, 7, 8)), losses
+
+
+def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
+    class Noting(Trainer):
+        def training_step(self, model, inputs):
+            self.seen.append(inputs["x"].tolist())
+            return super().training_step(model, inputs)
+
+    def seen(resumed=None, **settings):
+        trainer = make_line_trainer(tmp_path, Noting, train_dataset=make_points(24), **settings)
+        trainer.seen = []
+        trainer.train(resumed)
+        return trainer.seen
+
+    first = seen(max_steps=3, save_strategy="steps", save_steps=3)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    after = seen(checkpoint, max_steps=5, gradient_accumulation_steps=2)
+    # Of the first three batches, the third was half of an update.
+    assert after[0] == first[2]
+    assert len(after) == 4
+    assert seen(checkpoint, max_steps=5)[0] not in first
 
 
 @pytest.mark.parametrize(("epochs", "says"), [(2, False), (3, True)])

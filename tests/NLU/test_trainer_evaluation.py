@@ -376,6 +376,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     folder = tmp_path / "out" / f"checkpoint-{last}"
     message = f"the loss is not finite at step {step}; the last checkpoint is {folder};"
     assert str(caught.value).startswith(message)
+    assert trainer.seen == step * accumulated  # a CPU is asked after every update
     model = make_model()
     load_into(model, read_adapter(folder), model.base_fingerprint)
     resumed = make_trainer(gradient_accumulation_steps=accumulated)

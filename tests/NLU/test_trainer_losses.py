@@ -96,13 +96,17 @@ def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_targe
 
 def test_processes_states_are_joined_for_another_number_of_them():
     states = []
-    for loss, has_target in ((4.0, True), (0.0, False)):
+    for loss, has_target in ((4.0, True), (2.0, True), (0.0, False)):
         progress = Progress()
         progress.add(torch.tensor(loss), 1.0, has_target)
-        states.append({"progress": progress.state_dict(), "pending_gradients": {}})
-    joined = _mean_state(states)["progress"]
-    assert joined["loss_total"] / joined["weight_total"] == 4.0
+        pending = {"a": torch.tensor(3 * loss)}
+        states.append({"progress": progress.state_dict(), "pending_gradients": pending})
+    found = _mean_state(states)
+    joined = found["progress"]
+    assert joined["loss_total"] / joined["weight_total"] == 3.0
+    assert joined["loss_since_log"] == joined["loss_total"] == 2.0
     assert joined["empty_total"] > 0
+    assert found["pending_gradients"] == {"a": 6.0}
 
 
 class Waits(TrainerCallback):
