@@ -363,6 +363,32 @@ def test_adafactor_moves_every_parameter_by_the_rate(make_trainer):
         assert distance == (0 if name.endswith("lora_A") else pytest.approx(1e-2, rel=0.1)), name
 
 
+@pytest.mark.parametrize("warmup_init", [False, True])
+@pytest.mark.parametrize("step", [1, 100, 9_000, 12_000, 40_000])
+def test_adafactor_s_relative_step(warmup_init, step):
+    """An update of one number is its sign, times the rate."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Adafactor([parameter], scale_parameter=False, warmup_init=warmup_init)
+    optimizer.state[parameter]["step"] = step - 1
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    expected = min(1e-6 * step if warmup_init else 0.01, 1 / math.sqrt(step))
+    assert parameter.item() == pytest.approx(-expected, rel=1e-5)
+
+
+def test_adafactor_computes_the_loss_where_it_is_given_how():
+    parameter = torch.nn.Parameter(torch.full((2, 3), 2.0))
+    optimizer = Adafactor([parameter], lr=0.1, relative_step=False, scale_parameter=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert [optimizer.step(closure).item() for _ in range(2)] == pytest.approx([24, 6 * 1.9**2])
+
+
 def test_adafactor_on_a_matrix_and_a_vector():
     """Against the paper's algorithm, written out."""
     torch.manual_seed(0)

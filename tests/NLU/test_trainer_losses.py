@@ -94,6 +94,15 @@ def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_targe
     assert (progress.loss_total, progress.weight_total, progress.empty_total) == (3.0, 0.5, 1)
 
 
+def test_the_first_loss_that_is_not_finite_is_named():
+    progress = Progress()
+    for step, loss in enumerate((1.0, math.inf, 2.0, math.nan)):
+        progress.step = step
+        progress.add(torch.tensor(loss), 1.0, True)
+    progress.read_losses()
+    assert progress.first_bad_step == 1
+
+
 def test_processes_states_are_joined_for_another_number_of_them():
     states = []
     for loss, has_target in ((4.0, True), (2.0, True), (0.0, False)):
