@@ -236,7 +236,9 @@ def test_attention_drops_probabilities_in_training_on_every_path(path, is_off):
     assert ((given.mean(dim=0) - expected).abs() < 6 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize(("buckets", "furthest"), [(-1, 6), (8, 24), (6, 12), (256, 512), (7, 40)])
+@pytest.mark.parametrize(
+    ("buckets", "furthest"), [(-1, 6), (0, 6), (8, 24), (6, 12), (256, 512), (7, 40)]
+)
 @pytest.mark.parametrize("length", [1, 2, 9, 300])
 def test_relative_rows_are_the_literal_ones(length, buckets, furthest):
     rows = ATTENTION.relative_rows(length, buckets, furthest)

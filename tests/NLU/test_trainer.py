@@ -218,6 +218,13 @@ def test_every_batch_is_computed_under_autocast_where_half_precision_is_asked_fo
     assert set(seen) == {(True, bf16), (False, bf16)}
 
 
+def test_a_training_step_of_one_s_own_loop(tmp_path):
+    trainer = make_line_trainer(tmp_path)
+    batch = {"x": torch.tensor([1.0, 2.0]), "labels": torch.tensor([3.0, 5.0])}
+    assert trainer.training_step(trainer.model, batch) == (3**2 + 5**2) / 2
+    assert trainer.model.b.grad == -(3 + 5)
+
+
 def test_accumulation_equals_the_larger_batch(make_trainer):
     models = []
     for settings in (
