@@ -479,6 +479,7 @@ def test_settings_out_of_range(settings, message):
         ([[1, 30]], {}, "prompts have token 30, outside the vocabulary of 30"),
         ([[1]], {"eos_token_ids": (50256,)}, "end token is 50256, outside the vocabulary"),
         ([[1] * 31], {}, "31 tokens and 11 generated ones are more than.* 40 positions"),
+        ([[1], [1] * 31], {}, "31 tokens and 11 generated ones"),
         ([[1]], {"beam": 31}, "beam 31 is more than the 30 tokens"),
     ],
 )

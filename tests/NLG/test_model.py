@@ -545,6 +545,22 @@ def test_a_new_model_s_weights():
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
+def test_weights_that_are_initialized_again():
+    model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, **LORA))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    model.reset_parameters()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # which their layers initialize
+            assert (parameter == 7).all()
+        elif "bias" in name:
+            assert not parameter.any()
+        elif "ln_" in name:
+            assert (parameter == 1).all()
+        else:
+            assert 0.018 < parameter.std() < 0.022
+
+
 def test_every_norm_has_the_configuration_s_epsilon():
     model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, layer_norm_epsilon=0.25))
     norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]

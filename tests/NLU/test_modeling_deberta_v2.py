@@ -250,11 +250,14 @@ def test_relative_rows_are_the_literal_ones(length, buckets, furthest):
 
 @pytest.mark.parametrize("terms", ["c2p", "p2c", "p2c|c2p", None])
 @pytest.mark.parametrize("shared", [True, False])
-def test_distances_have_the_projections_of_their_terms(terms, shared):
-    model = build("backbone", share_att_key=shared, pos_att_type=terms)
+@pytest.mark.parametrize("relative", [True, False])
+def test_distances_have_the_projections_of_their_terms(terms, shared, relative):
+    settings = {"share_att_key": shared, "pos_att_type": terms, "relative_attention": relative}
+    model = build("backbone", **settings)
     attention = model.encoder.layer[0].attention.self
     of_terms = {"key_proj": "c2p", "query_proj": "p2c"}
-    used = {name for name, term in of_terms.items() if term in (terms or "").split("|")}
+    there_are = (terms or "").split("|") if relative else ()
+    used = {name for name, term in of_terms.items() if term in there_are}
     own = {name for name in of_terms if hasattr(attention, f"pos_{name}")}
     assert (set(attention.shared_with_positions), own) == (
         (used, set()) if shared else (set(), used)

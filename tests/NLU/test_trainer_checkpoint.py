@@ -517,6 +517,14 @@ def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, ep
     assert (told in caplog.text) is says
 
 
+def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
+    settings = {"evaluation_strategy": "epoch", "save_strategy": "epoch"}
+    make_line_trainer(tmp_path, num_train_epochs=2, **settings).train()
+    longer = make_line_trainer(tmp_path, num_train_epochs=3, **settings)
+    longer.train(str(tmp_path / "checkpoint-10"))
+    assert [r["epoch"] for r in longer.state.log_history if "eval_loss" in r] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("length", [{"num_train_epochs": 0.8}, {"max_steps": 4}])
 def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
     with pytest.raises(CheckpointError) as caught:

@@ -13,7 +13,7 @@ TENSORS = ("is_token", "index", "positions", "first", "offsets")
 
 
 def assert_same_rows(ours, theirs):
-    for name in ("shape", "lengths", "spans", "longest", "segments"):
+    for name in ("shape", "lengths", "spans", "longest", "padded_right", "segments"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for name in (*TENSORS, "targets"):
         one, other = getattr(ours, name), getattr(theirs, name)
@@ -135,6 +135,12 @@ def test_pinned_and_on_a_gpu():
 def test_a_part_is_as_those_rows_alone(part):
     rows = PackedRows(HOLES).with_targets(HOLES)
     assert_same_rows(rows.part(part), PackedRows(HOLES[part]))
+
+
+def test_a_part_without_holes_is_padded_on_the_right():
+    rows = PackedRows(torch.tensor([[1, 0, 1], [1, 1, 0]]))
+    assert [rows.part(slice(n, n + 1)).padded_right for n in (0, 1)] == [False, True]
+    assert not rows.padded_right
 
 
 @pytest.mark.parametrize("more", [0, 3])

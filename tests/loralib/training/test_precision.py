@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loralib.training.precision import Precision, check_precision
+from loralib.training.precision import Precision, check_precision, compute_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -32,6 +32,11 @@ def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, m
         return
     with pytest.raises(ValueError, match=f"^{message}"):
         check_precision(fp16, bf16, device)
+
+
+def test_the_dtype_of_products():
+    found = [compute_dtype(*flags) for flags in ((True, False), (False, True), (False, False))]
+    assert found == [torch.float16, torch.bfloat16, torch.float32]
 
 
 # ---- updates in float16 ----
