@@ -80,6 +80,10 @@ def test_model_init_may_take_the_trial(make):
             {"model_init": Line, "optimizers": (torch.optim.SGD(Line().parameters()), None)},
             "optimizers are of one model",
         ),
+        (
+            {"model_init": Line, "optimizers": (None, "a schedule")},
+            "optimizers are of one model",
+        ),
     ],
 )
 def test_models_that_cannot_be_made(make, settings, message):

@@ -137,12 +137,6 @@ def test_a_part_is_as_those_rows_alone(part):
     assert_same_rows(rows.part(part), PackedRows(HOLES[part]))
 
 
-def test_a_part_without_holes_is_padded_on_the_right():
-    rows = PackedRows(torch.tensor([[1, 0, 1], [1, 1, 0]]))
-    assert [rows.part(slice(n, n + 1)).padded_right for n in (0, 1)] == [False, True]
-    assert not rows.padded_right
-
-
 @pytest.mark.parametrize("more", [0, 3])
 def test_widened_is_as_the_rows_of_a_wider_mask(more):
     wider = torch.nn.functional.pad(HOLES, (0, more))

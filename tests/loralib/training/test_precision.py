@@ -54,3 +54,14 @@ def test_a_step_says_whether_there_was_an_update(fused, max_norm):
         updated = precision.step(optimizer, [weight], max_norm)
         optimizer.zero_grad()
         assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
+
+
+def test_a_scaler_goes_on_with_the_scale_that_it_had():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    first, second = (Precision(torch.float16, "cpu") for _ in range(2))
+    first.backward((weight * float("inf")).sum())
+    first.step(optimizer, [weight], 0.0)
+    assert first.scaler.get_scale() == second.scaler.get_scale() / 2
+    second.load_state_dict(first.state_dict())
+    assert second.scaler.get_scale() == first.scaler.get_scale()
