@@ -204,18 +204,19 @@ def test_no_training_batch(count, reason):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_every_batch_is_computed_under_autocast_where_half_precision_is_asked_for(tmp_path, bf16):
+def test_in_which_mode_a_batch_is_computed(tmp_path, bf16):
+    """Half precision is autocast's; with gradients, dropout is on, after an evaluation as well."""
     seen = []
 
     class Noting(Line):
         def forward(self, *given, **more):
-            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            modes = torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu")
+            seen.append(modes)
             return super().forward(*given, **more)
 
-    make_line_trainer(
-        tmp_path, model=Noting(), max_steps=2, evaluation_strategy="epoch", bf16=bf16
-    ).train()
-    assert set(seen) == {(True, bf16), (False, bf16)}
+    settings = {"max_steps": 3, "evaluation_strategy": "steps", "eval_steps": 1}
+    make_line_trainer(tmp_path, model=Noting().eval(), bf16=bf16, **settings).train()
+    assert seen == 3 * [(True, True, bf16), *3 * [(False, False, bf16)]]
 
 
 def test_a_training_step_of_one_s_own_loop(tmp_path):
