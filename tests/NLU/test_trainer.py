@@ -371,6 +371,21 @@ def test_adafactor_moves_every_parameter_by_the_rate(make_trainer):
         assert distance == (0 if name.endswith("lora_A") else pytest.approx(1e-2, rel=0.1)), name
 
 
+def test_adafactor_takes_a_convolution_matrix_by_matrix():
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.zeros(2, 4, 3))
+    matrices = [torch.nn.Parameter(matrix.clone()) for matrix in whole.detach()]
+    settings = {"lr": 0.1, "relative_step": False, "scale_parameter": False}
+    # Their update is cut together.
+    optimizer = Adafactor([whole, *matrices], clip_threshold=math.inf, **settings)
+    for _ in range(3):
+        whole.grad = torch.randn(2, 4, 3)
+        for matrix, grad in zip(matrices, whole.grad, strict=True):
+            matrix.grad = grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(whole.detach(), torch.stack([m.detach() for m in matrices]))
+
+
 @pytest.mark.parametrize("warmup_init", [False, True])
 @pytest.mark.parametrize("step", [1, 100, 9_000, 12_000, 40_000])
 def test_adafactor_s_relative_step(warmup_init, step):
