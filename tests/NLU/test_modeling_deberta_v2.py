@@ -223,12 +223,12 @@ def test_attention_drops_probabilities_in_training_on_every_path(path, is_off):
     model = build("backbone", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
     attention = model.encoder.layer[0].attention.self
     rows = PackedRows(INPUTS["mask"])
+    torch.manual_seed(0)
     batch, hidden = model.encoder.describe(rows), torch.randn(len(rows.index), 32)
     with torch.no_grad():
         expected = attention(hidden, hidden, batch)
     hidden.requires_grad_()
     attention.train()
-    torch.manual_seed(0)
     with fast_paths_off(is_off):
         given = torch.stack([attention(hidden, hidden, batch).detach() for _ in range(100)])
     assert not torch.equal(given[0], given[1])
