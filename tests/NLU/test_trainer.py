@@ -102,6 +102,7 @@ def test_number_of_updates(make_trainer, settings, updates, epochs):
     ("settings", "warmup"),
     [
         ({"warmup_steps": 4, "warmup_ratio": 0.9}, 4),
+        ({"warmup_steps": 1, "warmup_ratio": 0.9}, 1),
         ({"warmup_ratio": 0.25}, 3),
         ({"warmup_ratio": 0.2}, 2),
         ({}, 0),
@@ -152,6 +153,15 @@ def test_order_changes_by_epoch_and_seed_and_can_be_entered_in_its_middle(length
     assert first[5:] == order(0, 1, skip=5)
     assert first != order(1, 1)
     assert first != order(0, 2)
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2)])
+def test_an_epoch_s_order_is_that_of_pytorch_s_sampler(seed, epoch):
+    batches = TrainingBatches(50, 4, seed)
+    batches.epoch = epoch
+    sampler = torch.utils.data.DistributedSampler(range(50), 1, 0, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    assert [i for batch in batches for i in batch] == list(sampler)
 
 
 def test_group_by_length(make_trainer):

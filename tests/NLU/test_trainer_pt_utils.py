@@ -279,6 +279,8 @@ def test_a_tuple_s_loss_is_no_prediction(shape):
     for outputs, with_loss in (((loss, logits), True), ((logits,), False)):
         (found,) = predictions_of(outputs, with_loss)
         assert found is logits
+    (found,) = predictions_of({"logits": logits, "temperature": torch.tensor(2.0)}, False)
+    assert found is logits
 
 
 def test_names_of_parameters_but_those_of_some_layers():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from loralib.training.precision import Precision, check_precision, compute_dtype
+from loralib.training.precision import Precision, check_precision, compute_dtype, hold_frozen_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -37,6 +38,20 @@ def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, m
 def test_the_dtype_of_products():
     found = [compute_dtype(*flags) for flags in ((True, False), (False, True), (False, False))]
     assert found == [torch.float16, torch.bfloat16, torch.float32]
+
+
+def test_what_is_held_in_half_precision():
+    model = nn.Module()
+    model.frozen, model.trained, model.lora_A = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    model.whole = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+    model.frozen.requires_grad = model.lora_A.requires_grad = False
+    model.register_buffer("buffer", torch.ones(2))
+    hold_frozen_in(model, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
+        "frozen": torch.bfloat16,
+        **dict.fromkeys(("trained", "lora_A", "buffer"), torch.float32),
+        "whole": torch.int32,
+    }
 
 
 # ---- updates in float16 ----
