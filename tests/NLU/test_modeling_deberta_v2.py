@@ -264,6 +264,21 @@ def test_distances_have_the_projections_of_their_terms(terms, shared, relative):
     )
 
 
+def test_projections_that_are_no_longer_shared_are_apart():
+    model = build("classifier", share_att_key=True)
+    expected = model(**CASES["padded"]).logits
+    for layer in model.deberta.encoder.layer:
+        attention = layer.attention.self
+        attention.unshare_positions()
+        assert attention.shared_with_positions == ()
+        for name in ("query_proj", "key_proj"):
+            shared, own = (attention.get_submodule(n) for n in (name, f"pos_{name}"))
+            for tensor in ("weight", "bias"):
+                assert torch.equal(getattr(shared, tensor), getattr(own, tensor))
+                assert getattr(shared, tensor).data_ptr() != getattr(own, tensor).data_ptr()
+    assert torch.equal(model(**CASES["padded"]).logits, expected)
+
+
 def test_texts_longer_than_the_distances_known(path):
     model = build("classifier", **NO_DROPOUT)
     ids = torch.randint(3, 48, (2, 50), generator=torch.Generator().manual_seed(1))
