@@ -125,12 +125,17 @@ def best_of(texts: list[tuple[float, list[int]]], length_penalty: float) -> list
 LENGTH_PENALTIES = (0, 0.8, 1.5, -0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beams", [1, 5, 10])
-@pytest.mark.parametrize("ngram", [0, 2, 4])
-@pytest.mark.parametrize("repetition", [1, 1.3])
-@pytest.mark.parametrize("min_length", [0, 5])
-@pytest.mark.parametrize("ends", [(STOP,), (STOP, BLANK)])
+def first_is_fast(*values):
+    """These as a test's parameters, of which all but the first make it slow."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+@pytest.mark.parametrize("beams", first_is_fast(5, 1, 10))
+@pytest.mark.parametrize("ngram", first_is_fast(0, 2, 4))
+@pytest.mark.parametrize("repetition", first_is_fast(1, 1.3))
+@pytest.mark.parametrize("min_length", first_is_fast(0, 5))
+@pytest.mark.parametrize("ends", first_is_fast((STOP,), (STOP, BLANK)))
 def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, ends):
     settings = BeamSettings(beams, 12, 1, ngram, repetition, min_length, ends)
     prompts = PROMPTS[:3]
@@ -140,8 +145,7 @@ def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, e
         assert search(model, prompts, now) == [best_of(some, length_penalty) for some in texts]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first_is_fast(1, 0, *range(2, 12)))
 def test_same_as_the_plain_search_on_random_models_and_settings(seed):
     draw = random.Random(seed)
     model = random_model(seed, draw.choice([7, 20, 64, 130]))
@@ -475,6 +479,7 @@ def test_settings_out_of_range(settings, message):
         ([[1, 30]], {}, "prompts have token 30, outside the vocabulary of 30"),
         ([[1]], {"eos_token_ids": (50256,)}, "end token is 50256, outside the vocabulary"),
         ([[1] * 31], {}, "31 tokens and 11 generated ones are more than.* 40 positions"),
+        ([[1], [1] * 31], {}, "31 tokens and 11 generated ones"),
         ([[1]], {"beam": 31}, "beam 31 is more than the 30 tokens"),
     ],
 )

@@ -4,7 +4,7 @@ import json
 import logging
 import random
 import re
-from itertools import chain
+from itertools import chain, islice
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from data_utils import (
     FT_Dataset,
+    batches_from,
     batches_per_epoch,
     collate,
     training_batches,
@@ -281,6 +282,14 @@ def test_batches_are_skipped_without_being_made(write, monkeypatch, skip):
     )
     assert first_tokens(training_batches(dataset, process(), 1, 1, skip=skip)) == whole[skip:]
     assert len(loaded) == 24 - 4 * skip
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 6, 13])
+def test_a_step_is_a_batch_of_the_run_epoch_after_epoch(write, step):
+    dataset = FT_Dataset(write(*random_examples(24)), 4, 16)
+    epochs = [first_tokens(training_batches(dataset, process(), 1, epoch)) for epoch in (1, 2, 3)]
+    from_step = islice(batches_from(dataset, process(), 1, step), 18 - step)
+    assert first_tokens(from_step) == list(chain(*epochs))[step:]
 
 
 def test_global_generators_are_left_alone(write):

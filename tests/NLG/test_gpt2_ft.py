@@ -5,12 +5,14 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compare import assert_same_bits
 
 import gpt2_ft
+from data_utils import FT_Dataset
 from loralib.io.tensors import read_tensors
 
 pytestmark = pytest.mark.slow
@@ -122,6 +124,21 @@ def test_an_evaluation_is_the_mean_over_all_targets(tiny, compare, tmp_path, siz
     argv = tiny.flags(tmp_path / "run", *more.split())
     gpt2_ft.main(argv)
     compare(tiny, argv)
+
+
+def test_an_evaluation_has_neither_dropout_nor_gradients(tmp_path):
+    path = tmp_path / "valid.jsonl"
+    path.write_text(3 * '{"context": [1, 2], "completion": [3]}\n')
+    model, modes = torch.nn.Linear(1, 1), []
+
+    def loss_of(model, batch):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return model.weight.sum()
+
+    alone = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    gpt2_ft.evaluate(model, loss_of, FT_Dataset(path, 2, 8), alone)
+    assert modes == [(False, False)] * 2
+    assert model.training
 
 
 def test_the_best_perplexity_is_kept(tiny, read_metrics, tmp_path):

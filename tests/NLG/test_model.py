@@ -206,6 +206,17 @@ def test_masks_of_any_type(build, dtype):
     close(model(ids, labels, mask.to(dtype)).float(), model(ids, labels, mask))
 
 
+@pytest.mark.parametrize("trained", [0, 1], ids=["hidden states", "weight"])
+def test_the_head_s_gradient_of_one_factor_alone(trained):
+    torch.manual_seed(0)
+    factors, targets = [torch.randn(5, 3), torch.randn(7, 3)], torch.tensor([0, 6, 2, 2, 1])
+    exact = exact_head_gradients(*factors, targets)
+    factors[trained].requires_grad_()
+    head_loss(*factors, targets, torch.ones(5), 0.0).backward()
+    close_by_size(factors[trained].grad, exact[trained], terms=20)
+    assert factors[1 - trained].grad is None
+
+
 def test_certain_and_hopeless_targets():
     """Logits of ±1000, whose probabilities float32 does not have."""
     hidden = torch.tensor([[1000.0], [1000.0]], requires_grad=True)
@@ -310,7 +321,8 @@ def test_sizes(card, trained, size):
     with torch.device("meta"):
         model = GPT2LMModel(config_of(card, lora_attn_dim=4))
     lora.mark_only_lora_as_trainable(model)
-    n, layers, _ = MODEL_CARDS[card]
+    n, layers, heads = MODEL_CARDS[card]
+    assert card == "gpt2.xs" or n == 64 * heads
     assert trained == layers * 2 * (4 * n + 4 * n)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
     assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == size
@@ -414,9 +426,13 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     hidden = (4 * torch.rand(4000, 3)).to(dtype).requires_grad_()
     weight = (torch.randn(7, 3) / 8).to(dtype).requires_grad_()
     targets = torch.zeros(4000).long()
-    head_loss(hidden, weight, targets, torch.ones(4000), 0.0).backward()
+    loss = head_loss(hidden, weight, targets, torch.ones(4000), 0.0)
+    loss.backward()
+    assert loss.dtype == torch.float32
     # Half is what sums of float32 are rounded to.
     terms = 4000 if dtype is torch.float32 else 1
+    logits = hidden.detach().double() @ weight.detach().double().T
+    close_by_size(loss, F.cross_entropy(logits, targets, reduction="sum"), dtype, terms)
     for ours, expected in zip(
         (hidden.grad, weight.grad), exact_head_gradients(hidden, weight, targets), strict=True
     ):
@@ -516,6 +532,7 @@ def test_a_new_model_s_weights():
     assert model.lm_head.decoder.weight is model.transformer.wte.weight
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
+            assert parameter.requires_grad
             assert 0.08 < parameter.std() < 0.12
         elif "bias" in name or "lora_B" in name:
             assert not parameter.any()
@@ -526,6 +543,45 @@ def test_a_new_model_s_weights():
     torch.manual_seed(0)
     again = GPT2LMModel(config).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_are_initialized_again():
+    model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, **LORA))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    model.reset_parameters()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # which their layers initialize
+            assert (parameter == 7).all()
+        elif "bias" in name:
+            assert not parameter.any()
+        elif "ln_" in name:
+            assert (parameter == 1).all()
+        else:
+            assert 0.018 < parameter.std() < 0.022
+
+
+def test_every_norm_has_the_configuration_s_epsilon():
+    model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, layer_norm_epsilon=0.25))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert [norm.eps for norm in norms] == [0.25] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_rank_pattern": {"key": 1}}, "key has the rank and alpha of attn.c_attn: name that"),
+        ({"n_head": 3}, "n_embd 32 is not a multiple of 3 heads"),
+        ({"lora_attn_dim": 33}, "the rank of .*, 33, is larger than n_embd, 32"),
+        ({"lora_rank_pattern": {"h.1.*": 0}}, r"the rank 0 of transformer\.h\.1\..* above 0"),
+        ({"lora_alpha_pattern": {"h.1.*": 0}}, r"the alpha 0 of transformer\.h\.1\..* above 0"),
+        ({"lora_alpha_pattern": {"h.0.*": -1}}, r"the alpha -1 of transformer\.h\.0\..* above 0"),
+    ],
+)
+def test_settings_that_no_model_can_have(settings, message):
+    assert GPT2Config(32, 2, 4, lora_attn_dim=32).rank_of("any") == 32
+    with pytest.raises(ValueError, match=message):
+        GPT2Config(**{"n_embd": 32, "n_layer": 2, "n_head": 4, **LORA, **settings})
 
 
 # ---- tokens that fill a batch up ----

@@ -85,8 +85,10 @@ def test_what_the_files_say(build_adapted, tmp_path):
 def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
     """Those of the head that an adapter brings; where it names none, the model keeps its labels."""
     names = {0: "no", 1: "maybe", 2: "yes"}
-    trained = build_adapted("roberta", ["lora"], id2label=names, text_columns=["review"])
+    any_order = dict(reversed(names.items()))
+    trained = build_adapted("roberta", ["lora"], id2label=any_order, text_columns=["review"])
     adapter = trained.adapter()
+    assert adapter.metadata.labels == tuple(names.values())
     fresh = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])
     fresh.load_adapters([adapter])
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
@@ -97,6 +99,10 @@ def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, None)
     unnamed = replace(adapter.metadata, labels=("LABEL_0", "LABEL_1", "LABEL_2"))
     fresh.load_adapters([replace(adapter, metadata=unnamed)])
+    assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
+    headless = {name: tensor for name, tensor in adapter.tensors.items() if "lora_" in name}
+    others = replace(adapter.metadata, labels=("a", "b", "c"), text_columns=("text",))
+    fresh.load_adapters([replace(adapter, tensors=headless, metadata=others)])
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
     # Training on another task begins with its own.
     other = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])

@@ -184,6 +184,15 @@ def test_what_the_forward_gives_beside_the_loss_is_the_first_pass_s(build, batch
     close(logits, expected.logits)
 
 
+def test_what_is_shown_is_of_the_pass_whose_logits_there_are(build, batch):
+    settings = {"reg_loss_wgt": 1.0, "hidden_dropout_prob": 0.0}
+    model = build("roberta", **settings, attention_probs_dropout_prob=0.5)
+    output = model(**batch, output_hidden_states=True, output_attentions=True)
+    rows = len(batch["labels"])
+    assert all(len(each) == rows for each in (*output.hidden_states, *output.attentions))
+    close(model.classifier(output.hidden_states[-1][:, 0]), output.logits)
+
+
 # ---- what cannot be ----
 
 

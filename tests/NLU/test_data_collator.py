@@ -385,6 +385,12 @@ def test_each_token_is_a_word_where_nothing_says_more(tokenizer):
     assert int((batch["labels"] != -100).sum()) == 3
 
 
+def test_a_short_row_has_one_target_as_well(tokenizer):
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.05, generator=seeded())
+    batch = collator([[0, 5, 6, 7, 2], [0, 5, 2]])
+    assert (batch["labels"] != -100).sum(1).tolist() == [1, 1]
+
+
 def test_whole_words_are_for_masks(tokenizer):
     with pytest.raises(ValueError, match="leave out mlm=False"):
         DataCollatorForWholeWordMask(tokenizer, mlm=False)

@@ -64,11 +64,16 @@ def test_other_schemes_are_read(scheme, separator):
     assert conll_tags(read) == [tag.partition("-")[0] for tag in ROW.split()]
 
 
+def test_a_scheme_without_a_beginning_is_read_by_its_types():
+    assert conll_tags(["O", "I_PER", "L_PER"]) == ["O", "I-PER", "E-PER"]
+
+
 @pytest.mark.parametrize(
     "tags",
     [
         "O B-PER I-PER E-PER S-PER",
         "NOUN VERB M U LS",  # no scheme has no B
+        "O I L",
         "B-PER I-PER M-PER O",  # two would be one
         "B-PER B_PER O",
     ],

@@ -19,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer_data import EvaluationBatches, lengths_of
-from transformers.trainer_evaluation import gather_in_order
+from transformers.trainer_evaluation import Evaluation, gather_in_order
 
 COUNT, BATCH = 23, 4
 
@@ -138,6 +138,19 @@ def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
     )
     (found,) = gather_in_order(*shares[0], world_size)
     assert found.tolist() == [10 * index for index in range(COUNT)]
+
+
+def test_rows_beyond_the_set_s_count_for_nothing():
+    """A sampler of the user's own fills up the last batch."""
+    loader = torch.utils.data.DataLoader(range(5), batch_size=2)
+    found = Evaluation(loader, torch.device("cpu"), world_size=1, rank=0)
+    for rows, loss in (([0, 1], 1.0), ([2, 3], 2.0), ([4, 0], 6.0)):
+        rows = torch.tensor(rows)
+        found.add({"rows": rows}, torch.tensor(loss), rows, rows)
+    loss, predictions, labels, count = found.results()
+    assert loss == (2 * 1 + 2 * 2 + 1 * 6) / 5
+    assert predictions.tolist() == labels.tolist() == [0, 1, 2, 3, 4]
+    assert count == 5
 
 
 def test_lengths_of_a_table_are_those_of_its_rows():

@@ -119,6 +119,12 @@ def f1_of(number, preds, labels):
     return 2 * true / (sum(preds == number) + sum(labels == number))
 
 
+@pytest.mark.parametrize("metrics", [classification_metrics, regression_metrics])
+def test_unusable_input_of_one_s_own(metrics):
+    with pytest.raises(ValueError, match=r"got shapes \(1,\) and \(10,\)"):
+        metrics(PREDS[:1], LABELS)
+
+
 def test_classes_of_one_s_own():
     """F1 does not depend on which class has which number; classes that are nowhere do not count."""
     preds, labels = np.array([0, 1, 2, 2, 1, 0, 4]), np.array([0, 2, 2, 1, 1, 0, 0])

@@ -120,6 +120,15 @@ def test_padding_is_no_answer(family):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+def test_positions_may_be_a_column():
+    """As a data set of lists gives them."""
+    arguments, spans = given("question_answering"), ("start_positions", "end_positions")
+    model = build("roberta", "question_answering")
+    loss = model(**{**arguments, **{name: INPUTS["ends"] for name in spans}}).loss
+    columns = {name: INPUTS["ends"][:, None] for name in spans}
+    assert torch.equal(model(**{**arguments, **columns}).loss, loss)
+
+
 @pytest.mark.parametrize("family", maker.FAMILIES)
 def test_losses_of_users_own_on_padded_answers_are_finite(family):
     """Distillation sums over all columns: at padding, 0 · -inf would be no number."""

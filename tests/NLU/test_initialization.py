@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import loralib as lora
+import transformers
 from transformers import (
     DebertaV2Config,
     DebertaV2ForMaskedLM,
@@ -45,6 +46,13 @@ CASES = pytest.mark.parametrize(
 def new(family, head, added):
     config_class, settings, classes = FAMILIES[family]
     return classes[head](config_class(**SHAPE, **settings, **ADDED[added]))
+
+
+# The classes that are not among the cases above.
+OTHERS = {
+    "roberta": ("Model", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    "deberta": ("Model", "ForTokenClassification", "ForQuestionAnswering"),
+}
 
 
 def spoilt(family, head, added):
@@ -98,6 +106,21 @@ def test_what_each_layer_begins_with(family, head, added):
     assert any(issubclass(kind, nn.LayerNorm) for kind in seen)
     assert (lora.Linear in seen) == (added == "lora")
     assert (UpProjection in seen) == (added == "adapter")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, names in OTHERS.items() for name in names]
+)
+def test_every_class_initializes_its_weights(family, name):
+    config_class, settings, _ = FAMILIES[family]
+    prefix = config_class.__name__.removesuffix("Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, prefix + name)(config_class(**SHAPE, **settings))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert linears
+    for layer in linears:
+        is_normal(layer.weight, STD)
+        assert not torch.any(layer.bias)
 
 
 def draw(module, family):

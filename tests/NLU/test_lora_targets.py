@@ -256,6 +256,19 @@ def test_other_targets_are_refused(build, tmp_path, said, theirs, ours, message)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
+def test_an_adapter_says_each_module_s_rank_and_alpha(build):
+    """What is usual is what the settings say, also where most modules have something else."""
+    most = {
+        "lora_rank_pattern": {"value": 2, "key": 2},
+        "lora_alpha_pattern": {"value": 5, "key": 5},
+    }
+    model = build("roberta", **LORA, lora_targets=["query", "key", "value"], **most)
+    metadata = model.adapter().metadata
+    assert (metadata.rank, metadata.alpha) == (3, 12)
+    for name, layer in lora_layers(model).items():
+        assert (metadata.rank_of(name), metadata.alpha_of(name)) == (layer.r, layer.lora_alpha)
+
+
 def test_files_from_before_there_was_a_choice(build, tmp_path):
     """Their metadata and their config.json know of no dropout, and name query and value."""
     model = build("deberta", **LORA)

@@ -217,7 +217,28 @@ def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant,
         assert_close_to_rounding(ours[name], tensor, terms, dtype, largest)
 
 
-@pytest.mark.parametrize(("buckets", "furthest"), [(-1, 6), (8, 24), (6, 12), (256, 512), (7, 40)])
+@pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
+def test_attention_drops_probabilities_in_training_on_every_path(path, is_off):
+    """Of a share p dropped, scaled by 1 / (1 - p): the mean is what an evaluation gives."""
+    model = build("backbone", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
+    attention = model.encoder.layer[0].attention.self
+    rows = PackedRows(INPUTS["mask"])
+    torch.manual_seed(0)
+    batch, hidden = model.encoder.describe(rows), torch.randn(len(rows.index), 32)
+    with torch.no_grad():
+        expected = attention(hidden, hidden, batch)
+    hidden.requires_grad_()
+    attention.train()
+    with fast_paths_off(is_off):
+        given = torch.stack([attention(hidden, hidden, batch).detach() for _ in range(100)])
+    assert not torch.equal(given[0], given[1])
+    deviation = given.std(dim=0) / 10
+    assert ((given.mean(dim=0) - expected).abs() < 6 * deviation + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("buckets", "furthest"), [(-1, 6), (0, 6), (8, 24), (6, 12), (256, 512), (7, 40)]
+)
 @pytest.mark.parametrize("length", [1, 2, 9, 300])
 def test_relative_rows_are_the_literal_ones(length, buckets, furthest):
     rows = ATTENTION.relative_rows(length, buckets, furthest)
@@ -225,6 +246,37 @@ def test_relative_rows_are_the_literal_ones(length, buckets, furthest):
     expected = [*literal[0].flip(0).tolist(), *literal[1:, 0].tolist()]
     assert list(rows) == expected
     assert list(rows) == sorted(rows)
+
+
+@pytest.mark.parametrize("terms", ["c2p", "p2c", "p2c|c2p", None])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("relative", [True, False])
+def test_distances_have_the_projections_of_their_terms(terms, shared, relative):
+    settings = {"share_att_key": shared, "pos_att_type": terms, "relative_attention": relative}
+    model = build("backbone", **settings)
+    attention = model.encoder.layer[0].attention.self
+    of_terms = {"key_proj": "c2p", "query_proj": "p2c"}
+    there_are = (terms or "").split("|") if relative else ()
+    used = {name for name, term in of_terms.items() if term in there_are}
+    own = {name for name in of_terms if hasattr(attention, f"pos_{name}")}
+    assert (set(attention.shared_with_positions), own) == (
+        (used, set()) if shared else (set(), used)
+    )
+
+
+def test_projections_that_are_no_longer_shared_are_apart():
+    model = build("classifier", share_att_key=True)
+    expected = model(**CASES["padded"]).logits
+    for layer in model.deberta.encoder.layer:
+        attention = layer.attention.self
+        attention.unshare_positions()
+        assert attention.shared_with_positions == ()
+        for name in ("query_proj", "key_proj"):
+            shared, own = (attention.get_submodule(n) for n in (name, f"pos_{name}"))
+            for tensor in ("weight", "bias"):
+                assert torch.equal(getattr(shared, tensor), getattr(own, tensor))
+                assert getattr(shared, tensor).data_ptr() != getattr(own, tensor).data_ptr()
+    assert torch.equal(model(**CASES["padded"]).logits, expected)
 
 
 def test_texts_longer_than_the_distances_known(path):

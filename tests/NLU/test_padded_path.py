@@ -102,6 +102,32 @@ def test_the_loss_and_its_gradients_are_the_same_whatever_is_shown(family, kind,
             assert_close_to_rounding(step[name], tensor, 4 * ENCODER_TERMS)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_drops_probabilities_in_training(family):
+    """Of a share p dropped, scaled by 1 / (1 - p): the mean is what an evaluation gives."""
+    settings = {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.0}
+    model, given = model_and_batch(family, case="left", num_hidden_layers=1, **settings)
+    gathered = []
+    model.base_model.encoder.layer[0].attention.self.register_forward_hook(
+        lambda _, __, output: gathered.append(output.detach())
+    )
+    model(**given)
+    model.train()
+    torch.manual_seed(0)
+    for _ in range(100):
+        model(**given)
+    expected, found = gathered[0], torch.stack(gathered[1:])
+    assert not torch.equal(found[0], found[1])
+    assert ((found.mean(dim=0) - expected).abs() < 6 * found.std(dim=0) / 10 + 1e-6).all()
+
+
+def test_a_mask_of_pairs_counts_beside_what_a_batch_says_of_its_tokens():
+    model, given = model_and_batch("roberta")
+    given["attention_mask"] = torch.ones(3, 7, 7).tril()
+    rows = PackedRows(torch.ones(3, 7))
+    assert torch.equal(model(**given, packed_rows=rows).logits, model(**given).logits)
+
+
 @pytest.mark.parametrize("case", ["left", "holes"])
 @pytest.mark.parametrize("kind", ["mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -166,6 +166,11 @@ def test_all_candidates_are_ranked_as_brute_force_ranks_them():
     )
 
 
+def test_probabilities_of_scores_far_apart():
+    answer = Answer("a", tuple(Candidate("a", score, score) for score in (800.0, 0.0, -800.0)))
+    assert [row["probability"] for row in answer.as_rows()] == [1, 0, 0]
+
+
 def test_candidates_are_among_the_best_starts_and_ends():
     """As many as are kept: of one each, an end before the start leaves none."""
     best = {"start": (7, 1.0), "end": (3, 1.0)}

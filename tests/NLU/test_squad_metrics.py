@@ -53,6 +53,8 @@ def test_articles_alone_as_in_either_script():
     assert squad_metrics({"1": "the"}, {"1": ["a"]}) == {"exact_match": 100, "f1": 0}
     scores = squad_v2_metrics({"1": "the"}, {"1": ["a"]})
     assert (scores["exact"], scores["f1"]) == (100, 100)
+    scores = squad_v2_metrics({"1": "the"}, {"1": ["a", "cat"]})
+    assert (scores["exact"], scores["f1"]) == (0, 0)
 
 
 def test_with_questions_that_have_no_answer():
@@ -65,6 +67,15 @@ def test_with_questions_that_have_no_answer():
     }
     only = squad_v2_metrics({"1": "Paris"}, {"1": ["Paris"]})
     assert not [name for name in only if name.startswith("NoAns")]
+
+
+def test_of_thresholds_that_are_as_good_the_least_is_given():
+    """As SQuAD's script does: only a better one replaces it."""
+    predictions, answers = {"1": "a", "2": "b", "3": "c"}, {"1": ["a"], "2": [], "3": ["c"]}
+    scores = squad_v2_metrics(predictions, answers, {"1": -1.0, "2": 0.5, "3": 1.0})
+    for score in ("exact", "f1"):
+        assert scores[f"best_{score}"] == pytest.approx(100 * 2 / 3)
+        assert scores[f"best_{score}_thresh"] == -1
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,6 +8,7 @@ import torch
 from compare import assert_same_bits, rounding
 from datasets import Dataset
 from encoder_options import ENCODER_TERMS
+from small_trainers import Line, make_line_trainer
 from trainer_runs import Recorder, collate, largest_difference, make_data, trained
 
 import transformers
@@ -101,6 +102,7 @@ def test_number_of_updates(make_trainer, settings, updates, epochs):
     ("settings", "warmup"),
     [
         ({"warmup_steps": 4, "warmup_ratio": 0.9}, 4),
+        ({"warmup_steps": 1, "warmup_ratio": 0.9}, 1),
         ({"warmup_ratio": 0.25}, 3),
         ({"warmup_ratio": 0.2}, 2),
         ({}, 0),
@@ -153,6 +155,15 @@ def test_order_changes_by_epoch_and_seed_and_can_be_entered_in_its_middle(length
     assert first != order(0, 2)
 
 
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2)])
+def test_an_epoch_s_order_is_that_of_pytorch_s_sampler(seed, epoch):
+    batches = TrainingBatches(50, 4, seed)
+    batches.epoch = epoch
+    sampler = torch.utils.data.DistributedSampler(range(50), 1, 0, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    assert [i for batch in batches for i in batch] == list(sampler)
+
+
 def test_group_by_length(make_trainer):
     data = make_data(203)
     settings = {"per_device_train_batch_size": 4, "group_by_length": True}
@@ -167,6 +178,22 @@ def test_group_by_length(make_trainer):
     unsorted = list(make_trainer(train=data)._training_batches())
     spread = [np.ptp([len(data[i]["input_ids"]) for i in batch]) for batch in unsorted]
     assert np.mean(spread) > 8
+
+
+@pytest.mark.parametrize(("steps", "together"), [(9, 2), (40, 10), (400, 50)])
+def test_examples_are_sorted_by_length_among_those_of_so_many_steps(steps, together):
+    """Of 50 at most, and of a quarter of the set's: the rest of the order is left to chance."""
+
+    def is_sorted(size):
+        return all(
+            sorted(order[start : start + size], reverse=True) == order[start : start + size]
+            for start in range(0, len(order), size)
+        )
+
+    lengths = list(range(2 * steps))
+    order = [i for batch in TrainingBatches(len(lengths), 2, 0, lengths=lengths) for i in batch]
+    assert is_sorted(2 * together)
+    assert not is_sorted(2 * (together + 1))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -184,6 +211,29 @@ def test_no_training_batch(count, reason):
 
 
 # ---- gradients and updates ----
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_in_which_mode_a_batch_is_computed(tmp_path, bf16):
+    """Half precision is autocast's; with gradients, dropout is on, after an evaluation as well."""
+    seen = []
+
+    class Noting(Line):
+        def forward(self, *given, **more):
+            modes = torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu")
+            seen.append(modes)
+            return super().forward(*given, **more)
+
+    settings = {"max_steps": 3, "evaluation_strategy": "steps", "eval_steps": 1}
+    make_line_trainer(tmp_path, model=Noting().eval(), bf16=bf16, **settings).train()
+    assert seen == 3 * [(True, True, bf16), *3 * [(False, False, bf16)]]
+
+
+def test_a_training_step_of_one_s_own_loop(tmp_path):
+    trainer = make_line_trainer(tmp_path)
+    batch = {"x": torch.tensor([1.0, 2.0]), "labels": torch.tensor([3.0, 5.0])}
+    assert trainer.training_step(trainer.model, batch) == (3**2 + 5**2) / 2
+    assert trainer.model.b.grad == -(3 + 5)
 
 
 def test_accumulation_equals_the_larger_batch(make_trainer):
@@ -329,6 +379,47 @@ def test_adafactor_moves_every_parameter_by_the_rate(make_trainer):
     for name, distance in moved.items():
         # A has no gradient as long as B is zero.
         assert distance == (0 if name.endswith("lora_A") else pytest.approx(1e-2, rel=0.1)), name
+
+
+def test_adafactor_takes_a_convolution_matrix_by_matrix():
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.zeros(2, 4, 3))
+    matrices = [torch.nn.Parameter(matrix.clone()) for matrix in whole.detach()]
+    settings = {"lr": 0.1, "relative_step": False, "scale_parameter": False}
+    # Their update is cut together.
+    optimizer = Adafactor([whole, *matrices], clip_threshold=math.inf, **settings)
+    for _ in range(3):
+        whole.grad = torch.randn(2, 4, 3)
+        for matrix, grad in zip(matrices, whole.grad, strict=True):
+            matrix.grad = grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(whole.detach(), torch.stack([m.detach() for m in matrices]))
+
+
+@pytest.mark.parametrize("warmup_init", [False, True])
+@pytest.mark.parametrize("step", [1, 100, 9_000, 12_000, 40_000])
+def test_adafactor_s_relative_step(warmup_init, step):
+    """An update of one number is its sign, times the rate."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Adafactor([parameter], scale_parameter=False, warmup_init=warmup_init)
+    optimizer.state[parameter]["step"] = step - 1
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    expected = min(1e-6 * step if warmup_init else 0.01, 1 / math.sqrt(step))
+    assert parameter.item() == pytest.approx(-expected, rel=1e-5)
+
+
+def test_adafactor_computes_the_loss_where_it_is_given_how():
+    parameter = torch.nn.Parameter(torch.full((2, 3), 2.0))
+    optimizer = Adafactor([parameter], lr=0.1, relative_step=False, scale_parameter=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert [optimizer.step(closure).item() for _ in range(2)] == pytest.approx([24, 6 * 1.9**2])
 
 
 def test_adafactor_on_a_matrix_and_a_vector():

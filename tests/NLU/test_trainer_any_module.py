@@ -172,6 +172,26 @@ def test_what_is_saved_is_the_state_dict_alone(make, tmp_path):
     assert_same_bits(saved, trainer.model.state_dict())
 
 
+def test_a_state_that_is_not_a_tensor_is_kept(make, tmp_path):
+    class Counting(Net):
+        count = 0
+
+        def forward(self, *given, **more):
+            self.count += self.training
+            return super().forward(*given, **more)
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    first, second = Counting(), Counting()
+    make(first, save_strategy="epoch", num_train_epochs=1).train()
+    make(second, num_train_epochs=2).train(str(tmp_path / "out" / "checkpoint-5"))
+    assert (first.count, second.count) == (5, 10)
+
+
 def test_another_module_s_checkpoint_is_refused(make, tmp_path):
     make(Net(), save_strategy="epoch").train()
     other = Net()

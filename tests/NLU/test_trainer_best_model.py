@@ -171,6 +171,11 @@ def test_patience_counts_from_the_best_and_gains_above_the_threshold(make_traine
     scores = (0.5, 0.56, 0.62, 0.68, 0.74)
     trainer = make_trainer(compute_metrics=sequence(*scores), callbacks=[stop], **STEPS)
     assert trainer.train().global_step == 6
+    # What is not a number is no gain, not even the first.
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    scores = (math.nan, math.nan, 0.5, 0.6, 0.7)
+    trainer = make_trainer(compute_metrics=sequence(*scores), callbacks=[stop], **STEPS)
+    assert trainer.train().global_step == 4
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from product_ways import Ways
+from small_trainers import make_line_trainer, make_points
 from trainer_runs import (
     largest_difference,
     make_data,
@@ -26,6 +27,7 @@ from loralib.training.determinism import set_dropout_seed
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     TrainingError,
@@ -486,12 +488,41 @@ def test_other_accumulation_begins_with_a_whole_update(make_trainer, checkpoint)
     assert all(0.4 < losses[step] < 1.5 for step in (6, 7, 8)), losses
 
 
+def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
+    class Noting(Trainer):
+        def training_step(self, model, inputs):
+            self.seen.append(inputs["x"].tolist())
+            return super().training_step(model, inputs)
+
+    def seen(resumed=None, **settings):
+        trainer = make_line_trainer(tmp_path, Noting, train_dataset=make_points(24), **settings)
+        trainer.seen = []
+        trainer.train(resumed)
+        return trainer.seen
+
+    first = seen(max_steps=3, save_strategy="steps", save_steps=3)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    after = seen(checkpoint, max_steps=5, gradient_accumulation_steps=2)
+    # Of the first three batches, the third was half of an update.
+    assert after[0] == first[2]
+    assert len(after) == 4
+    assert seen(checkpoint, max_steps=5)[0] not in first
+
+
 @pytest.mark.parametrize(("epochs", "says"), [(2, False), (3, True)])
 def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
     told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: from here on"
     assert (told in caplog.text) is says
+
+
+def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
+    settings = {"evaluation_strategy": "epoch", "save_strategy": "epoch"}
+    make_line_trainer(tmp_path, num_train_epochs=2, **settings).train()
+    longer = make_line_trainer(tmp_path, num_train_epochs=3, **settings)
+    longer.train(str(tmp_path / "checkpoint-10"))
+    assert [r["epoch"] for r in longer.state.log_history if "eval_loss" in r] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("length", [{"num_train_epochs": 0.8}, {"max_steps": 4}])

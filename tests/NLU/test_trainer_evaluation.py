@@ -361,9 +361,10 @@ class Diverging(Trainer):
         return loss * float("nan") if self.seen == 5 else loss
 
 
-@pytest.mark.parametrize(("accumulated", "step", "last"), [(1, 5, 4), (2, 3, 2)])
+# An epoch has five batches. With two for an update, the fifth goes into that of the next two.
+@pytest.mark.parametrize(("accumulated", "step", "last", "seen"), [(1, 5, 4, 5), (2, 3, 2, 7)])
 def test_a_loss_that_is_not_finite_stops_the_run(
-    make_trainer, make_model, tmp_path, accumulated, step, last
+    make_trainer, make_model, tmp_path, accumulated, step, last, seen
 ):
     trainer = make_trainer(
         kind=Diverging,
@@ -376,6 +377,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     folder = tmp_path / "out" / f"checkpoint-{last}"
     message = f"the loss is not finite at step {step}; the last checkpoint is {folder};"
     assert str(caught.value).startswith(message)
+    assert trainer.seen == seen  # a CPU is asked after every update
     model = make_model()
     load_into(model, read_adapter(folder), model.base_fingerprint)
     resumed = make_trainer(gradient_accumulation_steps=accumulated)

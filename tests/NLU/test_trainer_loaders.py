@@ -196,6 +196,19 @@ def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
         trainer.train()
 
 
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_stream_is_read_for_as_many_steps_as_are_asked_for(make, steps):
+    assert make(train_dataset=Stream(9), max_steps=steps).train().global_step == steps
+
+
+def test_a_stream_s_run_is_one_epoch_in_which_steps_are_shares(make):
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    trainer = make(train_dataset=Stream(40), **settings)
+    trainer.train()
+    epochs = [record["epoch"] for record in trainer.state.log_history if "loss" in record]
+    assert epochs == [0.25, 0.5, 0.75, 1.0]
+
+
 # ---- a user's own loaders ----
 
 

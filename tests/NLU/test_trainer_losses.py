@@ -51,6 +51,7 @@ def losses_of(trainer: Trainer) -> list[float]:
     ("rows", "accumulation", "expected"),
     [
         ((2, 4, 6, 8), 1, [3, 7, 5]),
+        ((2,), 1, [2]),
         ((2, None, None, 8), 1, [2, 8, 5]),
         ((None, None, 5, 8), 1, [math.nan, 6.5, 6.5]),
         ((None, None), 1, [math.nan, math.nan]),
@@ -109,15 +110,29 @@ def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_targe
     assert (progress.loss_total, progress.weight_total, progress.empty_total) == (3.0, 0.5, 1)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_loss_that_is_not_finite_is_named(first):
+    progress = Progress()
+    for step, loss in enumerate((1.0, math.inf, 2.0, math.nan)[1 - first :]):
+        progress.step = step
+        progress.add(torch.tensor(loss), 1.0, True)
+    progress.read_losses()
+    assert progress.first_bad_step == first
+
+
 def test_processes_states_are_joined_for_another_number_of_them():
     states = []
-    for loss, has_target in ((4.0, True), (0.0, False)):
+    for loss, has_target in ((4.0, True), (2.0, True), (0.0, False)):
         progress = Progress()
         progress.add(torch.tensor(loss), 1.0, has_target)
-        states.append({"progress": progress.state_dict(), "pending_gradients": {}})
-    joined = _mean_state(states)["progress"]
-    assert joined["loss_total"] / joined["weight_total"] == 4.0
+        pending = {"a": torch.tensor(3 * loss)}
+        states.append({"progress": progress.state_dict(), "pending_gradients": pending})
+    found = _mean_state(states)
+    joined = found["progress"]
+    assert joined["loss_total"] / joined["weight_total"] == 3.0
+    assert joined["loss_since_log"] == joined["loss_total"] == 2.0
     assert joined["empty_total"] > 0
+    assert found["pending_gradients"] == {"a": 6.0}
 
 
 class Waits(TrainerCallback):

@@ -176,7 +176,9 @@ def test_length_sampler_of_several_processes(drop_last):
 
 @pytest.mark.parametrize("kind", [Stream, SizedStream])
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("count", "processes"), [(21, 3), (24, 3), (5, 2), (3, 2), (21, 1)])
+@pytest.mark.parametrize(
+    ("count", "processes"), [(21, 3), (24, 3), (27, 2), (5, 2), (3, 2), (21, 1)]
+)
 def test_shards(kind, count, processes, drop_last):
     whole = kind(count)
     whole.set_epoch(4)
@@ -269,6 +271,16 @@ def test_what_predictions_leave_out_is_said_once(caplog):
     assert caplog.text.count("they are left out of the predictions") == 1
     predictions_of({"logits": logits, "s": states}, False, but=["s"])
     assert caplog.text.count("left out") == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tuple_s_loss_is_no_prediction(shape):
+    loss, logits = torch.ones(shape), torch.randn(2, 3)
+    for outputs, with_loss in (((loss, logits), True), ((logits,), False)):
+        (found,) = predictions_of(outputs, with_loss)
+        assert found is logits
+    (found,) = predictions_of({"logits": logits, "temperature": torch.tensor(2.0)}, False)
+    assert found is logits
 
 
 def test_names_of_parameters_but_those_of_some_layers():

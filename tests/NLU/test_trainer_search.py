@@ -51,11 +51,23 @@ def test_a_new_model_is_seeded(make):
     assert lines[0] == lines[1]
 
 
+def test_an_optimizer_of_an_earlier_model_is_not_taken(make):
+    trainer, plain = make(model_init=Line), make(model=Line())
+    trainer.create_optimizer_and_scheduler(num_training_steps=10)
+    for each in (trainer, plain):
+        each.train()
+    assert line_of(trainer) == line_of(plain) != (0, 0)
+
+
 def test_model_init_may_take_the_trial(make):
     seen = []
-    trainer = make(model_init=lambda trial: seen.append(trial) or Line())
-    trainer.train()
-    assert seen == [None, None]
+    for start in (
+        lambda trial: seen.append(trial) or Line(),
+        lambda trial, b=1.0: seen.append(trial) or Line(b=b),
+        lambda trial="not given": seen.append(trial) or Line(),
+    ):
+        make(model_init=start).train()
+    assert seen == [None] * 6
 
 
 @pytest.mark.parametrize(
@@ -66,6 +78,10 @@ def test_model_init_may_take_the_trial(make):
         ({"model_init": lambda trial, more: Line()}, "no argument, or a trial"),
         (
             {"model_init": Line, "optimizers": (torch.optim.SGD(Line().parameters()), None)},
+            "optimizers are of one model",
+        ),
+        (
+            {"model_init": Line, "optimizers": (None, "a schedule")},
             "optimizers are of one model",
         ),
     ],

@@ -192,6 +192,17 @@ def make_spans_trainer(tmp_path):
     return lambda **settings: make_span_trainer(tmp_path / "out", **settings)
 
 
+def test_rows_with_some_of_the_labels_have_no_loss(make_spans_trainer):
+    rows = [{name: row[name] for name in ("ids", "start_positions")} for row in make_spans(8)]
+    trainer = make_spans_trainer()
+    found, whole = (trainer.predict(data) for data in (rows, make_spans(8)))
+    assert "eval_loss" in whole.metrics
+    assert "eval_loss" not in found.metrics
+    assert found.label_ids is None
+    for ours, theirs in zip(found.predictions, whole.predictions, strict=True):
+        assert (ours == theirs).all()
+
+
 @pytest.mark.parametrize("steps", [None, 1, 3])
 def test_outputs_of_several_tensors_and_widths(make_spans_trainer, steps):
     seen = []

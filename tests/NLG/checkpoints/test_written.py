@@ -41,6 +41,14 @@ def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
     assert lora_path.stat().st_size < 8_000
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_file_says_the_dropout_of_its_training(tmp_path, base_path, dropout):
+    args = parse("--init_checkpoint", base_path, "--lora_dim", 2, "--lora_alpha", 6)
+    path = tmp_path / "model.5.pt"
+    save_model(path, *open_model(args, lora_dropout=dropout), lora_only=True)
+    assert read_adapter(path).metadata.dropout == (dropout or None)
+
+
 def test_a_whole_file_is_the_release_s_form(tmp_path, open_lora):
     model, base = open_lora()
     save_model(tmp_path / "model.9.pt", model, base, lora_only=False)

@@ -108,6 +108,8 @@ def test_explicit_positions_and_types(build, arguments):
     ids = given["input_ids"]
     positions = create_position_ids_from_input_ids(ids, 1)
     assert positions[1].tolist() == [2, 3, 4] + [1] * 15
+    after = create_position_ids_from_input_ids(ids, 1, past_key_values_length=5)
+    assert after[1].tolist() == [7, 8, 9] + [1] * 15
     same = model(**given, position_ids=positions, token_type_ids=torch.zeros_like(ids)).logits
     assert torch.equal(same, expected)
     other = model(**given, position_ids=positions.flip(0)).logits

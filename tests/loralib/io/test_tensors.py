@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loralib.errors import CheckpointError
-from loralib.io.tensors import first_not_finite, read_tensors
+from loralib.io.tensors import first_not_finite, read_tensors, write_tensors
 
 
 def archive(path: Path, legacy: bool = False) -> bytes:
@@ -22,6 +22,14 @@ def test_both_formats_of_torch_are_read(tmp_path, legacy, suffix):
     path = tmp_path / f"model{suffix}"
     archive(path, legacy)
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
+def test_a_view_takes_nothing_else_of_its_storage_along(tmp_path, name):
+    view = torch.randn(10_000).view(100, 100)[1:3]
+    write_tensors(tmp_path / name, {"a": view})
+    assert torch.equal(read_tensors(tmp_path / name)[0]["a"], view)
+    assert (tmp_path / name).stat().st_size < 4_000
 
 
 @pytest.mark.parametrize(

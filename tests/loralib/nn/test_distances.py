@@ -25,6 +25,7 @@ def test_skew():
     assert torch.equal(skew(scores.transpose(0, 1)[1:], 5)[1, 1], scores[1, 2, :5])
     assert torch.equal(skew(scores, 3), skewed[..., :3])
     assert torch.equal(skew(scores[:, :1], 3), scores[:, :1, :3])
+    assert skew(scores[:, :2], 5)[1].tolist() == [[19, 20, 21, 22, 23], [24, 25, 26, 27, 28]]
 
 
 def literal(query, key, value, keep=None, c2p=None, p2c=None, lengths=LENGTHS):

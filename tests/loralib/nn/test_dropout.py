@@ -114,11 +114,12 @@ def test_switched_off_it_returns_its_input(p, training):
 
 
 def test_everything_dropped():
-    x = torch.ones(3, requires_grad=True)
+    # So many that one of 2^16 values, which keeps an element at any smaller p, would be met.
+    x = torch.ones(2**20, requires_grad=True)
     out = dropout(x, 1.0)
     out.sum().backward()
-    assert out.tolist() == [0, 0, 0]
-    assert x.grad.tolist() == [0, 0, 0]
+    assert not out.any()
+    assert not x.grad.any()
 
 
 def test_the_input_is_not_written():

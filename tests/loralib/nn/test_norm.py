@@ -34,7 +34,7 @@ def test_autocast_is_left_only_where_it_is_on(norm, monkeypatch):
     autocast = torch.autocast
 
     def note(*args, **settings):
-        entered.append(args)
+        entered.append((args, settings))
         return autocast(*args, **settings)
 
     monkeypatch.setattr(torch, "autocast", note)
@@ -42,4 +42,4 @@ def test_autocast_is_left_only_where_it_is_on(norm, monkeypatch):
     assert entered == []
     with autocast("cpu", dtype=norm.weight.dtype):
         norm(torch.randn(3, 8))
-    assert entered == [("cpu",)]
+    assert entered == [(("cpu",), {"enabled": False})]

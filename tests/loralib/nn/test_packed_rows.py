@@ -13,7 +13,7 @@ TENSORS = ("is_token", "index", "positions", "first", "offsets")
 
 
 def assert_same_rows(ours, theirs):
-    for name in ("shape", "lengths", "spans", "longest", "segments"):
+    for name in ("shape", "lengths", "spans", "longest", "padded_right", "segments"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for name in (*TENSORS, "targets"):
         one, other = getattr(ours, name), getattr(theirs, name)

@@ -334,3 +334,14 @@ def test_pytorchs_own_attention_predicts_and_is_plain(
     with fast_paths_off(is_off):
         attend(*leaves, rows, HEADS, dropout_p)
     assert bool(called) == fused
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 200, 3)], ids=["padded", "one by one"])
+@pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
+def test_probabilities_are_dropped_on_every_path(lengths, is_off):
+    """Of equal values, a query gets one where all probabilities are kept."""
+    rows, value = PackedRows.from_lengths(lengths), torch.ones(sum(lengths), 4)
+    with fast_paths_off(is_off):
+        kept, dropped = (attend(value, value, value, rows, 2, p) for p in (0.0, 0.5))
+    torch.testing.assert_close(kept, value)
+    assert (dropped != 1).any()

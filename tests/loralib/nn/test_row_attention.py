@@ -7,7 +7,7 @@ import torch
 from compare import assert_close_to_rounding
 
 from loralib.nn import row_attention
-from loralib.nn.row_attention import _softmax_gradient, attend_rows
+from loralib.nn.row_attention import _softmax_gradient, attend_rows, suits_cpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -26,6 +26,21 @@ def test_softmax_gradient(is_private, dtype, monkeypatch):
     # p grad, their sum, and p times that.
     assert_close_to_rounding(found.double(), expected, 7, dtype)
     assert not found[..., -1].any()
+
+
+@pytest.mark.parametrize("wider", [8, 1], ids=["whole heads", "part of one"])
+def test_slices_of_a_wider_tensor(wider):
+    """As queries beside keys and values; the first are read where they are."""
+    wide = torch.randn(3, 15, 24 + wider).double()
+    slices = wide[..., :24]
+    expected = attend_rows(*slices.contiguous(), (5, 7, 3), 3, 0.0)
+    assert torch.equal(attend_rows(*slices, (5, 7, 3), 3, 0.0), expected)
+
+
+def test_one_dtype_and_no_other_is_for_rows():
+    q, k, v = torch.randn(3, 15, 24)
+    assert suits_cpu(q, k, v, dropout_p=0.1)
+    assert not suits_cpu(q, k.double(), v, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

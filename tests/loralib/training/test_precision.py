@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from loralib.training.precision import Precision, check_precision
+from loralib.training.precision import Precision, check_precision, compute_dtype, hold_frozen_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -34,6 +35,25 @@ def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, m
         check_precision(fp16, bf16, device)
 
 
+def test_the_dtype_of_products():
+    found = [compute_dtype(*flags) for flags in ((True, False), (False, True), (False, False))]
+    assert found == [torch.float16, torch.bfloat16, torch.float32]
+
+
+def test_what_is_held_in_half_precision():
+    model = nn.Module()
+    model.frozen, model.trained, model.lora_A = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    model.whole = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+    model.frozen.requires_grad = model.lora_A.requires_grad = False
+    model.register_buffer("buffer", torch.ones(2))
+    hold_frozen_in(model, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
+        "frozen": torch.bfloat16,
+        **dict.fromkeys(("trained", "lora_A", "buffer"), torch.float32),
+        "whole": torch.int32,
+    }
+
+
 # ---- updates in float16 ----
 
 
@@ -49,3 +69,14 @@ def test_a_step_says_whether_there_was_an_update(fused, max_norm):
         updated = precision.step(optimizer, [weight], max_norm)
         optimizer.zero_grad()
         assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
+
+
+def test_a_scaler_goes_on_with_the_scale_that_it_had():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    first, second = (Precision(torch.float16, "cpu") for _ in range(2))
+    first.backward((weight * float("inf")).sum())
+    first.step(optimizer, [weight], 0.0)
+    assert first.scaler.get_scale() == second.scaler.get_scale() / 2
+    second.load_state_dict(first.state_dict())
+    assert second.scaler.get_scale() == first.scaler.get_scale()
