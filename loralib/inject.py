@@ -185,6 +185,8 @@ def add_lora(
         _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
     _warn_of_bypassed(model, names)
+    if not is_first:
+        _warn_of_kinds(model)
     return adapted
 
 
@@ -303,6 +305,20 @@ def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
             in_short(found, at_most=2),
             in_short(_ends(found), quote="'"),
         )
+
+
+def _warn_of_kinds(model: nn.Module) -> None:
+    """Says that a model has LoRA of several kinds, before it is trained in vain."""
+    layers = lora_layers(model).values()
+    for setting in ("variant", "initialization", "freeze_A"):
+        kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
+        if len(kinds) > 1:
+            logger.warning(
+                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, as "
+                "no file can hold it; the merged model can be saved",
+                setting,
+                listed(kinds),
+            )
 
 
 def _ends(names: Iterable[str]) -> list[str]:

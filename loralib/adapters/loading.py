@@ -104,7 +104,7 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
     for name, value in others.items():
         raise CheckpointError(
             f"the model's LoRA is of several kinds, which no file can hold: {name} has {setting} "
-            f"{value}, others have {common}"
+            f"{value}, others have {common}; merge the model, and save that"
         )
     return None if common == default else common
 

@@ -7,6 +7,7 @@ from any_models import AnyModel, names_of
 from torch import nn
 
 import loralib as lora
+from loralib.errors import CheckpointError
 
 
 def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
@@ -119,3 +120,29 @@ def test_numbers_of_numpys(tmp_path):
     assert (model[0].r, model[0].lora_alpha, model[1].lora_alpha) == (2, 8, 4.0)
     lora.save_adapter(model, tmp_path / "a.safetensors")
     assert lora.read_adapter(tmp_path / "a.safetensors").lora.alpha_of("1") == 4
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({}, None),
+        ({"r": 4, "lora_alpha": 2}, None),
+        ({"variant": "dora"}, "several values of variant now, dora, lora: save_adapter refuses"),
+        ({"initialization": "olora"}, "several values of initialization now, default, olora"),
+        ({"freeze_A": True}, "several values of freeze_A now, False, True"),
+    ],
+)
+def test_kinds_that_no_file_holds_together_are_said_before_training(tmp_path, caplog, second, said):
+    model = AnyModel()
+    lora.add_lora(model, "q_proj", r=2, modules_to_train=[])
+    lora.add_lora(model, "v_proj", **{"r": 2, **second})
+    lines = [record.getMessage() for record in caplog.records]
+    if said is None:
+        assert not lines
+        lora.save_adapter(model, tmp_path / "adapter")
+        return
+    (line,) = lines
+    assert said in line
+    with pytest.raises(CheckpointError, match=r"several kinds.*; merge the model, and save"):
+        lora.save_adapter(model, tmp_path / "adapter")
+    lora.merge(model)
