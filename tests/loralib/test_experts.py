@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import pickle
+import re
 import threading
 
 import pytest
@@ -274,6 +275,55 @@ def test_names_and_what_is_trained():
     assert_same_bits(model.state_dict(), before)
     assert type(experts) is Experts
     assert not experts._modules
+
+
+class Mixture(nn.Module):
+    """As DeepSeek-V3: linear layers have the names of the experts' stacks, in each layer but one."""
+
+    def __init__(self):
+        super().__init__()
+        plain = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts()}
+        shared = nn.ModuleDict({"down_proj": nn.Linear(WIDTH, WIDTH)})
+        first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
+        self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
+
+
+LINEAR = ("layers.0.shared.down_proj",)
+DOWN = tuple(f"layers.{layer}.experts.down_proj_lora" for layer in range(2))
+BOTH = tuple(f"layers.{layer}.experts.{name}_lora" for layer in range(2) for name in STACKS)
+QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"targets": "down_proj", "lora_dropout": 0.1}, LINEAR),
+        ({"targets": "*_proj", "variant": "dora"}, (*QUERIES, *LINEAR)),
+        ({"targets": re.compile(r".*_proj"), "lora_dropout": 0.1}, (*QUERIES, *LINEAR)),
+        ({"targets": "experts.down_proj"}, DOWN),
+        ({"targets": re.compile(r".*experts\..*")}, BOTH),
+        ({"targets": "gate_up_proj"}, BOTH[::2]),
+        ({"targets": ["down_proj", "experts.down_proj"]}, (*LINEAR, *DOWN)),
+        ({"targets": "experts.*_proj", "exclude": "gate_up_proj"}, DOWN),
+        ({"targets": "experts.*_proj", "exclude": "down_proj"}, BOTH[::2]),
+        ({"targets": "experts.*_proj", "exclude": [*BOTH[::2]]}, DOWN),
+        ({"targets": ["q_proj", "down_proj"], "exclude": ["experts.down_proj"]}, QUERIES + LINEAR),
+        ({"targets": "experts.down_proj", "layers": [1]}, DOWN[1:]),
+        ({"targets": DOWN}, DOWN),
+        ({"targets": "down_proj_lora", "exclude": DOWN[0]}, DOWN[1:]),
+    ],
+)
+def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected):
+    names = lora.add_lora(Mixture(), **{"r": R, **settings})
+    assert sorted(names) == sorted(expected)
+
+
+def test_the_names_that_are_returned_are_those_of_another_model():
+    names = lora.add_lora(build(), ["q", *STACKS], r=R)
+    model = build()
+    assert lora.add_lora(model, names, r=R) == names
+    with pytest.raises(ValueError, match="has LoRA already"):
+        lora.add_lora(model, names[1:2], r=R)
 
 
 def lora_layers(model):
@@ -662,6 +712,12 @@ REFUSED = {
         Model,
         {"targets": "experts"},
         r"has no LoRA layer: name those within, such as experts\.down_proj, experts\.gate_up_proj",
+    ),
+    "linear layers that are left out": (
+        Mixture,
+        {"layers": [1]},
+        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; to "
+        r"adapt the stack layers\.1\.experts\.down_proj, give more of its name",
     ),
     "a layer": (Model, {"exclude": "experts"}, r"exclude 'experts' leaves out none of the targets"),
 }
