@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import stacked_weights, stacks_in
 from .nn.products import Linear
-from .targets import Target, first_names_of_targets, matches, text_of
+from .targets import Target, matches, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
@@ -65,7 +66,7 @@ def check_has_modules(model: nn.Module) -> None:
     Raises:
         ValueError: it has none; a layer alone has to be put into a model.
     """
-    if first_names_of_targets(model):
+    if next(model.children(), None) is not None or stacks_in(model):
         return
     kind = type(model).__name__
     try:
@@ -255,8 +256,10 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
     """The parameters of a module itself; the one parameter, where this is a stack's name."""
     at, _, last = name.rpartition(".")
-    stack = stacks_in(model.get_submodule(at)).get(last)
-    return {*model.get_submodule(name).parameters(recurse=False)} if stack is None else {stack}
+    owner = model.get_submodule(at)
+    stack = stacks_in(owner).get(last)
+    own: Any = owner.get_submodule(last)._parameters.values() if stack is None else (stack,)
+    return {parameter for parameter in own if parameter is not None}
 
 
 def sharing(
