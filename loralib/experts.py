@@ -7,11 +7,14 @@ The sum is not computed. Products with it, in whatever way a forward makes them,
 
     x @ (W + L R)  =  x @ W + (x @ L) @ R
 
-which holds no gradient of W's size, and costs r / in more than x @ W. Everything else that is done
-with it is done with the sum itself, as a tensor, so that any forward is right.
+which holds no gradient of W's size, and costs r / in more than x @ W. Everything else that PyTorch's
+functions and a tensor's methods do with it is done with the sum itself, as a tensor. It is not a
+tensor to what asks `isinstance(w, torch.Tensor)`, and an `autograd.Function` refuses it.
 
 The module becomes one of a class derived from its own. It has a child for each adapted parameter,
-an `AdaptedStack`, with A and B. Outside of its forward the parameter is the frozen one.
+an `AdaptedStack`, with A and B. Outside of its own forward the parameter is the frozen one: read by
+its parent, by another of its methods, by another thread, or where a reentrant checkpoint within the
+forward computes it again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -106,15 +109,27 @@ class AdaptedStack(AdaptedProjection):
     def _merge(self) -> Tensor:
         return merge_stack(self.base, self.frozen_weight, self._delta())
 
-    def in_effect(self, weight: Tensor) -> "LowRankSum | Tensor":
+    def forward(self, weight: Tensor) -> "LowRankSum | Tensor":
         """What the owner's forward computes with in this parameter's place.
+
+        It is called as any module is, for hooks that load A and B when they are needed.
 
         Args:
             weight: the parameter, as the owner holds it now.
+
+        Raises:
+            RuntimeError: A and B are on another device; of the meta device, PyTorch says nothing.
         """
         merged = self._merged_weight()
         if merged is not None:
             return merged
+        for factor in (self.lora_A, self.lora_B):
+            if factor.device != weight.device:
+                raise RuntimeError(
+                    f"the update of {self.frozen_name} is on {factor.device}, and the weight on "
+                    f"{weight.device}: move the model as a whole, or let the hooks that load the "
+                    "weight load LoRA's as well (accelerate's: dispatch the adapted model)"
+                )
         delta = self._delta(weight.dtype)
         A, B = (each.unflatten(0, (len(weight), -1)) for each in (delta.A, delta.B))
         B = delta.scaling * B
@@ -141,7 +156,7 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, in which the parameters have their updates."""
         in_effect = {
-            layer.frozen_name: layer.in_effect(own_value(self, layer.frozen_name))
+            layer.frozen_name: layer(own_value(self, layer.frozen_name))
             for layer in self._modules.values()
             if isinstance(layer, AdaptedStack)
         }

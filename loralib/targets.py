@@ -1,7 +1,7 @@
 """Which modules of a model are meant: by the end of a name, a glob, a regular expression, by layer.
 
 A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is, or
-as its LoRA layer will be, ``experts.down_proj_lora``. A target means stacks only where it matches no
+as its LoRA layer is, ``experts.down_proj_lora``. A target means stacks only where it matches no
 module: where linear layers are called "down_proj" as well, that means these alone. An exclusion
 leaves out all that it matches.
 

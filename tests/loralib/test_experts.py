@@ -278,7 +278,7 @@ def test_names_and_what_is_trained():
 
 
 class Mixture(nn.Module):
-    """As DeepSeek-V3: linear layers have the names of the experts' stacks, in each layer but one."""
+    """As DeepSeek-V3, in which linear layers are called as the experts' stacks; in one layer."""
 
     def __init__(self):
         super().__init__()
@@ -449,6 +449,48 @@ def test_no_kernel_gets_the_address_of_the_weight_alone():
     elsewhere = LowRankSum(*(each.to("meta") for each in (weight, left, right)))
     with pytest.raises(RuntimeError, match="a kernel asks for the memory of experts"):
         elsewhere.data_ptr()
+
+
+class Loading:
+    """Loads A and B of a layer for its forward alone, and sends what it gives, as hooks do."""
+
+    def __init__(self, layer):
+        self.kept = dict(layer._parameters)
+        self.empty = {n: nn.Parameter(p.detach().to("meta")) for n, p in self.kept.items()}
+        layer._parameters.update(self.empty)
+        layer.register_forward_pre_hook(self.load)
+        layer.register_forward_hook(self.drop)
+
+    def load(self, layer, args):
+        layer._parameters.update(self.kept)
+
+    def drop(self, layer, args, out):
+        layer._parameters.update(self.empty)
+        return out.to("cpu", non_blocking=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_that_are_loaded_when_they_are_needed(way):
+    model, x = adapted(way), tokens()
+    expected = model(x)
+    updates = [module for module in model.modules() if isinstance(module, AdaptedStack)]
+    hooks = [Loading(update) for update in updates]
+    assert torch.equal(model(x), expected)
+    assert all(update.lora_A.is_meta for update in updates)
+    model(x).square().sum().backward()
+    assert all(hook.kept["lora_A"].grad.any() for hook in hooks)
+    close(model.eval()(x), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_updates_on_another_device_are_an_error(way, half):
+    """Of the meta device PyTorch says nothing: what is computed then has no meaning."""
+    model = adapted(way)
+    update = model.layers[1]["experts"].down_proj_lora
+    setattr(update, half, nn.Parameter(getattr(update, half).to("meta")))
+    with pytest.raises(RuntimeError, match="the update of down_proj is on meta, and the weight on"):
+        model(tokens())
 
 
 # ---- adapters ----
