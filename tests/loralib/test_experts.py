@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "up", "down"])
 def test_outputs_and_gradients_are_those_of_the_sum(monkeypatch, way, is_transposed, stacks):
     layer = adapted(way, is_transposed, stacks, layers=1).layers[0]["experts"]
-    monkeypatch.setattr(LowRankSum, "sum", property(lambda self: pytest.fail("the sum is made")))
+    monkeypatch.setattr(LowRankSum, "tensor", property(lambda self: pytest.fail("the sum is made")))
     plain, factors = with_sums(layer)
     x, probe = tokens().requires_grad_(), torch.linspace(-1, 1, len(IDS) * WIDTH).view(-1, WIDTH)
     wide = x.detach().double().requires_grad_()
@@ -200,6 +201,14 @@ OTHERS = {
     "each": lambda w, x: torch.stack([F.linear(x, each) for each in w]),
     "its own matrices": lambda w, x: w.mT @ w,
     "from the left": lambda w, x: w @ x[:WIDTH],
+    "its sum": lambda w, x: w.sum(-1) + w.mean() + torch.sum(w),
+    "an index": lambda w, x: 1 - w[0].sum(),
+    "divided": lambda w, x: 1 / (w.square() + 1) + w / 2,
+    "powers": lambda w, x: 2**w + w**2,
+    "from the right": lambda w, x: x @ w.mT,
+    "its absolute values": lambda w, x: abs(w) + +w - -w,
+    "compared": lambda w, x: torch.where((w > 0) & (w <= 1) & (w != 0.5), w * 2, 0),
+    "compared from the left": lambda w, x: (x.new_zeros(()) < w) * w,
     "sizes": lambda w, x: torch.tensor([*w.shape, w.size(1), w.dim(), len(w), w.ndim]).to(w.dtype),
 }
 
@@ -234,6 +243,34 @@ def test_whatever_else_a_forward_does_is_done_with_the_sum(what):
         out.square().sum().backward()
         expected.square().sum().backward()
         close(layer.gate_up_proj_lora.lora_A.grad, factors["gate_up_proj"][0].grad.flatten(0, 1))
+
+
+def test_operators_are_those_of_the_tensor():
+    """Those whose results are not close where their operands are, and those that are refused."""
+    parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
+    ours: Any = LowRankSum(*parts)
+    whole, other = ours.tensor, torch.full((2, 4, 4), 0.7)
+    for of in (
+        lambda w: w // other,
+        lambda w: other // w,
+        lambda w: 3 // w,
+        lambda w: w % 0.7,
+        lambda w: 3 % w,
+        lambda w: w == whole,
+        lambda w: whole == w,
+        lambda w: w != whole,
+        lambda w: w == w,
+        lambda w: w < other,
+        lambda w: other > w,
+        lambda w: w >= w,
+    ):
+        assert torch.equal(of(ours), of(whole))
+    assert ours in {ours: 1}
+    assert whole[0, 0, 0] in ours
+    assert 99.0 not in ours
+    assert (ours == None, ours != None) == (False, True)  # noqa: E711
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
+        bool(ours)
 
 
 def test_the_base_stays_in_half_precision_and_its_updates_count():
