@@ -621,6 +621,11 @@ def without_outer(tensors, config):
         del tensors[name]
 
 
+def without_inner(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts.base_layer.lora_" in name]:
+        del tensors[name]
+
+
 def without_any(tensors, config):
     for name in [name for name in tensors if "layers.1.experts." in name]:
         del tensors[name]
@@ -644,9 +649,38 @@ def test_pefts_folders_are_for_a_model(tmp_path, change):
         CheckpointError, match=r"adapts several param.*give it to load_adapter\(model"
     ):
         lora.read_adapter(folder)
+    with pytest.raises(CheckpointError, match=r"of layers\.1\.exp.* the model that it was tr"):
+        lora.load_adapter(build(layers=1), folder)
     again = build()
     lora.load_adapter(again, folder)
     close(again(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("size", [WIDTH, 4], ids=["square", "wide"])
+def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
+    """PEFT adapts any parameter; what such a module computes with it is unknown here."""
+
+    class Router(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(size, width))
+
+    layers = nn.ModuleDict({"router": nn.Linear(WIDTH, size), "q": nn.Linear(WIDTH, size)})
+    lora.add_lora(layers, ["q", "router"], r=R)
+    lora.save_adapter(randomised(layers), tmp_path / "a")
+
+    def of_parameters(tensors, config):
+        config |= {"target_modules": ["q"], "target_parameters": ["router.weight"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_parameters)
+    linear, router = copy.deepcopy(lora.merge(layers)), copy.deepcopy(layers)
+    router["router"] = Router(WIDTH)
+    assert lora.load_adapter(linear, folder) == ("router", "q")
+    for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
+        with pytest.raises(
+            CheckpointError, match=r"adapts router\.weight, .* Router, which has no LoRA here: "
+        ):
+            load(router, folder)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -661,7 +695,8 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
     ("change", "message"),
     [
         (of_another_rank, "which are not several of the rank 5"),
-        (without_outer, r"has 1 of the updates of layers\.1\.experts, adapter_config"),
+        (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
+        (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
         (with_names_that_are_none, "target_parameters is 'experts"),
@@ -851,6 +886,19 @@ def test_a_parametrized_stack_is_an_error():
         experts(tokens())
     with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
         lora.remove_lora(experts)
+
+
+def test_a_forward_that_was_set_is_the_owner_s():
+    model = adapted(layers=1)
+    experts = model.layers[0]["experts"]
+    experts.forward = lambda x: x
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match=r"layers\.0\.experts has a forward") as error:
+            undo(model)
+    expression = re.search(r"\((del .*)\)$", str(error.value))[1]
+    exec(expression, {"model": model})
+    lora.remove_lora(model)
+    assert type(experts) is Experts
 
 
 def test_models_on_the_meta_device():
