@@ -112,18 +112,21 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def first_names_of_targets(model: nn.Module) -> dict[str, str]:
     """As `first_names`, of all that targets can name: modules, and stacks of matrices in them."""
-    return first_names(model) | _first_names_of_stacks(model)
+    modules, stacks = _modules_and_stacks(model)
+    return modules | stacks
 
 
-def _first_names_of_stacks(model: nn.Module) -> dict[str, str]:
-    """Every name of a model's stacks of matrices -> the first one, as for modules."""
+def _modules_and_stacks(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """As `first_names`, and the same of a model's stacks of matrices."""
     first: dict[nn.Module, str] = {}
-    stacks: dict[str, str] = {}
-    for name, owner in model.named_modules(remove_duplicate=False):
-        first.setdefault(owner, name)
-        for last in stacks_in(owner):
-            stacks[_joined(name, last)] = _joined(first[owner], last)
-    return stacks
+    modules, stacks = dict[str, str](), dict[str, str]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        first_name = first.setdefault(module, name)
+        if name:
+            modules[name] = first_name
+        for last in stacks_in(module):
+            stacks[_joined(name, last)] = _joined(first_name, last)
+    return modules, stacks
 
 
 def _joined(owner: str, last: str) -> str:
@@ -166,7 +169,7 @@ def find(
     Args:
         model: any model. A module that it has under several names is meant by each of them, and
             returned by the first.
-        targets: one or several; each of them has to match at least one module.
+        targets: one or several; each of them has to match at least one module, or else a stack.
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
         is_linear: what counts as a linear layer for "all-linear".
@@ -176,8 +179,9 @@ def find(
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
             names. Or a module is meant by one of its names and left out by another.
     """
-    modules = first_names(model)
-    stacks = _first_names_of_stacks(model) if what == "targets" else {}
+    modules, stacks = _modules_and_stacks(model)
+    if what != "targets":
+        stacks = {}
     first = modules | stacks
     names = list(first)
     layers = None if layers is None else as_layers(layers)
@@ -243,8 +247,8 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
     Raises:
         ValueError: one names only such blocks.
     """
-    stacks = _first_names_of_stacks(model)
-    first = first_names(model) | stacks
+    modules, stacks = _modules_and_stacks(model)
+    first = modules | stacks
     for target in exclude:
         found = _matched(first, target) | _matched_stacks(stacks, target)
         if {first[name] for name in found} & set(meant):
