@@ -7,11 +7,14 @@ The sum is not computed. Products with it, in whatever way a forward makes them,
 
     x @ (W + L R)  =  x @ W + (x @ L) @ R
 
-which holds no gradient of W's size, and costs r / in more than x @ W. Everything else that is done
-with it is done with the sum itself, as a tensor, so that any forward is right.
+which holds no gradient of W's size, and costs r / in more than x @ W. What else PyTorch's functions
+and a tensor's own methods do with it is done with the sum itself, as a tensor. It is no tensor to
+what asks `isinstance(w, torch.Tensor)`, and an `autograd.Function` that is given it fails.
 
 The module becomes one of a class derived from its own. It has a child for each adapted parameter,
-an `AdaptedStack`, with A and B. Outside of its forward the parameter is the frozen one.
+an `AdaptedStack`, with A and B. Outside of its own forward the parameter is the frozen one: read by
+its parent, by another of its methods, by another thread, or where a checkpoint of a part of the
+forward computes that again (a reentrant one, wrongly; the other is an error).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -106,15 +109,27 @@ class AdaptedStack(AdaptedProjection):
     def _merge(self) -> Tensor:
         return merge_stack(self.base, self.frozen_weight, self._delta())
 
-    def in_effect(self, weight: Tensor) -> "LowRankSum | Tensor":
+    def forward(self, weight: Tensor) -> "LowRankSum | Tensor":
         """What the owner's forward computes with in this parameter's place.
+
+        It is called as any module is, for hooks that load A and B when they are needed.
 
         Args:
             weight: the parameter, as the owner holds it now.
+
+        Raises:
+            RuntimeError: A and B are on another device; of the meta device, PyTorch says nothing.
         """
         merged = self._merged_weight()
         if merged is not None:
             return merged
+        for factor in (self.lora_A, self.lora_B):
+            if factor.device != weight.device:
+                raise RuntimeError(
+                    f"the update of {self.frozen_name} is on {factor.device}, and the weight on "
+                    f"{weight.device}: move the model as a whole, or let the hooks that load the "
+                    "weight load LoRA's as well (accelerate's: dispatch the adapted model)"
+                )
         delta = self._delta(weight.dtype)
         A, B = (each.unflatten(0, (len(weight), -1)) for each in (delta.A, delta.B))
         B = delta.scaling * B
@@ -141,7 +156,7 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, in which the parameters have their updates."""
         in_effect = {
-            layer.frozen_name: layer.in_effect(own_value(self, layer.frozen_name))
+            layer.frozen_name: layer(own_value(self, layer.frozen_name))
             for layer in self._modules.values()
             if isinstance(layer, AdaptedStack)
         }
@@ -235,7 +250,7 @@ class LowRankSum:
         self._of_each: dict[bool, list[LowRankSum]] = {}
 
     @property
-    def sum(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The sum itself, through which gradients reach the factors."""
         with without_autocast(self.weight.device.type):
             return self.weight + self.left @ self.right
@@ -262,11 +277,11 @@ class LowRankSum:
         """As that of a tensor."""
         dims = self.weight.dim()
         is_of_matrices = {dim0 % dims, dim1 % dims} == {dims - 2, dims - 1}
-        return self.mT if is_of_matrices else self.sum.transpose(dim0, dim1)
+        return self.mT if is_of_matrices else self.tensor.transpose(dim0, dim1)
 
     def __getitem__(self, index: Any) -> "LowRankSum | Tensor":
         if self.weight.dim() < 3 or not _is_of_first(index):
-            return self.sum[_plain(index)]
+            return self.tensor[_plain(index)]
         if isinstance(index, Tensor) and index.dim() == 0:
             index = int(index)
         if isinstance(index, int):
@@ -277,13 +292,16 @@ class LowRankSum:
         own: Any = self
         return torch.matmul(own, other)
 
+    # As a tensor's, although `==` compares elements.
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return len(self.weight)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.weight if name in _OF_WEIGHT else self.sum, name)
+        return getattr(self.weight if name in _OF_WEIGHT else self.tensor, name)
 
     def data_ptr(self) -> int:
         """The weight's address on a CPU, where its alignment may be asked for; elsewhere an error.
@@ -311,14 +329,25 @@ class LowRankSum:
         return func(*_plain(args), **_plain(kwargs)) if found is None else found
 
 
+# What Python's operators ask of the class itself, by what their methods are called.
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
+    *("lt", "le", "eq", "ne", "gt", "ge"),
+    *("neg", "pos", "abs", "bool", "contains"),
+)
+
+
 def _operator(name: str) -> Callable[..., Any]:
+    """A tensor's operator, of the sum."""
+
     def compute(self: LowRankSum, *others: Any) -> Any:
-        return getattr(self.sum, name)(*_plain(others))
+        return getattr(self.tensor, name)(*_plain(others))
 
     return compute
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"):
+for _name in _OPERATORS:
     setattr(LowRankSum, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -365,7 +394,7 @@ def _padded(of_stack: LowRankSum) -> tuple[Tensor, Tensor]:
 def _plain(value: Any) -> Any:
     """What functions are given, with the sums themselves in it."""
     if isinstance(value, LowRankSum):
-        return value.sum
+        return value.tensor
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):

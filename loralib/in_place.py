@@ -112,9 +112,10 @@ def _check_turnable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
+            is_parameters = isinstance(module, AdaptedProjection)  # of the module around it
             raise ValueError(
                 own_forward_message(
-                    name,
+                    name.rpartition(".")[0] if is_parameters else name,
                     base,
                     "as set by hooks that offload weights: remove these first (accelerate's "
                     "remove_hook_from_submodules)",

@@ -105,7 +105,8 @@ def add_lora(
         targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
             head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
-            as "experts.down_proj"; they take no dropout and no DoRA.
+            as "experts.down_proj", by targets that match no module; they take no dropout and no
+            DoRA.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has

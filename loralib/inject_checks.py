@@ -17,7 +17,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import stacked_weights, stacks_in
 from .nn.products import Linear
-from .targets import Target, first_names_of_targets, matches, text_of
+from .targets import Target, matches, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
@@ -65,7 +65,7 @@ def check_has_modules(model: nn.Module) -> None:
     Raises:
         ValueError: it has none; a layer alone has to be put into a model.
     """
-    if first_names_of_targets(model):
+    if next(model.children(), None) is not None or stacks_in(model):
         return
     kind = type(model).__name__
     try:
@@ -254,9 +254,17 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
     """The parameters of a module itself; the one parameter, where this is a stack's name."""
+    module, stack = _holder(model, name)
+    own = module._parameters.values() if stack is None else (stack,)
+    return {parameter for parameter in own if parameter is not None}
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
+    """The module of this name, and None; or the one that has the stack of this name, and that."""
     at, _, last = name.rpartition(".")
-    stack = stacks_in(model.get_submodule(at)).get(last)
-    return {*model.get_submodule(name).parameters(recurse=False)} if stack is None else {stack}
+    owner = model.get_submodule(at)
+    stack = stacks_in(owner).get(last)
+    return (owner.get_submodule(last) if stack is None else owner), stack
 
 
 def sharing(
@@ -305,12 +313,10 @@ def largest_ranks(model: nn.Module, settings: Mapping[str, LayerSettings]) -> di
 
     None for a module without a weight of its own.
     """
-    stacks = stacked_weights(model)
+    held = {name: _holder(model, name) for name in settings}
     return {
-        name: min(stacks[name].shape[1:])
-        if name in stacks
-        else _largest_rank(model.get_submodule(name), own)
-        for name, own in settings.items()
+        name: _largest_rank(module, settings[name]) if stack is None else min(stack.shape[1:])
+        for name, (module, stack) in held.items()
     }
 
 
@@ -410,9 +416,8 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, {})[id(module)] = name
-    stacks = stacked_weights(model)
     for name in names:
-        module = model.get_submodule(name.rpartition(".")[0] if name in stacks else name)
+        module, _ = _holder(model, name)
         for parameter in _own_parameters(model, name):
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:

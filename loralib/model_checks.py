@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, quantized
@@ -37,16 +38,14 @@ def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     """Those of a module itself."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    own = module._parameters
+    if not own or isinstance(module, nn.modules.conv._ConvNd):
         return {}
-    own = module._parameters.items()
-    return {n: p for n, p in own if p is not None and "lora_" not in n and _is_stack(p)}
+    return {n: p for n, p in own.items() if p is not None and _is_stack(p) and "lora_" not in n}
 
 
 def _is_stack(parameter: Tensor) -> bool:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        return False
-    return parameter.dim() == 3 and min(parameter.shape) > 1
+    return not is_lazy(parameter) and parameter.dim() == 3 and min(parameter.shape) > 1
 
 
 def check_whole(model: nn.Module, what: str) -> None:

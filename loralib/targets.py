@@ -1,6 +1,9 @@
 """Which modules of a model are meant: by the end of a name, a glob, a regular expression, by layer.
 
-A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is.
+A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is, or
+as its LoRA layer is, ``experts.down_proj_lora``. A target means stacks only where it matches no
+module: where linear layers are called "down_proj" as well, that means these alone. An exclusion
+leaves out all that it matches.
 
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
@@ -18,6 +21,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .experts import layer_of_stack
 from .model_checks import stacks_in
 from .text import called, in_short, listed, shown
 
@@ -108,14 +112,25 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def first_names_of_targets(model: nn.Module) -> dict[str, str]:
     """As `first_names`, of all that targets can name: modules, and stacks of matrices in them."""
-    first = first_names(model)
-    owners = {"": model, **{name: model.get_submodule(name) for name in first}}
-    stacks = {
-        f"{name}.{last}" if name else last: f"{first[name]}.{last}" if name else last
-        for name, owner in owners.items()
-        for last in stacks_in(owner)
-    }
-    return first | stacks
+    modules, stacks = _modules_and_stacks(model)
+    return modules | stacks
+
+
+def _modules_and_stacks(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """As `first_names`, and the same of a model's stacks of matrices."""
+    first: dict[nn.Module, str] = {}
+    modules, stacks = dict[str, str](), dict[str, str]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        first_name = first.setdefault(module, name)
+        if name:
+            modules[name] = first_name
+        for last in stacks_in(module):
+            stacks[_joined(name, last)] = _joined(first_name, last)
+    return modules, stacks
+
+
+def _joined(owner: str, last: str) -> str:
+    return f"{owner}.{last}" if owner else last
 
 
 def other_places(model: nn.Module) -> dict[str, str]:
@@ -154,7 +169,7 @@ def find(
     Args:
         model: any model. A module that it has under several names is meant by each of them, and
             returned by the first.
-        targets: one or several; each of them has to match at least one module.
+        targets: one or several; each of them has to match at least one module, or else a stack.
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
         is_linear: what counts as a linear layer for "all-linear".
@@ -164,10 +179,13 @@ def find(
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
             names. Or a module is meant by one of its names and left out by another.
     """
-    first = first_names_of_targets(model) if what == "targets" else first_names(model)
+    modules, stacks = _modules_and_stacks(model)
+    if what != "targets":
+        stacks = {}
+    first = modules | stacks
     names = list(first)
     layers = None if layers is None else as_layers(layers)
-    left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
+    left_out = _left_out(names, stacks, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
     for target in as_targets(targets):
         if target == ALL_LINEAR:
@@ -176,17 +194,30 @@ def find(
             if not found:
                 raise ValueError(_no_linear_layer(linear, guessed_head(model, is_linear)))
         else:
-            found = {name for name in names if matches(name, target)} - left_out
+            named = _matched(modules, target) or _matched_stacks(stacks, target)
+            found = named - left_out
             if not found:
                 linear = all_linear(model, is_linear) if what == "targets" else []
                 parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
-                raise ValueError(_nothing_matches(target, names, left_out, linear, parameters))
+                others = _matched_stacks(stacks, target) - left_out
+                raise ValueError(_nothing_matches(target, names, named, linear, parameters, others))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
     _check_names_agree(first, meant, left_out)
     firsts = {first[name] for name in meant}
     return [name for name in names if name in firsts]
+
+
+def _matched(names: Iterable[str], target: Target) -> set[str]:
+    return {name for name in names if matches(name, target)}
+
+
+def _matched_stacks(stacks: Iterable[str], target: Target) -> set[str]:
+    """Those of stacks' names that a target matches, as they are or as their LoRA layers'."""
+    return {
+        name for name in stacks if matches(name, target) or matches(layer_of_stack(name), target)
+    }
 
 
 def _check_names_agree(
@@ -216,9 +247,10 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
     Raises:
         ValueError: one names only such blocks.
     """
-    first = first_names_of_targets(model)
+    modules, stacks = _modules_and_stacks(model)
+    first = modules | stacks
     for target in exclude:
-        found = [name for name in first if matches(name, target)]
+        found = _matched(first, target) | _matched_stacks(stacks, target)
         if {first[name] for name in found} & set(meant):
             continue
         for inner in meant:
@@ -286,11 +318,14 @@ def by_pattern(
 
 
 def _left_out(
-    names: Collection[str], exclude: Iterable[Target], layers: Collection[int] | None
+    names: Collection[str],
+    stacks: Iterable[str],
+    exclude: Iterable[Target],
+    layers: Collection[int] | None,
 ) -> set[str]:
     left_out: set[str] = set()
     for target in exclude:
-        found = {name for name in names if matches(name, target)}
+        found = _matched(names, target) | _matched_stacks(stacks, target)
         if not found:
             raise ValueError(_nothing_matches(target, names))
         left_out |= found
@@ -310,22 +345,24 @@ def _nothing_matches(
     left_out: Collection[str] = (),
     linear: Collection[str] = (),
     parameters: Collection[str] = (),
+    stacks: Collection[str] = (),
 ) -> str:
     """Why a target means nothing; where linear layers are likely to be meant, it names those.
 
     Args:
         target: it.
-        names: of the model's modules.
-        left_out: those that are left out.
+        names: of the model's modules and stacks.
+        left_out: those that it matches, which are all left out.
         linear: those of linear layers.
         parameters: the names of parameters that it would mean.
+        stacks: those of stacks that it would mean if it meant no module.
     """
     text = text_of(target)
-    excluded = [name for name in left_out if matches(name, target)]
-    if excluded:
+    if left_out:
+        instead = f"; to adapt the stack {min(stacks)}, give more of its name" if stacks else ""
         return (
-            f"'{text}' matches only modules that are left out, such as {min(excluded)}: leave it "
-            "out of targets as well"
+            f"'{text}' matches only modules that are left out, such as {min(left_out)}: leave it "
+            f"out of targets as well{instead}"
         )
     ends = sorted(_ends(names))
     near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)

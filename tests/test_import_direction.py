@@ -57,7 +57,7 @@ ROOMS = {
     "adapted_layers": {"functional", "layers", "lora_layer", "nn"},
     "bypassed": {"targets", "wrappers"},
     "experts": {"adapted_layers", "functional", "model_checks"},
-    "targets": {"model_checks", "text"},
+    "targets": {"experts", "model_checks", "text"},
     "adaptation": {
         "adapted_layers",
         "errors",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adaptation import is_linear
 from ..errors import CheckpointError
 from ..experts import matrices, merge_stack, stack_of_layer
 from ..functional import Delta, joined_with_start, merge
@@ -35,7 +36,7 @@ from .completeness import check_all_there
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
 from .names import more_layers
-from .peft import peft_difference
+from .peft import is_targeted_parameter, peft_difference
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -236,6 +237,13 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
         raise CheckpointError(
             f"{source}: the {weight_name} of {name} is computed from other tensors, as by "
             "weight_norm or pruning: make it a plain parameter first"
+        )
+    parameter = f"{name}.{weight_name}"
+    is_known = is_linear(module) or isinstance(module, (nn.Embedding, *_CONVOLUTIONS))
+    if not is_known and is_targeted_parameter(adapter.peft_config, parameter):
+        raise CheckpointError(
+            f"{source}: adapts {parameter}, a parameter of a {type(module).__name__}, which has no "
+            "LoRA here: merge it with PEFT, by its merge_and_unload()"
         )
     dimensions = adapter.tensors[f"{name}.lora_A"].dim()
     what = "a linear layer" if dimensions == 2 else f"a convolution in {dimensions - 2}-D"

@@ -187,6 +187,8 @@ def _with_stacks(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The tensors with those of stacks of matrices named and shaped as ours; the stacks' layers.
 
+    PEFT wraps a module once for each of its parameters, that of the first one innermost.
+
     Raises:
         CheckpointError: it is unknown which stack they are of, or they are not of the rank that the
             settings say.
@@ -199,7 +201,14 @@ def _with_stacks(
         if len(names) > 1 and not in_order:
             raise CheckpointError(
                 f"{source}: adapts several parameters of {owner} ({listed(names)}), and only the "
-                "order in the model tells which update is whose: give it to load_adapter(model, …)"
+                "order in the model tells which update is whose: give it to load_adapter(model, …) "
+                "with the model that it was trained in"
+            )
+        around = [f"{owner}{'.base_layer' * more}" for more in reversed(range(len(names)))]
+        lost = [n for n, module in zip(names, around, strict=True) if module not in modules]
+        if lost and {*modules} <= {*around}:
+            raise CheckpointError(
+                f"{source}: lacks the update of {listed(lost)}, which {CONFIG_NAME} says is adapted"
             )
         if len(modules) != len(names):
             raise CheckpointError(

@@ -5,6 +5,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -180,3 +181,19 @@ def test_the_ways_of_computing_agree_with_the_merged_model(name: str):
     for model in models:
         assert_close(outputs(model), expected)
         assert_close(outputs(torch.compile(model, backend="eager")), expected)
+
+
+# Not Llama 4, which accelerate cannot offload so: it asks its embeddings' weight for the device.
+@pytest.mark.parametrize(("name", "way"), [each for each in CASES if each[0] != "llama4"])
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_accelerate_offloads_an_adapted_model(tmp_path: Path, name: str, way: str, offload: str):
+    model = with_lora(name, way)
+    expected = outputs(model)
+    if offload == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        places = {each: "cpu" for each, _ in model.named_children()}
+        places |= {"model": "disk"}
+        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    assert_close(outputs(model), expected)
+    assert_close(outputs(model.eval()), expected)

@@ -5,7 +5,9 @@ import io
 import json
 import logging
 import pickle
+import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +148,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "up", "down"])
 def test_outputs_and_gradients_are_those_of_the_sum(monkeypatch, way, is_transposed, stacks):
     layer = adapted(way, is_transposed, stacks, layers=1).layers[0]["experts"]
-    monkeypatch.setattr(LowRankSum, "sum", property(lambda self: pytest.fail("the sum is made")))
+    monkeypatch.setattr(LowRankSum, "tensor", property(lambda self: pytest.fail("the sum is made")))
     plain, factors = with_sums(layer)
     x, probe = tokens().requires_grad_(), torch.linspace(-1, 1, len(IDS) * WIDTH).view(-1, WIDTH)
     wide = x.detach().double().requires_grad_()
@@ -199,6 +201,14 @@ OTHERS = {
     "each": lambda w, x: torch.stack([F.linear(x, each) for each in w]),
     "its own matrices": lambda w, x: w.mT @ w,
     "from the left": lambda w, x: w @ x[:WIDTH],
+    "its sum": lambda w, x: w.sum(-1) + w.mean() + torch.sum(w),
+    "an index": lambda w, x: 1 - w[0].sum(),
+    "divided": lambda w, x: 1 / (w.square() + 1) + w / 2,
+    "powers": lambda w, x: 2**w + w**2,
+    "from the right": lambda w, x: x @ w.mT,
+    "its absolute values": lambda w, x: abs(w) + +w - -w,
+    "compared": lambda w, x: torch.where((w > 0) & (w <= 1) & (w != 0.5), w * 2, 0),
+    "compared from the left": lambda w, x: (x.new_zeros(()) < w) * w,
     "sizes": lambda w, x: torch.tensor([*w.shape, w.size(1), w.dim(), len(w), w.ndim]).to(w.dtype),
 }
 
@@ -233,6 +243,34 @@ def test_whatever_else_a_forward_does_is_done_with_the_sum(what):
         out.square().sum().backward()
         expected.square().sum().backward()
         close(layer.gate_up_proj_lora.lora_A.grad, factors["gate_up_proj"][0].grad.flatten(0, 1))
+
+
+def test_operators_are_those_of_the_tensor():
+    """Those whose results are not close where their operands are, and those that are refused."""
+    parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
+    ours: Any = LowRankSum(*parts)
+    whole, other = ours.tensor, torch.full((2, 4, 4), 0.7)
+    for of in (
+        lambda w: w // other,
+        lambda w: other // w,
+        lambda w: 3 // w,
+        lambda w: w % 0.7,
+        lambda w: 3 % w,
+        lambda w: w == whole,
+        lambda w: whole == w,
+        lambda w: w != whole,
+        lambda w: w == w,
+        lambda w: w < other,
+        lambda w: other > w,
+        lambda w: w >= w,
+    ):
+        assert torch.equal(of(ours), of(whole))
+    assert ours in {ours: 1}
+    assert whole[0, 0, 0] in ours
+    assert 99.0 not in ours
+    assert (ours == None, ours != None) == (False, True)  # noqa: E711
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
+        bool(ours)
 
 
 def test_the_base_stays_in_half_precision_and_its_updates_count():
@@ -274,6 +312,55 @@ def test_names_and_what_is_trained():
     assert_same_bits(model.state_dict(), before)
     assert type(experts) is Experts
     assert not experts._modules
+
+
+class Mixture(nn.Module):
+    """As DeepSeek-V3, in which linear layers are called as the experts' stacks; in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        plain = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts()}
+        shared = nn.ModuleDict({"down_proj": nn.Linear(WIDTH, WIDTH)})
+        first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
+        self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
+
+
+LINEAR = ("layers.0.shared.down_proj",)
+DOWN = tuple(f"layers.{layer}.experts.down_proj_lora" for layer in range(2))
+BOTH = tuple(f"layers.{layer}.experts.{name}_lora" for layer in range(2) for name in STACKS)
+QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"targets": "down_proj", "lora_dropout": 0.1}, LINEAR),
+        ({"targets": "*_proj", "variant": "dora"}, (*QUERIES, *LINEAR)),
+        ({"targets": re.compile(r".*_proj"), "lora_dropout": 0.1}, (*QUERIES, *LINEAR)),
+        ({"targets": "experts.down_proj"}, DOWN),
+        ({"targets": re.compile(r".*experts\..*")}, BOTH),
+        ({"targets": "gate_up_proj"}, BOTH[::2]),
+        ({"targets": ["down_proj", "experts.down_proj"]}, (*LINEAR, *DOWN)),
+        ({"targets": "experts.*_proj", "exclude": "gate_up_proj"}, DOWN),
+        ({"targets": "experts.*_proj", "exclude": "down_proj"}, BOTH[::2]),
+        ({"targets": "experts.*_proj", "exclude": [*BOTH[::2]]}, DOWN),
+        ({"targets": ["q_proj", "down_proj"], "exclude": ["experts.down_proj"]}, QUERIES + LINEAR),
+        ({"targets": "experts.down_proj", "layers": [1]}, DOWN[1:]),
+        ({"targets": DOWN}, DOWN),
+        ({"targets": "down_proj_lora", "exclude": DOWN[0]}, DOWN[1:]),
+    ],
+)
+def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected):
+    names = lora.add_lora(Mixture(), **{"r": R, **settings})
+    assert sorted(names) == sorted(expected)
+
+
+def test_the_names_that_are_returned_are_those_of_another_model():
+    names = lora.add_lora(build(), ["q", *STACKS], r=R)
+    model = build()
+    assert lora.add_lora(model, names, r=R) == names
+    with pytest.raises(ValueError, match="has LoRA already"):
+        lora.add_lora(model, names[1:2], r=R)
 
 
 def lora_layers(model):
@@ -401,6 +488,48 @@ def test_no_kernel_gets_the_address_of_the_weight_alone():
         elsewhere.data_ptr()
 
 
+class Loading:
+    """Loads A and B of a layer for its forward alone, and sends what it gives, as hooks do."""
+
+    def __init__(self, layer):
+        self.kept = dict(layer._parameters)
+        self.empty = {n: nn.Parameter(p.detach().to("meta")) for n, p in self.kept.items()}
+        layer._parameters.update(self.empty)
+        layer.register_forward_pre_hook(self.load)
+        layer.register_forward_hook(self.drop)
+
+    def load(self, layer, args):
+        layer._parameters.update(self.kept)
+
+    def drop(self, layer, args, out):
+        layer._parameters.update(self.empty)
+        return out.to("cpu", non_blocking=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_that_are_loaded_when_they_are_needed(way):
+    model, x = adapted(way), tokens()
+    expected = model(x)
+    updates = [module for module in model.modules() if isinstance(module, AdaptedStack)]
+    hooks = [Loading(update) for update in updates]
+    assert torch.equal(model(x), expected)
+    assert all(update.lora_A.is_meta for update in updates)
+    model(x).square().sum().backward()
+    assert all(hook.kept["lora_A"].grad.any() for hook in hooks)
+    close(model.eval()(x), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_updates_on_another_device_are_an_error(way, half):
+    """Of the meta device PyTorch says nothing: what is computed then has no meaning."""
+    model = adapted(way)
+    update = model.layers[1]["experts"].down_proj_lora
+    setattr(update, half, nn.Parameter(getattr(update, half).to("meta")))
+    with pytest.raises(RuntimeError, match="the update of down_proj is on meta, and the weight on"):
+        model(tokens())
+
+
 # ---- adapters ----
 
 
@@ -492,6 +621,11 @@ def without_outer(tensors, config):
         del tensors[name]
 
 
+def without_inner(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts.base_layer.lora_" in name]:
+        del tensors[name]
+
+
 def without_any(tensors, config):
     for name in [name for name in tensors if "layers.1.experts." in name]:
         del tensors[name]
@@ -515,9 +649,38 @@ def test_pefts_folders_are_for_a_model(tmp_path, change):
         CheckpointError, match=r"adapts several param.*give it to load_adapter\(model"
     ):
         lora.read_adapter(folder)
+    with pytest.raises(CheckpointError, match=r"of layers\.1\.exp.* the model that it was tr"):
+        lora.load_adapter(build(layers=1), folder)
     again = build()
     lora.load_adapter(again, folder)
     close(again(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("size", [WIDTH, 4], ids=["square", "wide"])
+def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
+    """PEFT adapts any parameter; what such a module computes with it is unknown here."""
+
+    class Router(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(size, width))
+
+    layers = nn.ModuleDict({"router": nn.Linear(WIDTH, size), "q": nn.Linear(WIDTH, size)})
+    lora.add_lora(layers, ["q", "router"], r=R)
+    lora.save_adapter(randomised(layers), tmp_path / "a")
+
+    def of_parameters(tensors, config):
+        config |= {"target_modules": ["q"], "target_parameters": ["router.weight"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_parameters)
+    linear, router = copy.deepcopy(lora.merge(layers)), copy.deepcopy(layers)
+    router["router"] = Router(WIDTH)
+    assert lora.load_adapter(linear, folder) == ("router", "q")
+    for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
+        with pytest.raises(
+            CheckpointError, match=r"adapts router\.weight, .* Router, which has no LoRA here: "
+        ):
+            load(router, folder)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -532,7 +695,8 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
     ("change", "message"),
     [
         (of_another_rank, "which are not several of the rank 5"),
-        (without_outer, r"has 1 of the updates of layers\.1\.experts, adapter_config"),
+        (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
+        (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
         (with_names_that_are_none, "target_parameters is 'experts"),
@@ -663,6 +827,12 @@ REFUSED = {
         {"targets": "experts"},
         r"has no LoRA layer: name those within, such as experts\.down_proj, experts\.gate_up_proj",
     ),
+    "linear layers that are left out": (
+        Mixture,
+        {"layers": [1]},
+        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; to "
+        r"adapt the stack layers\.1\.experts\.down_proj, give more of its name",
+    ),
     "a layer": (Model, {"exclude": "experts"}, r"exclude 'experts' leaves out none of the targets"),
 }
 
@@ -716,6 +886,19 @@ def test_a_parametrized_stack_is_an_error():
         experts(tokens())
     with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
         lora.remove_lora(experts)
+
+
+def test_a_forward_that_was_set_is_the_owner_s():
+    model = adapted(layers=1)
+    experts = model.layers[0]["experts"]
+    experts.forward = lambda x: x
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match=r"layers\.0\.experts has a forward") as error:
+            undo(model)
+    expression = re.search(r"\((del .*)\)$", str(error.value))[1]
+    exec(expression, {"model": model})
+    lora.remove_lora(model)
+    assert type(experts) is Experts
 
 
 def test_models_on_the_meta_device():
