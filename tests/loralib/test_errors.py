@@ -49,7 +49,7 @@ def test_a_wrong_base_is_told_with_what_can_be_done(base, theirs, way_out):
 
 
 def test_every_error_of_a_checkpoint_is_tried():
+    kinds = {errors.CheckpointError, *errors.CheckpointError.__subclasses__()}
     assert {type(case) for case in CASES} == {
-        errors.CheckpointError,
-        *errors.CheckpointError.__subclasses__(),
+        kind for kind in kinds if kind.__module__.startswith("loralib.")
     }
