@@ -1,0 +1,273 @@
+"""Adapters with LoRA on stacks of matrices: files of all formats, and PEFT's folders."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stacked_experts import (
+    ALPHA,
+    EXPERTS,
+    INNER,
+    STACKS,
+    WIDTH,
+    R,
+    adapted,
+    build,
+    close,
+    lora_layers,
+    randomised,
+    tokens,
+)
+from torch import nn
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.errors import CheckpointError
+
+KINDS = [
+    {},
+    {"variant": "rslora", "rank_pattern": {"layers.1.experts.gate_up_proj": 4}},
+    {"initialization": "pissa", "alpha_pattern": {"down_proj": 3}},
+    {"initialization": "olora"},
+    {"initialization": "orthogonal", "freeze_A": True},
+]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("file", ["adapter.safetensors", "adapter"])
+def test_adapters_are_saved_and_loaded(tmp_path, is_transposed, kind, file):
+    base, x = build("bmm", is_transposed), tokens()
+    plain = base(x)
+    lora.add_lora(base, ["down_proj"], r=R, lora_alpha=ALPHA, **pattern(kind, "down"))
+    lora.add_lora(base, ["q", "gate_up_proj"], r=R, lora_alpha=ALPHA, **pattern(kind, "gate"))
+    close(base(x), plain)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    expected = base(x)
+    assert not torch.allclose(expected, plain, atol=0.01)
+    lora.save_adapter(base, tmp_path / file)
+    model = build("bmm", is_transposed)
+    names = lora.load_adapter(model, tmp_path / file)
+    assert set(names) == set(lora_layers(base))
+    close(model(x), expected)
+    close(model.eval()(x), expected)
+    adapter, other = lora.read_adapter(tmp_path / file), build("bmm", is_transposed)
+    merge_into(other, adapter)
+    close(other(x), expected)
+    lora.write_adapter(tmp_path / "again.safetensors", adapter)
+    third = build("bmm", is_transposed)
+    lora.load_adapter(third, tmp_path / "again.safetensors")
+    close(third(x), expected)
+    lora.load_adapter(third, tmp_path / "again.safetensors")  # into the layers that it has
+
+
+def pattern(kind, part):
+    """The settings without the patterns that are of other parts."""
+    return {
+        name: value
+        for name, value in kind.items()
+        if not isinstance(value, dict) or any(part in key for key in value)
+    }
+
+
+def test_pefts_tensors(tmp_path):
+    """The first parameter is wrapped first; of B the columns are the ranks', then the experts'."""
+    model = adapted(targets=STACKS, layers=1)
+    lora.save_adapter(model, tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    experts, start = model.layers[0]["experts"], "base_model.model.layers.0.experts"
+    for place, update in (
+        (f"{start}.base_layer", experts.gate_up_proj_lora),
+        (start, experts.down_proj_lora),
+    ):
+        assert torch.equal(tensors.pop(f"{place}.lora_A.weight"), update.lora_A)
+        B = tensors.pop(f"{place}.lora_B.weight").view(-1, R, EXPERTS)
+        assert torch.equal(B.permute(2, 0, 1).flatten(0, 1), update.lora_B)
+    assert not tensors
+
+
+def as_peft_writes(folder, change=lambda tensors, config: None):
+    """A folder without what this project says of itself, and with what a test changes."""
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, config = load_file(weights), json.loads(settings.read_text(encoding="utf-8"))
+    change(tensors, config)
+    save_file(tensors, weights)
+    settings.write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def with_short_names(tensors, config):
+    config["target_parameters"] = ["down_proj", "experts.gate_up_proj"]
+
+
+def of_another_rank(tensors, config):
+    config["r"] = 5
+
+
+def without_outer(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts.lora_" in name]:
+        del tensors[name]
+
+
+def without_inner(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts.base_layer.lora_" in name]:
+        del tensors[name]
+
+
+def without_any(tensors, config):
+    for name in [name for name in tensors if "layers.1.experts." in name]:
+        del tensors[name]
+
+
+def without_half(tensors, config):
+    del tensors["base_model.model.layers.1.experts.lora_B.weight"]
+
+
+def with_names_that_are_none(tensors, config):
+    config["target_parameters"] = "experts.*"
+
+
+@pytest.mark.parametrize("change", [lambda tensors, config: None, with_short_names])
+def test_pefts_folders_are_for_a_model(tmp_path, change):
+    """Which update is whose depends on the order of a model's parameters."""
+    model = adapted(targets=("q", *STACKS))
+    lora.save_adapter(model, tmp_path / "a")
+    folder = as_peft_writes(tmp_path / "a", change)
+    with pytest.raises(
+        CheckpointError, match=r"adapts several param.*give it to load_adapter\(model"
+    ):
+        lora.read_adapter(folder)
+    with pytest.raises(CheckpointError, match=r"of layers\.1\.exp.* the model that it was tr"):
+        lora.load_adapter(build(layers=1), folder)
+    again = build()
+    lora.load_adapter(again, folder)
+    close(again(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("size", [WIDTH, 4], ids=["square", "wide"])
+def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
+    """PEFT adapts any parameter; what such a module computes with it is unknown here."""
+
+    class Router(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(size, width))
+
+    layers = nn.ModuleDict({"router": nn.Linear(WIDTH, size), "q": nn.Linear(WIDTH, size)})
+    lora.add_lora(layers, ["q", "router"], r=R)
+    lora.save_adapter(randomised(layers), tmp_path / "a")
+
+    def of_parameters(tensors, config):
+        config |= {"target_modules": ["q"], "target_parameters": ["router.weight"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_parameters)
+    linear, router = copy.deepcopy(lora.merge(layers)), copy.deepcopy(layers)
+    router["router"] = Router(WIDTH)
+    assert lora.load_adapter(linear, folder) == ("router", "q")
+    for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
+        with pytest.raises(
+            CheckpointError, match=r"adapts router\.weight, .* Router, which has no LoRA here: "
+        ):
+            load(router, folder)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
+    model, merged = adapted(targets=("q", stack)), build()
+    lora.save_adapter(model, tmp_path / "a")
+    merge_into(merged, lora.read_adapter(as_peft_writes(tmp_path / "a")))
+    close(merged(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_another_rank, "which are not several of the rank 5"),
+        (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
+        (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
+        (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
+        (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
+        (with_names_that_are_none, "target_parameters is 'experts"),
+    ],
+)
+def test_damaged_folders_of_pefts_are_refused(tmp_path, change, message):
+    lora.save_adapter(adapted(targets=STACKS), tmp_path / "a")
+    model = build()
+    with pytest.raises(CheckpointError, match=message):
+        lora.load_adapter(model, as_peft_writes(tmp_path / "a", change))
+    assert not lora_layers(model)
+
+
+def test_experts_that_are_in_several_places(tmp_path):
+    """They have one update, under the first name; PEFT would wrap one place alone."""
+    model, other = build(), build()
+    for each in (model, other):
+        each.layers[1]["experts"] = each.layers[0]["experts"]
+    assert lora.add_lora(model, "down_proj", r=R) == ("layers.0.experts.down_proj_lora",)
+    lora.save_adapter(randomised(model), tmp_path / "a.safetensors")
+    lora.load_adapter(other, tmp_path / "a.safetensors")
+    close(other(tokens()), model(tokens()))
+    with pytest.raises(CheckpointError, match=r"is layers\.1\.experts as well, of which PEFT"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
+def test_dropout_of_other_modules_is_not_pefts(tmp_path):
+    model = adapted(targets=STACKS)
+    lora.add_lora(model, "q", r=R, lora_alpha=ALPHA, lora_dropout=0.1)
+    for file in ("a", "a.safetensors"):
+        said = lora.save_adapter(randomised(model), tmp_path / file)
+        assert any("PEFT takes no dropout" in line for line in said) is (file == "a")
+        again = build()
+        lora.load_adapter(again, tmp_path / file)  # which has our own metadata
+        assert again.layers[0]["q"].lora_dropout.p == 0.1
+        close(again.eval()(tokens()), model.eval()(tokens()))
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["lora_dropout"] == 0
+
+
+def test_a_bank_refuses_what_it_cannot_see(tmp_path):
+    lora.save_adapter(adapted(), tmp_path / "a.safetensors")
+    bank = lora.AdapterBank(build())
+    with pytest.raises(CheckpointError, match=r"adapts layers\.0\.experts\.\w+, a stack of matr"):
+        bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+
+
+def other_model(**attributes):
+    model = build()
+    for layer in model.layers:
+        for name, value in attributes.items():
+            setattr(layer["experts"], name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (other_model(down_proj=None), r"has no layers\.0\.experts\.down_proj, a stack of matrices"),
+        (
+            other_model(down_proj=nn.Parameter(torch.zeros(EXPERTS * 2, WIDTH // 2, INNER))),
+            r"the delta of layers\.0\.experts\.down_proj_lora is \(3, 8, 16\), the model's weight "
+            r"is \(6, 4, 16\)",
+        ),
+        (build(layers=1), "its base has at least 2 layers, this model 1"),
+    ],
+    ids=["none", "other shape", "fewer layers"],
+)
+def test_adapters_of_other_models_are_refused(tmp_path, model, message):
+    lora.save_adapter(adapted(), tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        lora.load_adapter(model, tmp_path / "a.safetensors")
+    assert not lora_layers(model)
+
+
+def test_the_release_has_no_place_for_them(tmp_path):
+    with pytest.raises(CheckpointError, match=r"of the stacks .*, which this format cannot record"):
+        lora.save_adapter(adapted(), tmp_path / "a.bin")
+    torch.save(lora.lora_state_dict(adapted()), tmp_path / "b.bin")
+    with pytest.raises(CheckpointError, match="has 3 stacked blocks, and it is unknown which"):
+        lora.load_adapter(build(), tmp_path / "b.bin", lora_alpha=ALPHA)
