@@ -318,8 +318,8 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
     task = None if family and task in TASKS_WITH_HEAD and not saved else task
     task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
     has_attention = len(named) < len(parts)
-    told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}
-    use_rslora, use_dora = told[metadata.variant or "lora"]
+    told = {name: values for values, name in VARIANT_OF_FLAGS.items()}
+    flags = zip(("use_rslora", "use_dora"), told[metadata.variant or "lora"], strict=True)
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -339,9 +339,9 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
         "init_lora_weights": True,
-        "use_rslora": use_rslora,
-        "use_dora": use_dora,
-        # Older versions, which do not know this setting, would refuse the folder or warn of it.
+        # Versions that do not know a setting refuse the folder, as they should: those before 0.7
+        # would take no biases from it.
+        **{flag: is_on for flag, is_on in flags if is_on or metadata.bias != "none"},
         **({"peft_version": _VERSION} if has_attention else {}),
     }
 

@@ -42,11 +42,20 @@ def saved(tmp_path, name, **settings):
 )
 def test_variants_are_flags(tmp_path, variant, flags):
     _, config, tensors = saved(tmp_path, "linear", variant=variant)
-    assert (config["use_rslora"], config["use_dora"]) == flags
+    settings = ("use_rslora", "use_dora")
+    assert tuple(config.get(setting, False) for setting in settings) == flags
+    # A version without such a setting refuses it, whatever its value.
+    assert all(config[setting] for setting in settings if setting in config)
     assert (config["r"], config["lora_alpha"]) == (2, 3)
     assert config["rank_pattern"] == config["alpha_pattern"] == {}
     assert any(name.endswith(".lora_magnitude_vector") for name in tensors) == flags[1]
     assert read_adapter(tmp_path / "a").lora.variant == (None if variant == "lora" else variant)
+
+
+@pytest.mark.parametrize("name", ["biases", "own biases"])
+def test_versions_that_would_take_no_biases_refuse_them(tmp_path, name):
+    """Those before 0.7, which do not know DoRA's setting either."""
+    assert saved(tmp_path, name)[1]["use_dora"] is False
 
 
 def test_an_embeddings_names(tmp_path):
