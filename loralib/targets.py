@@ -40,6 +40,17 @@ def matches(name: str, target: Target) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+def means(name: str, target: Target, stacks: Collection[str]) -> bool:
+    """Whether a target means a module or a stack; a stack also by the name of its LoRA layer.
+
+    Args:
+        name: its name.
+        target: other than "all-linear".
+        stacks: the names that are those of stacks.
+    """
+    return matches(name, target) or (name in stacks and matches(layer_of_stack(name), target))
+
+
 def text_of(target: Target) -> str:
     """A target as it was written, for messages."""
     return target.pattern if isinstance(target, re.Pattern) else target
@@ -213,11 +224,9 @@ def _matched(names: Iterable[str], target: Target) -> set[str]:
     return {name for name in names if matches(name, target)}
 
 
-def _matched_stacks(stacks: Iterable[str], target: Target) -> set[str]:
+def _matched_stacks(stacks: Collection[str], target: Target) -> set[str]:
     """Those of stacks' names that a target matches, as they are or as their LoRA layers'."""
-    return {
-        name for name in stacks if matches(name, target) or matches(layer_of_stack(name), target)
-    }
+    return {name for name in stacks if means(name, target, stacks)}
 
 
 def _check_names_agree(
@@ -292,9 +301,18 @@ def _is_within_layer(name: str) -> bool:
 
 
 def by_pattern(
-    names: Iterable[str], patterns: Mapping[str, _Value], default: _Value
+    names: Iterable[str],
+    patterns: Mapping[str, _Value],
+    default: _Value,
+    stacks: Collection[str] = (),
 ) -> dict[str, _Value]:
-    """For each name the value of the first pattern that it matches, as for ranks by module.
+    """For each name the value of the first pattern that means it, as for ranks by module.
+
+    Args:
+        names: of modules and stacks.
+        patterns: values by target.
+        default: the value where no pattern does.
+        stacks: the names that are those of stacks.
 
     Raises:
         ValueError: a pattern matches none of the names; or these are not targets with values.
@@ -306,20 +324,20 @@ def by_pattern(
             f"{shown(patterns)}"
         )
     for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
-        if not any(matches(name, pattern) for name in names):
+        if not any(means(name, pattern, stacks) for name in names):
             raise ValueError(
                 f"the pattern '{text_of(pattern)}' matches none of the adapted modules: "
                 f"{listed(names, at_most=8)}"
             )
     return {
-        name: next((v for pattern, v in patterns.items() if matches(name, pattern)), default)
+        name: next((v for each, v in patterns.items() if means(name, each, stacks)), default)
         for name in names
     }
 
 
 def _left_out(
     names: Collection[str],
-    stacks: Iterable[str],
+    stacks: Collection[str],
     exclude: Iterable[Target],
     layers: Collection[int] | None,
 ) -> set[str]:
