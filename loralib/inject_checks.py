@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
+from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .experts import layer_of_stack, matrices
 from .functional import variant_of
@@ -294,7 +295,11 @@ def check_rank(
         if most is None or rank <= most:
             continue
         pattern = next((each for each in patterns if means(name, each, stacks)), None)
-        if most == 0:
+        owner = bypassed(model, [name]).get(name)
+        if owner is not None:
+            never = f"by its source, {owner} never calls it, so no rank has an effect"
+            way_out = f"{never}: {_LEAVE_OUT}"
+        elif most == 0:
             way_out = _LEAVE_OUT
         elif pattern is not None:
             way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
