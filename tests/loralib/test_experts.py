@@ -326,6 +326,17 @@ def test_compiled_models_compute_the_same(way):
     close(compiled.eval()(x), expected)
 
 
+def test_a_full_graph_is_refused_with_what_to_do_instead():
+    torch.compiler.reset()  # what was compiled before, with breaks, would do
+    model, x = adapted("bmm"), tokens()
+    expected = model(x)
+    message = r"experts have LoRA: compile without fullgraph=True, or call lora\.merge first"
+    with pytest.raises(RuntimeError, match=message):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    close(torch.compile(model, backend="eager")(x), expected)
+    close(torch.compile(lora.merge(model), backend="eager", fullgraph=True)(x), expected)
+
+
 def test_gradient_checkpointing_and_transforms():
     model, x = adapted("bmm"), tokens()
     expected = model(x)
