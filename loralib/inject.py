@@ -33,7 +33,7 @@ from .adaptation import (
     turn_with,
 )
 from .adapted_layers import MultiheadAttention
-from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
+from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
 from .bypassed import bypassed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
@@ -76,7 +76,25 @@ from .utils import check_bias, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
 
+# What PEFT and others call the arguments of `add_lora`.
+_WORDS_OF_OTHERS = {
+    "target_modules": "targets",
+    "target_parameters": "targets",
+    "exclude_modules": "exclude",
+    "layers_to_transform": "layers",
+    "modules_to_save": "modules_to_train",
+    "init_lora_weights": "initialization",
+    "use_rslora": "variant='rslora'",
+    "use_dora": "variant='dora'",
+    "rank": "r",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+}
 
+
+@answering(_WORDS_OF_OTHERS)
 def add_lora(
     model: nn.Module,
     targets: Target | Iterable[Target],
