@@ -1,17 +1,21 @@
 """Checks of what public functions are given: an error is one line that names the argument."""
 
+import functools
 import math
 import numbers
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import nn
 
 from .errors import CheckpointError
 from .text import shown
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 class Range(NamedTuple):
@@ -141,6 +145,34 @@ def _in_order(values: object) -> tuple[Any, ...] | None:
     if isinstance(values, str | Mapping | set | frozenset) or not isinstance(values, Iterable):
         return None
     return None if getattr(values, "ndim", 1) == 0 else tuple(values)
+
+
+def answering(
+    words: Mapping[str, str],
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Makes a function answer a keyword that it has under another name with that name.
+
+    Args:
+        words: what others call an argument -> what to give instead.
+
+    Raises:
+        TypeError: on a call with such a keyword, as with any that the function does not have.
+    """
+
+    def of(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        @functools.wraps(function)
+        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            theirs = [name for name in kwargs if name in words]
+            if theirs:
+                ours = dict.fromkeys(words[name] for name in theirs)
+                raise TypeError(
+                    f"{function.__name__} has no {', '.join(theirs)}: give {', '.join(ours)}"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return of
 
 
 def check_model(model: object, second: object = None) -> None:

@@ -179,7 +179,8 @@ def with_stacks(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Modul
     """The class of modules of a kind whose parameters of these names may be adapted."""
     if (kind, stacks) not in _classes:
         # A compiled forward would see the parameters, and not what is in effect in their place.
-        forward = torch.compiler.disable(_WithStacks.forward, reason="experts have LoRA")
+        reason = "experts have LoRA: compile without fullgraph=True, or call lora.merge first"
+        forward = torch.compiler.disable(_WithStacks.forward, reason=reason)
         own = {"forward": forward, "_kind": kind, "_stacks": stacks, "__module__": kind.__module__}
         attributes = own | {name: _reading(name) for name in stacks}
         _classes[kind, stacks] = type(f"Adapted{kind.__name__}", (_WithStacks, kind), attributes)

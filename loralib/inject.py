@@ -33,7 +33,7 @@ from .adaptation import (
     turn_with,
 )
 from .adapted_layers import MultiheadAttention
-from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
+from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
 from .bypassed import bypassed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
@@ -48,7 +48,6 @@ from .inject_checks import (
     check_stack,
     check_tied,
     check_trained,
-    largest_ranks,
     sharing,
 )
 from .lora_layer import LoRALayer, lora_layers
@@ -77,7 +76,25 @@ from .utils import check_bias, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
 
+# What PEFT and others call the arguments of `add_lora`.
+_WORDS_OF_OTHERS = {
+    "target_modules": "targets",
+    "target_parameters": "targets",
+    "exclude_modules": "exclude",
+    "layers_to_transform": "layers",
+    "modules_to_save": "modules_to_train",
+    "init_lora_weights": "initialization",
+    "use_rslora": "variant='rslora'",
+    "use_dora": "variant='dora'",
+    "rank": "r",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+}
 
+
+@answering(_WORDS_OF_OTHERS)
 def add_lora(
     model: nn.Module,
     targets: Target | Iterable[Target],
@@ -165,7 +182,9 @@ def add_lora(
     trained = find(model, to_train, what="modules_to_train") if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
-    settings = _settings_by_name(names, common, rank_pattern, alpha_pattern, enable_lora)
+    settings = _settings_by_name(
+        names, common, rank_pattern, alpha_pattern, enable_lora, stacked_weights(model)
+    )
     is_first = not lora_layers(model)
     adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
     if is_first:
@@ -225,11 +244,12 @@ def _settings_by_name(
     rank_pattern: Mapping[str, int] | None,
     alpha_pattern: Mapping[str, float] | None,
     enable_lora: Mapping[str, Sequence[bool]] | None,
+    stacks: Collection[str],
 ) -> dict[str, LayerSettings]:
-    """The settings of each module: the common ones, but for what its patterns say."""
-    ranks = by_pattern(names, rank_pattern or {}, common.r)
-    alphas = by_pattern(names, alpha_pattern or {}, common.lora_alpha)
-    slices = by_pattern(names, _flags_by_pattern(enable_lora), common.enable_lora)
+    """The settings of each module and stack: the common ones, but for what its patterns say."""
+    ranks = by_pattern(names, rank_pattern or {}, common.r, stacks)
+    alphas = by_pattern(names, alpha_pattern or {}, common.lora_alpha, stacks)
+    slices = by_pattern(names, _flags_by_pattern(enable_lora), common.enable_lora, stacks)
     return {
         name: replace(
             common,
@@ -417,7 +437,7 @@ def adapt(
         if not any_rank:
             check_rows(name, module, settings[name])
     if not any_rank:
-        check_rank(largest_ranks(model, settings), settings, rank_pattern)
+        check_rank(model, settings, rank_pattern)
     if not untie:
         check_tied(model, settings)
     had_update = set(lora_layers(model))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
+from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .experts import layer_of_stack, matrices
 from .functional import variant_of
@@ -17,7 +18,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import stacked_weights, stacks_in
 from .nn.products import Linear
-from .targets import Target, matches, text_of
+from .targets import Target, matches, means, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
@@ -279,23 +280,26 @@ def sharing(
 
 
 def check_rank(
-    largest: Mapping[str, int | None],
-    settings: Mapping[str, LayerSettings],
-    patterns: Iterable[Target] = (),
+    model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target] = ()
 ) -> None:
     """Checks that no rank exceeds the smaller dimension of its weight.
 
     Args:
-        largest: the largest ranks that are possible, see `largest_ranks`.
-        settings: those of the same modules.
-        patterns: the targets by which some modules were given another rank than the rest.
+        model: the model.
+        settings: those of its modules and stacks, by their names.
+        patterns: the targets by which some of these were given another rank than the rest.
     """
+    largest, stacks = _largest_ranks(model, settings), stacked_weights(model)
     for name, most in largest.items():
         rank = settings[name].r
         if most is None or rank <= most:
             continue
-        pattern = next((each for each in patterns if matches(name, each)), None)
-        if most == 0:
+        pattern = next((each for each in patterns if means(name, each, stacks)), None)
+        owner = bypassed(model, [name]).get(name)
+        if owner is not None:
+            never = f"by its source, {owner} never calls it, so no rank has an effect"
+            way_out = f"{never}: {_LEAVE_OUT}"
+        elif most == 0:
             way_out = _LEAVE_OUT
         elif pattern is not None:
             way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
@@ -308,7 +312,9 @@ def check_rank(
         )
 
 
-def largest_ranks(model: nn.Module, settings: Mapping[str, LayerSettings]) -> dict[str, int | None]:
+def _largest_ranks(
+    model: nn.Module, settings: Mapping[str, LayerSettings]
+) -> dict[str, int | None]:
     """The smallest dimension of the weights of modules and stacks, as matrices, by their names.
 
     None for a module without a weight of its own.

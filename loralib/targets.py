@@ -16,10 +16,12 @@ import difflib
 import fnmatch
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .experts import layer_of_stack
 from .model_checks import stacks_in
@@ -38,6 +40,17 @@ def matches(name: str, target: Target) -> bool:
     if any(character in target for character in "*?["):
         return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")
     return name == target or name.endswith(f".{target}")
+
+
+def means(name: str, target: Target, stacks: Collection[str]) -> bool:
+    """Whether a target means a module or a stack; a stack also by the name of its LoRA layer.
+
+    Args:
+        name: its name.
+        target: other than "all-linear".
+        stacks: the names that are those of stacks.
+    """
+    return matches(name, target) or (name in stacks and matches(layer_of_stack(name), target))
 
 
 def text_of(target: Target) -> str:
@@ -196,11 +209,15 @@ def find(
         else:
             named = _matched(modules, target) or _matched_stacks(stacks, target)
             found = named - left_out
+            if named and not found:
+                raise ValueError(
+                    _all_left_out(target, named, _matched_stacks(stacks, target) - left_out)
+                )
             if not found:
                 linear = all_linear(model, is_linear) if what == "targets" else []
                 parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
-                others = _matched_stacks(stacks, target) - left_out
-                raise ValueError(_nothing_matches(target, names, named, linear, parameters, others))
+                likely = _largest_first(model, linear, stacks)
+                raise ValueError(_nothing_matches(target, names, likely, linear, parameters))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -213,11 +230,9 @@ def _matched(names: Iterable[str], target: Target) -> set[str]:
     return {name for name in names if matches(name, target)}
 
 
-def _matched_stacks(stacks: Iterable[str], target: Target) -> set[str]:
+def _matched_stacks(stacks: Collection[str], target: Target) -> set[str]:
     """Those of stacks' names that a target matches, as they are or as their LoRA layers'."""
-    return {
-        name for name in stacks if matches(name, target) or matches(layer_of_stack(name), target)
-    }
+    return {name for name in stacks if means(name, target, stacks)}
 
 
 def _check_names_agree(
@@ -292,9 +307,18 @@ def _is_within_layer(name: str) -> bool:
 
 
 def by_pattern(
-    names: Iterable[str], patterns: Mapping[str, _Value], default: _Value
+    names: Iterable[str],
+    patterns: Mapping[str, _Value],
+    default: _Value,
+    stacks: Collection[str] = (),
 ) -> dict[str, _Value]:
-    """For each name the value of the first pattern that it matches, as for ranks by module.
+    """For each name the value of the first pattern that means it, as for ranks by module.
+
+    Args:
+        names: of modules and stacks.
+        patterns: values by target.
+        default: the value where no pattern does.
+        stacks: the names that are those of stacks.
 
     Raises:
         ValueError: a pattern matches none of the names; or these are not targets with values.
@@ -306,20 +330,20 @@ def by_pattern(
             f"{shown(patterns)}"
         )
     for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
-        if not any(matches(name, pattern) for name in names):
+        if not any(means(name, pattern, stacks) for name in names):
             raise ValueError(
                 f"the pattern '{text_of(pattern)}' matches none of the adapted modules: "
                 f"{listed(names, at_most=8)}"
             )
     return {
-        name: next((v for pattern, v in patterns.items() if matches(name, pattern)), default)
+        name: next((v for each, v in patterns.items() if means(name, each, stacks)), default)
         for name in names
     }
 
 
 def _left_out(
     names: Collection[str],
-    stacks: Iterable[str],
+    stacks: Collection[str],
     exclude: Iterable[Target],
     layers: Collection[int] | None,
 ) -> set[str]:
@@ -339,43 +363,74 @@ def _left_out(
     return left_out
 
 
+def _all_left_out(target: Target, left_out: Collection[str], stacks: Collection[str]) -> str:
+    """Why a target means nothing that matches some modules.
+
+    Args:
+        target: it.
+        left_out: the names of these, which are all left out.
+        stacks: those of stacks that it would mean if it meant no module.
+    """
+    instead = f"; to adapt the stack {min(stacks)}, give more of its name" if stacks else ""
+    return (
+        f"'{text_of(target)}' matches only modules that are left out, such as {min(left_out)}: "
+        f"leave it out of targets as well{instead}"
+    )
+
+
 def _nothing_matches(
     target: Target,
     names: Collection[str],
-    left_out: Collection[str] = (),
+    likely: Collection[str] = (),
     linear: Collection[str] = (),
     parameters: Collection[str] = (),
-    stacks: Collection[str] = (),
 ) -> str:
-    """Why a target means nothing; where linear layers are likely to be meant, it names those.
+    """Why a target that matches no name means nothing; it names what is likely to be meant.
 
     Args:
         target: it.
         names: of the model's modules and stacks.
-        left_out: those that it matches, which are all left out.
+        likely: what else may be meant than names like the target, see `_largest_first`.
         linear: those of linear layers.
         parameters: the names of parameters that it would mean.
-        stacks: those of stacks that it would mean if it meant no module.
     """
-    text = text_of(target)
-    if left_out:
-        instead = f"; to adapt the stack {min(stacks)}, give more of its name" if stacks else ""
-        return (
-            f"'{text}' matches only modules that are left out, such as {min(left_out)}: leave it "
-            f"out of targets as well{instead}"
-        )
-    ends = sorted(_ends(names))
+    text, ends = text_of(target), sorted(_ends(names))
+    offered: dict[str, None] = {}
     near = difflib.get_close_matches(text.rpartition(".")[2], ends, n=6, cutoff=0.5)
-    likely = dict.fromkeys([*near, *_ends(linear), *(() if near else ends)]) or names
-    has = in_short(likely, at_most=8) or "none"
+    for end in near:
+        offered |= dict.fromkeys([each for each in likely if _last(each) == end] or [end])
+    rest = [] if near else [end for end in ends if end not in map(_last, likely)]
+    offered |= dict.fromkeys([*likely, *rest])
+    has = in_short(offered or names, at_most=8) or "none"
     only = f", only parameters such as {min(parameters)}" if parameters else ""
     way_out = _way_out(target, names, linear)
     return f"'{text}' matches no module of the model{only}; it has {has}{way_out}"
 
 
+def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str]) -> list[str]:
+    """The ends of the names of linear layers and stacks; those that hold most weights come first.
+
+    A stack's is such as "experts.down_proj", as linear layers may be called "down_proj" as well.
+    """
+    sizes = Counter[str]()
+    for name in linear:
+        own = model.get_submodule(name).parameters(recurse=False)
+        sizes[_last(name)] += sum(each.numel() for each in own if not is_lazy(each))
+    for name in stacks:
+        at, _, last = name.rpartition(".")
+        owner = _last(at)
+        end = last if owner.isdigit() else _joined(owner, last)
+        sizes[end] += model.get_parameter(name).numel()
+    return [end for end, _ in sizes.most_common() if not end.isdigit()]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _ends(names: Iterable[str]) -> dict[str, None]:
     """The ends of modules' names, each once and in their order; not the numbers."""
-    ends = (name.rpartition(".")[2] for name in names)
+    ends = map(_last, names)
     return dict.fromkeys(end for end in ends if not end.isdigit())
 
 

@@ -71,6 +71,7 @@ ROOMS = {
         "adaptation",
         "adapted_layers",
         "arguments",
+        "bypassed",
         "errors",
         "experts",
         "functional",

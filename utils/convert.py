@@ -35,12 +35,13 @@ if __name__ == "__main__":
 import torch
 
 from conversion.adapters import FULL, in_dtype, unknown_task, with_task
-from conversion.bases import Base, read_base, unverified, with_base
+from conversion.bases import IN_PYTHON, Base, family_for, read_base, unverified, with_base
 from conversion.description import describe
 from conversion.dtypes import DTYPES
 from conversion.gpt2_folder import is_whole_gpt2
 from conversion.merged import merge, write_whole
 from loralib.adapters.adapter import LORA, Adapter, in_words
+from loralib.adapters.families import family_of
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
@@ -68,7 +69,6 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     ),
     AlphaError: "--lora_alpha",
     WrongBaseError: "--base",
-    NeedsMergingError: "--to merged",
 }
 # Formats that are folders.
 _FOLDERS = ("peft", "merged")
@@ -156,7 +156,7 @@ def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
     """Checks that all is known that the format needs.
 
     Raises:
-        CheckpointError: something is missing.
+        CheckpointError: something is missing; or its base is needed, and no such model is read.
     """
     metadata = adapter.metadata
     if metadata is None and format != "release":
@@ -167,6 +167,7 @@ def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
             "weights are in another file; without them it computes something else"
         )
     if format == "merged" and base is None:
+        family_for(adapter)
         known = f" (it names '{metadata.base}')" if metadata.base else ""
         raise CheckpointError(f"{adapter.source}: give its base as --base{known}")
 
@@ -186,7 +187,9 @@ def convert(
         kept = {name: value for name, value in describe(adapter).items() if name in _OF_MERGED}
         return {**own, **kept}, []
     adapter = in_dtype(adapter, dtype)
-    remarks = write_adapter(path, adapter, format)
+    to_merge = "--to merged" if family_of(adapter.tensors) else IN_PYTHON
+    with adding_ways_out({NeedsMergingError: to_merge}):
+        remarks = write_adapter(path, adapter, format)
     # What it says of itself, and not what it was made from.
     return describe(read_adapter(_written(path, format))), remarks
 

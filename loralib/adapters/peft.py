@@ -68,6 +68,10 @@ HEAD_OF_CLASS = {
 }
 # How upstream's models called the layers of their mixtures of experts.
 NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# What PEFT (0.21) refuses to adapt, by the last part of its name, in models whose config says one
+# of these types.
+REFUSED_NAMES = {"out_proj", "conv1d"}
+REFUSED_IN = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 OUT_PROJ = ".out_proj"
 # How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.

@@ -201,8 +201,9 @@ def _with_stacks(
         if len(names) > 1 and not in_order:
             raise CheckpointError(
                 f"{source}: adapts several parameters of {owner} ({listed(names)}), and only the "
-                "order in the model tells which update is whose: give it to load_adapter(model, …) "
-                "with the model that it was trained in"
+                "order in the model tells which update is whose: in Python, "
+                "lora.load_adapter(model, …) with the model that it was trained in; then "
+                "lora.save_adapter writes a file that says it, and lora.merge merges the two"
             )
         around = [f"{owner}{'.base_layer' * more}" for more in reversed(range(len(names)))]
         lost = [n for n, module in zip(names, around, strict=True) if module not in modules]

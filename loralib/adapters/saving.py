@@ -6,7 +6,7 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import NAMES_OF_EXPERTS, peft_difference
+from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def save_adapter(
             _left_behind,
             _without_effect,
             _of_several_dropouts,
-            *([_taken_for_experts] if format == "peft" else []),
+            *((_taken_for_experts, _refused_by_peft) if format == "peft" else ()),
         ):
             remark = remark_on(plain, adapter)
             if remark is not None:
@@ -304,8 +304,27 @@ def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     return (
         f"PEFT with Transformers 5 may take {in_short(taken, at_most=2)} for experts, and leave "
-        "their updates out: compare its outputs with this model's, or merge"
+        "their updates out or not open the folder: compare its outputs with this model's; or, for "
+        f"PEFT, merge, or adapt no modules called {_last_names(taken)}"
     )
+
+
+def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
+    """Says which modules PEFT does not adapt in a model of this type, whatever computes them."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    refused = [name for name in lora_layers(model) if name.rpartition(".")[2] in REFUSED_NAMES]
+    if kind not in REFUSED_IN or not refused:
+        return None
+    return (
+        f"PEFT refuses to adapt {in_short(refused, at_most=2)} in models of the type {kind}, so "
+        "that load_adapter alone opens the folder: for PEFT, merge, or adapt no modules called "
+        f"{_last_names(refused)}"
+    )
+
+
+def _last_names(names: Iterable[str]) -> str:
+    """The last parts of names, each once."""
+    return in_short(dict.fromkeys(name.rpartition(".")[2] for name in names), quote="'")
 
 
 def _dropout_of(layer: LoRALayer) -> float:

@@ -54,6 +54,70 @@ def same(model, state):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
+# ---- what would have no effect ----
+
+# What is asked for, what would have to be as well, and what is said.
+IDLE = [
+    (
+        {"lora_r": 8, "lora_alpha": 16},
+        {"apply_lora": True},
+        r"^lora_r, lora_alpha without apply_lora=True would have no effect: add that, or .* these$",
+    ),
+    (
+        {"lora_dropout": 0.0},
+        {"apply_lora": True, "lora_r": 2, "lora_alpha": 4},
+        r"^lora_dropout without apply_lora=True .*: add that, or leave out it$",
+    ),
+    (
+        {"lora_targets": ["query"], "apply_lora": None, "apply_adapter": True},
+        {"apply_lora": True, "apply_adapter": False, "lora_r": 2, "lora_alpha": 4},
+        r"^lora_targets without apply_lora=True would have no effect",
+    ),
+    ({"adapter_size": 4}, {"apply_adapter": True}, r"^adapter_size without apply_adapter=True"),
+]
+
+
+@pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
+@pytest.mark.parametrize(("asked", "lacking", "message"), IDLE)
+def test_settings_of_lora_without_lora(folder, owner, asked, lacking, message):
+    """The model would be trained in full, and nothing would say so."""
+    with pytest.raises(ValueError, match=message):
+        owner.from_pretrained(folder, **asked)
+    loaded = owner.from_pretrained(folder, **{**asked, **lacking})
+    assert getattr(loaded, "config", loaded).is_adapted
+
+
+@pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
+@pytest.mark.parametrize("switch", [{"apply_lora": False}, {}])
+def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, owner, switch):
+    """The release's scripts give all of them always, and its files hold what was given."""
+    given = {"lora_r": 8, "lora_alpha": 16, "adapter_type": "houlsby", "adapter_size": 64}
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    del values["apply_lora"]
+    path.write_text(json.dumps({**values, **given, **switch}))
+    off = {"apply_lora": False, "apply_adapter": False}
+    for asked in ({}, {**off, **given}, {"lora_r": None, "lora_alpha": None}):
+        loaded = owner.from_pretrained(folder, **asked)
+        config = getattr(loaded, "config", loaded)
+        assert (config.apply_lora, config.lora_r, config.is_adapted) == (False, 8, False)
+    config.save_pretrained(folder)
+    assert owner.from_pretrained(folder)
+    assert not caplog.records
+    assert RobertaConfig.from_dict(json.loads(path.read_text())) == RobertaConfig(
+        **config.to_dict()
+    )
+
+
+@pytest.mark.parametrize("asked", [{"lora_r": 8, "lora_alpha": 16}, {"lora_alpha": 16}])
+def test_a_new_config_with_a_rank_and_without_lora(asked):
+    with pytest.raises(ValueError, match=r"lora_alpha without apply_lora=True would have no eff"):
+        RobertaConfig(**SHAPE, **asked)
+    assert not RobertaConfig(**SHAPE, **asked, apply_lora=False).apply_lora
+    with pytest.raises(ValueError, match=r"^lora_r without apply_lora=True would have no effect"):
+        RobertaConfig.from_dict(SHAPE, lora_r=4)
+
+
 # ---- what nobody knows ----
 
 

@@ -1,6 +1,5 @@
 """What users ask add_lora for in models of other libraries, and what it has to refuse."""
 
-import copy
 import re
 from collections.abc import Callable
 
@@ -8,7 +7,7 @@ import peft
 import pytest
 import torch
 import torchvision
-from models import BY_NAME, Case, output_of
+from models import BY_NAME, Case, draw, output_of
 from ours import ALPHA, R, assert_close, assert_same_bits, bits_of, step, with_lora
 from safetensors.torch import load_file
 from theirs import adapter_of, with_peft
@@ -42,8 +41,7 @@ def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
     assert line.endswith("add 'experts.gate_up_proj', 'experts.down_proj' to targets")
 
 
-def test_updates_that_peft_takes_for_those_of_experts_are_named(tmp_path):
-    """If this fails because PEFT opens the folder as it is, the warning has to go."""
+def qwen3_next() -> nn.Module:
     config = transformers.Qwen3NextConfig(
         vocab_size=61,
         hidden_size=32,
@@ -58,21 +56,56 @@ def test_updates_that_peft_takes_for_those_of_experts_are_named(tmp_path):
         num_experts_per_tok=2,
         layer_types=["full_attention"] * 2,
     )
-    torch.manual_seed(0)
-    model = transformers.Qwen3NextForCausalLM(config).eval()
-    plain, ids = copy.deepcopy(model), {"input_ids": torch.arange(7)[None]}
-    lora.add_lora(model, ["q_proj", "up_proj", "gate_proj"], r=R)
-    for layer in model.modules():
-        if isinstance(layer, lora.LoRALayer):
-            torch.nn.init.normal_(layer.lora_B)
-    said = lora.save_adapter(model, tmp_path / "adapter")
-    assert any("PEFT with Transformers 5 may take model.layers.0" in line for line in said)
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "adapter").eval()
-    lora.load_adapter(plain, tmp_path / "adapter")
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def mamba() -> nn.Module:
+    config = transformers.MambaConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+NOT_IN_PEFT = [
+    (qwen3_next, ("q_proj", "up_proj", "gate_proj"), "adapt no modules called 'gate_proj', 'up_"),
+    (qwen3_next, ("q_proj", "down_proj", *EXPERTS), "adapt no modules called 'down_proj'"),
+    (qwen3_next, ("q_proj", *EXPERTS), None),
+    (mamba, ("in_proj", "out_proj"), "adapt no modules called 'out_proj'"),
+    (mamba, ("in_proj",), None),
+]
+
+
+@pytest.mark.parametrize(("make", "targets", "expected"), NOT_IN_PEFT)
+def test_what_peft_leaves_out_or_refuses_is_named_and_the_rest_it_computes(
+    tmp_path, make, targets, expected
+):
+    """If this fails because PEFT computes the same, the warning has to go."""
+
+    def build() -> nn.Module:
+        model = make().eval()
+        draw(model.named_parameters(), make.__name__)
+        return model
+
+    model, again, ids = build(), build(), {"input_ids": torch.arange(7)[None]}
+    lora.add_lora(model, targets, r=R)
+    draw((each for each in model.named_parameters() if "lora_" in each[0]), "lora")
+    said = [line for line in lora.save_adapter(model, tmp_path / "a") if "for PEFT, merge" in line]
+    lora.load_adapter(again, tmp_path / "a")
     with torch.no_grad():
         output = output_of(model, ids)
-        assert_close(output_of(plain, ids), output)
-        assert (output_of(theirs, ids) - output).abs().max() > 1e-3 * output.abs().max()
+        assert_close(output_of(again, ids), output)
+        try:
+            theirs = output_of(peft.PeftModel.from_pretrained(build(), tmp_path / "a").eval(), ids)
+        except ValueError:
+            theirs = torch.zeros_like(output)
+    if expected is None:
+        assert not said
+        assert_close(theirs, output)
+        return
+    (line,) = said
+    assert expected in line
+    assert (theirs - output).abs().max() > 1e-3 * output.abs().max()
 
 
 @pytest.mark.parametrize("name", ["wte", "lm_head"])

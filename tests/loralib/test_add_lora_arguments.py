@@ -1,13 +1,18 @@
 """What `add_lora` is given: of other types, iterators, ranks that are too large."""
 
+import inspect
+import re
+
 import numpy
 import pytest
 import torch
 from any_models import AnyModel, names_of
+from places import ROOT
 from torch import nn
 
 import loralib as lora
 from loralib.errors import CheckpointError
+from loralib.inject import _WORDS_OF_OTHERS
 
 
 def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
@@ -55,6 +60,45 @@ def test_iterators_are_lists():
     assert names == ("layers.0.v_proj", "layers.1.q_proj", "layers.1.v_proj", *attentions)
     assert model.head.weight.requires_grad
     assert lora.add_lora(AnyModel(), "q_proj", modules_to_train=iter(()))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"target_modules": ["q_proj"]}, "target_modules: give targets"),
+        ({"targets": "q_proj", "lora_rank": 4}, "lora_rank: give r"),
+        (
+            {"target_modules": "q_proj", "r": 4, "alpha": 16, "dropout": 0.1, "use_dora": True},
+            "target_modules, alpha, dropout, use_dora: give targets, lora_alpha, lora_dropout, "
+            "variant='dora'",
+        ),
+        (
+            {"target_modules": "q_proj", "target_parameters": "experts"},
+            "target_modules, target_parameters: give targets",
+        ),
+    ],
+)
+def test_words_of_others_for_its_arguments_are_answered_with_its_own(theirs, ours):
+    with pytest.raises(TypeError, match=rf"^add_lora has no {re.escape(ours)}$"):
+        lora.add_lora(AnyModel(), **theirs)
+
+
+def test_a_keyword_that_nobody_knows_is_python_s_error():
+    for keywords in ({"task_type": "CAUSAL_LM"}, {"targts": "q_proj"}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            lora.add_lora(AnyModel(), **keywords)
+
+
+def test_what_is_given_instead_is_its_argument_and_the_page_for_peft_s_users_says_the_same():
+    arguments = inspect.signature(lora.add_lora).parameters
+    page = (ROOT / "docs" / "from-peft.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    for theirs, ours in _WORDS_OF_OTHERS.items():
+        assert theirs not in arguments
+        assert ours.partition("=")[0] in arguments
+        for left, right in rows:
+            if f"`{theirs}`" in left:
+                assert ours.partition("=")[0] in right
 
 
 WRONG_TYPES = {

@@ -159,6 +159,20 @@ def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
     assert len(lora.add_lora(model, "all-linear", r=2, exclude=exclude)) == 6
 
 
+@pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"proj": 8}}])
+def test_a_rank_that_is_too_large_for_it_is_answered_with_leaving_it_out(patterns, caplog):
+    """With a lower one, the answer would only be that it is never called."""
+    message = (
+        r"^r = 8 is larger than a dimension of proj: 4; by its source, Reads never calls it, "
+        r"so no rank has an effect: leave it out of targets, or exclude it if .*$"
+    )
+    with pytest.raises(ValueError, match=message):
+        lora.add_lora(Reads(), ["proj", "other"], r=8, **patterns)
+    with pytest.raises(ValueError, match=r"of proj: 4; lower it"):
+        lora.add_lora(Net(), ["proj", "other"], r=8, **patterns)
+    assert not said_of(Reads(), caplog, "other")
+
+
 class AsksAboutIt(Net):
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.proj.weight, Tensor)

@@ -260,6 +260,29 @@ def test_the_names_that_are_returned_are_those_of_another_model():
         lora.add_lora(model, names[1:2], r=R)
 
 
+@pytest.mark.parametrize("pattern", [DOWN[0], "0.experts.down_proj_lora", "0.experts.down_proj"])
+def test_a_pattern_s_key_is_a_name_that_is_returned_as_well(pattern):
+    model = Mixture()
+    names = lora.add_lora(
+        model, ["experts.*", "q_proj"], r=R, rank_pattern={pattern: 3}, alpha_pattern={pattern: 5}
+    )
+    layers = {name: model.get_submodule(name) for name in names}
+    assert {n: (each.r, each.lora_alpha) for n, each in layers.items()} == {
+        **dict.fromkeys(names, (R, 16)),
+        DOWN[0]: (3, 5),
+    }
+
+
+def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refused():
+    for key in ("q_proj_lora", "up_proj_lora"):
+        with pytest.raises(ValueError, match=f"the pattern '{key}' matches none of the adapted"):
+            lora.add_lora(Mixture(), ["experts.*", "q_proj"], r=R, rank_pattern={key: 3})
+    with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'down_proj_lora' sets"):
+        lora.add_lora(Mixture(), "experts.*", r=R, rank_pattern={"down_proj_lora": 9})
+    with pytest.raises(ValueError, match=r"is not a linear layer, .*: leave it out of enable_lora"):
+        lora.add_lora(Mixture(), "experts.*", enable_lora={DOWN[0]: [True, False]})
+
+
 def restored(state):
     model = build()
     model.load_state_dict(state)
@@ -301,6 +324,17 @@ def test_compiled_models_compute_the_same(way):
     compiled(x).square().sum().backward()
     assert model.layers[0]["experts"].down_proj_lora.lora_A.grad.any()
     close(compiled.eval()(x), expected)
+
+
+def test_a_full_graph_is_refused_with_what_to_do_instead():
+    torch.compiler.reset()  # what was compiled before, with breaks, would do
+    model, x = adapted("bmm"), tokens()
+    expected = model(x)
+    message = r"experts have LoRA: compile without fullgraph=True, or call lora\.merge first"
+    with pytest.raises(RuntimeError, match=message):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    close(torch.compile(model, backend="eager")(x), expected)
+    close(torch.compile(lora.merge(model), backend="eager", fullgraph=True)(x), expected)
 
 
 def test_gradient_checkpointing_and_transforms():

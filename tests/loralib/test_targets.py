@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from any_models import AnyModel
 from torch import nn
 
@@ -119,7 +120,7 @@ def test_all_linear_layers_but_the_head(model):
         ),
         ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
         ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
-        ({"targets": "query"}, r"; it has q_proj, v_proj, up, down, .*; 'all-linear' takes all l"),
+        ({"targets": "query"}, r"; it has up, down, linear1, .*, q_proj, v_proj, .*; 'all-l"),
         ({"targets": "q_proj", "exclude": "zzz"}, r"; it has c_attn, conv1, .* more$"),
         ({"targets": "haed", "what": "modules_to_train"}, r"; it has head$"),
         ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
@@ -170,7 +171,7 @@ def test_the_layer_that_is_taken_for_the_head():
 
 
 def test_names_that_end_in_a_number_are_offered_and_bare_numbers_are_not(model):
-    with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, q_proj, "):
+    with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, up, "):
         find(model, "linaer1")
 
 
@@ -180,6 +181,45 @@ def test_the_likeliest_names_come_first():
         find(model, "q_proj")
     with pytest.raises(ValueError, match=r"it has conv$"):
         find(nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1)}), "q_proj")
+
+
+class Experts(nn.Module):
+    """Whose experts are stacks, one of them larger than all else; as in DeepSeek-V3 and Mixtral."""
+
+    def __init__(self, has_shared):
+        super().__init__()
+        self.q_proj, self.router = nn.Linear(2, 2), nn.Identity()
+        self.down_proj = nn.Linear(2, 3) if has_shared else None
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.empty(5, 6, 2))
+        self.experts.down_proj = nn.Parameter(torch.empty(5, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("has_shared", "target", "offered"),
+    [
+        (False, "w1", "experts.gate_up_proj, experts.down_proj, q_proj, experts, router"),
+        (True, "w1", "experts.gate_up_proj, experts.down_proj, down_proj, q_proj, experts, router"),
+        (False, "down", "experts.down_proj, experts.gate_up_proj, q_proj"),
+        (True, "down", "experts.down_proj, down_proj, experts.gate_up_proj, q_proj"),
+        (False, "expert", "experts, experts.gate_up_proj, experts.down_proj, q_proj"),
+    ],
+)
+def test_what_holds_most_weights_comes_first_and_stacks_are_told_from_layers(
+    has_shared, target, offered
+):
+    model = nn.Sequential(Experts(has_shared), Experts(has_shared))
+    with pytest.raises(ValueError, match=rf"; it has {re.escape(offered)}; 'all-linear' takes all"):
+        find(model, target)
+    assert find(model, "experts.down_proj") == ["0.experts.down_proj", "1.experts.down_proj"]
+
+
+def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_offered():
+    stack, lazy = nn.Module(), nn.LazyLinear(2)
+    stack.weights = nn.Parameter(torch.empty(2, 2, 2))
+    model = nn.Sequential(stack, nn.ModuleDict({"up": nn.Linear(2, 2), "lazy": lazy}))
+    with pytest.raises(ValueError, match=r"; it has weights, up, lazy; 'all-linear'"):
+        find(model, "zzz")
 
 
 def test_a_model_without_layers_says_so():

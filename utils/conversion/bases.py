@@ -23,6 +23,12 @@ from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
 from transformers.weight_files import read_weights
 
+# What to do where the base is a model of another library's.
+IN_PYTHON = (
+    "in Python, lora.load_adapter(model, …), then lora.merge(model).save_pretrained(…), merges the "
+    "two"
+)
+
 
 @dataclass(frozen=True)
 class Base:
@@ -56,14 +62,7 @@ def read_base(name: str, adapter: Adapter) -> Base:
     revision = None
     if adapter.metadata and adapter.metadata.base == name:
         revision = adapter.metadata.base_revision
-    modules = lora_pairs(adapter.tensors, adapter.source)
-    family = family_of(modules)
-    if family is None:
-        *known, last = sorted(known.title for known in registered())
-        raise CheckpointError(
-            f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}): its "
-            "base cannot be read here"
-        )
+    family = family_for(adapter)
     if family == GPT2:
         base = Base(family, name, revision, *read_gpt2(name, revision))
         if adapter.format in ("release", FULL):
@@ -74,6 +73,23 @@ def read_base(name: str, adapter: Adapter) -> Base:
     known = [] if base.fingerprint is None else [base.fingerprint]
     check_possible_base(with_metadata(adapter), known)
     return base
+
+
+def family_for(adapter: Adapter) -> Family:
+    """The family of the models that an adapter is for.
+
+    Raises:
+        CheckpointError: models of that family are not read here.
+    """
+    modules = lora_pairs(adapter.tensors, adapter.source)
+    family = family_of(modules)
+    if family is None:
+        *known, last = sorted(known.title for known in registered())
+        raise CheckpointError(
+            f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}), so "
+            f"that its base is not read here: {IN_PYTHON}; other formats need no --base"
+        )
+    return family
 
 
 def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:

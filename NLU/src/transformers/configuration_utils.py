@@ -153,7 +153,7 @@ class PretrainedConfig:
             instead of keeping them: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
         text_columns: the columns of a data set that the head was trained to read as a row's texts.
-        apply_lora: put LoRA into every encoder layer.
+        apply_lora: put LoRA into every encoder layer; has to be given beside a rank or an alpha.
         lora_r: its rank.
         lora_alpha: its scale; the update is multiplied by lora_alpha / lora_r.
         lora_targets: the projections that it adapts: names of `LORA_TARGETS`, which come first and
@@ -202,7 +202,7 @@ class PretrainedConfig:
         pad_token_id: Index | None = None,
         bos_token_id: Index | None = None,
         eos_token_id: Index | None = None,
-        apply_lora: bool = False,
+        apply_lora: bool | None = None,
         lora_r: Count | None = None,
         lora_alpha: Positive | None = None,
         lora_targets: Iterable[str] = ("query", "value"),
@@ -239,7 +239,9 @@ class PretrainedConfig:
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.apply_lora = apply_lora
+        given = {"apply_lora": apply_lora, "lora_r": lora_r, "lora_alpha": lora_alpha}
+        _check_not_idle({}, given)
+        self.apply_lora = bool(apply_lora)
         self.lora_r = lora_r
         self.lora_alpha = lora_alpha
         self.lora_targets = in_order(lora_targets)
@@ -384,7 +386,7 @@ class PretrainedConfig:
             TypeError: an argument that is neither; as a setting, it is not this class's nor in the
                 file.
             ValueError: the model is of another type, or was adapted with other settings; or what
-                an argument asks for is not to be had.
+                an argument asks for is not to be had, as a rank is without `apply_lora`.
         """
         where, overrides = split_arguments(arguments)
         config, unused = cls.read(name_or_path, where, overrides)
@@ -491,6 +493,9 @@ class PretrainedConfig:
         if unused and not return_unused_kwargs:
             refuse_unknown(cls, unused, known)
         overrides = {name: value for name, value in arguments.items() if name in known}
+        _check_not_idle(values, overrides)
+        if values.get("apply_lora") is None:
+            values["apply_lora"] = False  # also beside a rank, which the file has in vain
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)
@@ -623,6 +628,27 @@ def check_same_adaptation(
             for name in (switch, *settings):
                 if name not in _MAY_CHANGE and asked_for.get(name) is not None:
                     _check_same(source, name, values, asked_for[name])
+
+
+def _check_not_idle(values: Mapping[str, Any], asked_for: Mapping[str, Any]) -> None:
+    """Refuses settings of LoRA, or of adapters, that a model without it would silently ignore.
+
+    Those of a file are as they are: it may be of a run that gave them in vain.
+
+    Args:
+        values: the content of a ``config.json``.
+        asked_for: settings by name, in their place; those that are None are not asked for.
+
+    Raises:
+        ValueError: some are asked for, and their switch neither is nor is refused.
+    """
+    for switch, names in ADAPTATIONS.items():
+        idle = [name for name in names if asked_for.get(name) is not None]
+        if idle and asked_for.get(switch) is None and not values.get(switch):
+            raise ValueError(
+                f"{', '.join(idle)} without {switch}=True would have no effect: add that, or leave "
+                f"out {'it' if len(idle) == 1 else 'these'}"
+            )
 
 
 def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:

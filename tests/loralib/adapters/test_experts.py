@@ -139,7 +139,7 @@ def test_pefts_folders_are_for_a_model(tmp_path, change):
     lora.save_adapter(model, tmp_path / "a")
     folder = as_peft_writes(tmp_path / "a", change)
     with pytest.raises(
-        CheckpointError, match=r"adapts several param.*give it to load_adapter\(model"
+        CheckpointError, match=r"adapts several param.*: in Python, lora\.load_adapter\(model, "
     ):
         lora.read_adapter(folder)
     with pytest.raises(CheckpointError, match=r"of layers\.1\.exp.* the model that it was tr"):
@@ -147,6 +147,9 @@ def test_pefts_folders_are_for_a_model(tmp_path, change):
     again = build()
     lora.load_adapter(again, folder)
     close(again(tokens()), model(tokens()))
+    lora.save_adapter(again, tmp_path / "said.safetensors")
+    assert lora.read_adapter(tmp_path / "said.safetensors").lora.stacks
+    close(lora.merge(again)(tokens()), model(tokens()))
 
 
 @pytest.mark.parametrize("size", [WIDTH, 4], ids=["square", "wide"])

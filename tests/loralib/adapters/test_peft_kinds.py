@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -104,9 +105,36 @@ def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, f
     nn.init.normal_(model[target].lora_B)
     said = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
     assert said == is_said * [
-        "PEFT with Transformers 5 may take up_proj for experts, and leave their updates out: "
-        "compare its outputs with this model's, or merge"
+        "PEFT with Transformers 5 may take up_proj for experts, and leave their updates out or not "
+        "open the folder: compare its outputs with this model's; or, for PEFT, merge, or adapt no "
+        "modules called 'up_proj'"
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "format", "is_said"),
+    [
+        ("mamba", ["in_proj", "out_proj"], "a", True),
+        ("mamba", ["in_proj", "out_proj"], "a.safetensors", False),
+        ("mamba", ["in_proj"], "a", False),
+        ("jamba", ["in_proj", "out_proj"], "a", False),
+        (None, ["in_proj", "out_proj"], "a", False),
+    ],
+)
+def test_modules_that_peft_refuses_by_the_model_s_type(tmp_path, kind, target, format, is_said):
+    parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("in_proj", "out_proj")})
+    model = nn.ModuleDict({"0": parts})
+    model.config = types.SimpleNamespace(model_type=kind)
+    lora.add_lora(model, target, r=2)
+    for name in target:
+        nn.init.normal_(model["0"][name].lora_B)
+    said = [line for line in lora.save_adapter(model, tmp_path / format) if "refuses" in line]
+    assert said == is_said * [
+        "PEFT refuses to adapt 0.out_proj in models of the type mamba, so that load_adapter alone "
+        "opens the folder: for PEFT, merge, or adapt no modules called 'out_proj'"
+    ]
+    lora.remove_lora(model)
+    assert len(lora.load_adapter(model, tmp_path / format)) == len(target)
 
 
 def test_a_convolutions_shapes(tmp_path):

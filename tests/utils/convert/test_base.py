@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from conversions import (
     write_weights,
 )
 from flipped import flip_in
-from torch import Tensor
+from torch import Tensor, nn
 
+import loralib as lora
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 
@@ -297,9 +299,36 @@ def test_what_is_not_a_base(failure, trained, tmp_path, base, reason):
     )
 
 
-def test_a_model_of_no_known_family(failure, tmp_path):
-    tensors = {"bert.0.query.lora_A": torch.ones(1, 3), "bert.0.query.lora_B": torch.ones(2, 1)}
-    torch.save(tensors, tmp_path / "in.pt")
-    flags = ("--to", "merged", "--lora_alpha", 1, "--base", tmp_path)
-    line = failure(tmp_path / "in.pt", tmp_path / "out", *flags)
-    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query)" in line
+@pytest.mark.parametrize(
+    ("format", "with_base"), [("merged", True), ("merged", False), ("lora", True)]
+)
+def test_a_model_of_no_known_family(convert, failure, tmp_path, format, with_base):
+    """It is said at once what to do, and not that a base is to be given."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"bert": nn.Sequential(nn.ModuleDict({"query": nn.Linear(3, 2)}))})
+
+    adapted = build()
+    lora.add_lora(adapted, "query", r=1)
+    nn.init.normal_(adapted["bert"][0]["query"].lora_B)
+    lora.save_adapter(adapted, tmp_path / "in")
+    flags = ("--to", format, *(("--base", tmp_path) if with_base else ()))
+    line = failure(tmp_path / "in", tmp_path / OUT[format], *flags)
+    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query), so that its base" in line
+    assert ": in Python, lora.load_adapter(model, …), then lora.merge(model).save_pret" in line
+    assert line.endswith("; other formats need no --base")
+    model, x = build(), torch.ones(1, 3)
+    lora.load_adapter(model, tmp_path / "in")
+    merged = lora.merge(model)["bert"][0]["query"]
+    torch.testing.assert_close(merged(x), adapted["bert"][0]["query"](x))
+    assert convert(tmp_path / "in", tmp_path / OUT["lora"], "--to", "lora")["format"] == "lora"
+
+
+def test_what_a_format_cannot_hold_of_such_a_model_is_merged_in_python(failure, tmp_path):
+    model = nn.ModuleDict({"words": nn.Embedding(3, 2)})
+    lora.add_lora(model, "words", r=1)
+    nn.init.normal_(model["words"].lora_A)
+    lora.save_adapter(model, tmp_path / "in.safetensors")
+    line = failure(tmp_path / "in.safetensors", tmp_path / "out.bin")
+    assert "; merge it into its base (in Python, lora.load_adapter(model, …), then lora.mer" in line
