@@ -19,11 +19,11 @@ from .adapted_layers import (
     ScaledEmbedding,
 )
 from .errors import UnsupportedLayerError
-from .experts import AdaptedStack, layer_of_stack, with_stacks
+from .experts import AdaptedStack, with_stacks
 from .in_place import turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
-from .model_checks import stacks_in
+from .stacks import Stack, layer_of_stack, stacks_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,9 @@ def _adapt_attention(module: Any, settings: LayerSettings) -> None:
         module.add_module(name, projection.train(module.training))
 
 
-def adapt_stack(owner: nn.Module, name: str, settings: LayerSettings) -> None:
+def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
     """Adapts a parameter of a module that is a stack of matrices."""
+    owner, name = stack
     if not was_turned(owner):
         turn_into(owner, with_stacks(type(owner), tuple(stacks_in(owner))))
     layer: Any = AdaptedStack(owner, name, **settings.of_layer())
@@ -172,8 +173,9 @@ def adapt_stack(owner: nn.Module, name: str, settings: LayerSettings) -> None:
     owner.add_module(layer_of_stack(name), layer.train(owner.training))
 
 
-def drop_stack(owner: nn.Module, name: str) -> None:
+def drop_stack(stack: Stack) -> None:
     """Undoes `adapt_stack`, as far as it came."""
+    owner, name = stack
     owner._modules.pop(layer_of_stack(name), None)
     if was_turned(owner) and not any(isinstance(m, AdaptedStack) for m in owner._modules.values()):
         turn_back(owner)

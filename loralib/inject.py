@@ -16,7 +16,6 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 """
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,6 @@ from .adaptation import (
 )
 from .adapted_layers import MultiheadAttention
 from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
-from .bypassed import bypassed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
@@ -48,15 +46,18 @@ from .inject_checks import (
     check_stack,
     check_tied,
     check_trained,
-    sharing,
+)
+from .inject_warnings import (
+    warn_of_bypassed,
+    warn_of_guessed_head,
+    warn_of_kinds,
+    warn_of_numbers,
+    warn_of_stacks,
+    warn_of_task_head,
 )
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import (
-    check_no_peft_layers,
-    check_whole,
-    stacked_weights,
-    weights_with_updates,
-)
+from .model_checks import check_no_peft_layers, check_whole
+from .stacks import Stack, stack_named, stacked_weights
 from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
@@ -66,11 +67,9 @@ from .targets import (
     check_exclusions,
     find,
     first_names_of_targets,
-    guessed_head,
     is_any,
-    matches,
 )
-from .text import called, in_short, listed
+from .text import called, listed
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, freeze_base, train_biases
 
@@ -199,14 +198,14 @@ def add_lora(
             listed(map(called, without_parameters)),
         )
     if ALL_LINEAR in targets:
-        _warn_of_guessed_head(model, exclude)
-        _warn_of_stacks(model)
+        warn_of_guessed_head(model, exclude)
+        warn_of_stacks(model)
     if is_first and modules_to_train is None:
-        _warn_of_task_head(model)
-    _warn_of_numbers(targets, names)
-    _warn_of_bypassed(model, names)
+        warn_of_task_head(model)
+    warn_of_numbers(targets, names)
+    warn_of_bypassed(model, names)
     if not is_first:
-        _warn_of_kinds(model)
+        warn_of_kinds(model)
     return adapted
 
 
@@ -274,133 +273,6 @@ def _flags_by_pattern(
     return {target: as_flags(f"enable_lora of {target}", flags) for target, flags in given.items()}
 
 
-def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
-    """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
-    head = guessed_head(model, is_linear)
-    if head is None or is_any(head, exclude) or head in lora_layers(model):
-        return
-    module = model.get_submodule(head)
-    weights = set(module.parameters())
-    if any(weight.requires_grad for weight in weights):
-        return
-    is_tied = sharing(model, weights, {*module.modules()})
-    logger.warning(
-        "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
-        "exclude, if it is to stay frozen",
-        ALL_LINEAR,
-        called(head),
-        "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
-    )
-
-
-def _warn_of_stacks(model: nn.Module) -> None:
-    """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
-
-    Recent versions of upstream's Transformers hold the experts of a layer so.
-    """
-    adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
-    left = {
-        name: weight.numel()
-        for name, weight in stacked_weights(model).items()
-        if not weight.requires_grad and id(weight) not in adapted
-    }
-    if sum(left.values()) <= sum(adapted.values()):
-        return
-    logger.warning(
-        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
-        "to adapt these as well, add %s to targets",
-        ALL_LINEAR,
-        in_short(left, at_most=2),
-        in_short(_ends(left), quote="'"),
-    )
-
-
-def _warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Says with which layers' weights the model computes without calling the layers."""
-    found = bypassed(model, names)
-    if found:
-        logger.warning(
-            "%s computes with the weight of %s itself, and by its source never calls it: an update "
-            "has no effect there; leave out %s",
-            listed({*found.values()}),
-            in_short(found, at_most=2),
-            in_short(_ends(found), quote="'"),
-        )
-
-
-def _warn_of_kinds(model: nn.Module) -> None:
-    """Says that a model has LoRA of several kinds, before it is trained in vain."""
-    layers = lora_layers(model).values()
-    for setting in ("variant", "initialization", "freeze_A"):
-        kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
-        if len(kinds) > 1:
-            logger.warning(
-                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, as "
-                "no file can hold it; the merged model can be saved",
-                setting,
-                listed(kinds),
-            )
-
-
-def _ends(names: Iterable[str]) -> list[str]:
-    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
-    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
-
-
-def _warn_of_task_head(model: nn.Module) -> None:
-    """Says that the head of a model for a task stays frozen: it is random unless it was trained.
-
-    Upstream's models are known by what their classes are called, and their bases.
-    """
-    base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
-    if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
-        return
-    adapted, tops = lora_layers(model), [name for name in model._modules if name != base]
-    head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
-    if head:
-        logger.warning(
-            "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and saves "
-            "it; to keep it as it is, give modules_to_train=[]",
-            kind,
-            head,
-        )
-
-
-# Upstream's classes of models with a head that pretrained checkpoints lack.
-_FOR_A_TASK = re.compile(r"For\w*(Classification|MultipleChoice|QuestionAnswering)$")
-
-
-def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list[str]:
-    """The largest parts of a module that have frozen parameters, and no LoRA."""
-    module = model.get_submodule(name)
-    if name in adapted or all(parameter.requires_grad for parameter in module.parameters()):
-        return []
-    if not any(each.startswith(f"{name}.") for each in adapted):
-        return [name]
-    inner = (f"{name}.{each}" for each, _ in module.named_children())
-    return [part for each in inner for part in _frozen_parts(model, each, adapted)]
-
-
-def _warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
-    """Says what a number as a target means besides the module of that name, as in nn.Sequential.
-
-    Other names end in it by chance; those that another target means as well are meant.
-    """
-    for target in targets:
-        if not isinstance(target, str) or target not in names or not target.isdigit():
-            continue
-        rest = [each for each in targets if each not in (target, ALL_LINEAR)]
-        others = [n for n in names if n != target and matches(n, target) and not is_any(n, rest)]
-        if others:
-            logger.warning(
-                "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "
-                "means that one alone",
-                target,
-                listed(others),
-                target,
-            )
-
-
 def adapt(
     model: nn.Module,
     settings: Mapping[str, LayerSettings],
@@ -426,10 +298,11 @@ def adapt(
     """
     check_adaptable(model)
     settings = _by_first_name(model, settings)
-    stacks = [name for name in stacked_weights(model) if name in settings]
+    found = ((name, stack_named(model, name)) for name in settings)
+    stacks = {name: stack for name, stack in found if stack is not None}
     modules = {name: model.get_submodule(name) for name in settings if name not in stacks}
-    for name in stacks:
-        check_stack(model, name, settings[name])
+    for name, stack in stacks.items():
+        check_stack(name, stack, settings[name])
     for name, module in modules.items():
         check_module(name, module, settings[name])
         check_owner(model, name)
@@ -443,30 +316,28 @@ def adapt(
     had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
-    _turn_all(model, modules, settings)
+    _turn_all(model, modules, stacks, settings)
     leave_fast_path(model)
     return tuple(name for name in lora_layers(model) if name not in had_update)
 
 
 def _turn_all(
-    model: nn.Module, modules: Mapping[str, nn.Module], settings: Mapping[str, LayerSettings]
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    stacks: Mapping[str, Stack],
+    settings: Mapping[str, LayerSettings],
 ) -> None:
-    """Makes LoRA layers of modules, and of the attentions around them; all of them, or none.
-
-    The settings that are of no module are those of stacks.
-    """
+    """Adapts modules, the attentions around them, and stacks; all of them, or none."""
     turned: list[nn.Module] = []
-    owners = {name: name.rpartition(".") for name in settings if name not in modules}
-    stacks = {name: (model.get_submodule(at), last) for name, (at, _, last) in owners.items()}
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for name, module in modules.items():
             turned.append(module)
             with turning(module):
                 builder_of(module)(module, settings[name])
-        for name, (owner, last) in stacks.items():
-            with turning(owner):
-                adapt_stack(owner, last, settings[name])
+        for name, stack in stacks.items():
+            with turning(stack.owner):
+                adapt_stack(stack, settings[name])
         for name in modules:
             owner = model.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
@@ -474,8 +345,8 @@ def _turn_all(
                 with turning(owner):
                     turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     except BaseException as error:  # nothing is changed then
-        for owner, last in stacks.values():
-            drop_stack(owner, last)
+        for stack in stacks.values():
+            drop_stack(stack)
         for module in reversed(turned):
             if was_turned(module):
                 turn_back(module)

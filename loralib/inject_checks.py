@@ -11,13 +11,12 @@ from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed
 from .errors import UnsupportedLayerError
-from .experts import layer_of_stack, matrices
 from .functional import variant_of
 from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import stacked_weights, stacks_in
 from .nn.products import Linear
+from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
 from .targets import Target, matches, means, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
@@ -172,14 +171,13 @@ def _check_dtype(what: str, weight: Tensor) -> None:
         raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
 
 
-def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
+def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
     """Checks that a parameter, a stack of matrices, can be adapted, and with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
-    at, _, last = name.rpartition(".")
-    owner = model.get_submodule(at)
+    owner, last = stack
     kind = type(owner)
     if layer_of_stack(last) in owner._modules:
         raise ValueError(
@@ -195,10 +193,8 @@ def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
             f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', as LoRA's "
             f"have it for theirs: {_LEAVE_OUT}"
         )
-    _check_no_own_forward(at, owner)
-    weight = owner._parameters[last]
-    assert weight is not None
-    _check_dtype(name, weight)
+    _check_no_own_forward(name.rpartition(".")[0], owner)
+    _check_dtype(name, stack.weight)
     for is_given, what, way_out in (
         (settings.lora_dropout, "dropout", "set lora_dropout to 0"),
         (variant_of(settings.variant).has_magnitude, "DoRA", "choose another variant"),
@@ -208,7 +204,7 @@ def check_stack(model: nn.Module, name: str, settings: LayerSettings) -> None:
                 f"{name} is a stack of matrices, whose update takes no {what}: {way_out}, or "
                 f"{_LEAVE_OUT}"
             )
-    _check_settings(name, owner, matrices(owner, weight)[0], settings)
+    _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
 
 
 def _targets_within(name: str, block: nn.Module) -> str:
@@ -262,10 +258,8 @@ def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
     """The module of this name, and None; or the one that has the stack of this name, and that."""
-    at, _, last = name.rpartition(".")
-    owner = model.get_submodule(at)
-    stack = stacks_in(owner).get(last)
-    return (owner.get_submodule(last) if stack is None else owner), stack
+    stack = stack_named(model, name)
+    return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
 
 
 def sharing(

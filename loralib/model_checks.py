@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, quantized
@@ -22,30 +21,6 @@ def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if "lora_" in name or name in names:
             yield name, parameter
-
-
-def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that hold several matrices each, such as those of all experts of a layer.
-
-    Not the kernels of convolutions.
-    """
-    return {
-        f"{name}.{last}" if name else last: parameter
-        for name, module in model.named_modules()
-        for last, parameter in stacks_in(module).items()
-    }
-
-
-def stacks_in(module: nn.Module) -> dict[str, Tensor]:
-    """Those of a module itself."""
-    own = module._parameters
-    if not own or isinstance(module, nn.modules.conv._ConvNd):
-        return {}
-    return {n: p for n, p in own.items() if p is not None and _is_stack(p) and "lora_" not in n}
-
-
-def _is_stack(parameter: Tensor) -> bool:
-    return not is_lazy(parameter) and parameter.dim() == 3 and min(parameter.shape) > 1
 
 
 def check_whole(model: nn.Module, what: str) -> None:

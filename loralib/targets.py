@@ -23,8 +23,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .experts import layer_of_stack
-from .model_checks import stacks_in
+from .stacks import layer_of_stack, stacks_in
 from .text import called, in_short, listed, shown
 
 ALL_LINEAR = "all-linear"

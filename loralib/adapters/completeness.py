@@ -6,8 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from ..errors import CheckpointError
-from ..experts import layer_of_stack
-from ..model_checks import stacked_weights
+from ..stacks import layer_of_stack, stacked_weights
 from ..targets import first_names
 from .adapter import LORA, Adapter
 from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter

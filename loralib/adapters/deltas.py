@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from ..adaptation import is_linear
 from ..errors import CheckpointError
-from ..experts import matrices, merge_stack, stack_of_layer
+from ..experts import merge_stack
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
-from ..model_checks import check_there, stacked_weights, stacks_in
+from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
+from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
 from ..text import called
 from .adapter import LORA, Adapter

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
-from ..experts import is_layer_of_stack, layer_of_stack, stack_of_layer
 from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
@@ -26,10 +25,10 @@ from ..model_checks import (
     check_no_peft_layers,
     check_there,
     check_whole,
-    stacked_weights,
     tensors_of,
 )
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..stacks import is_layer_of_stack, layer_of_stack, stack_of_layer, stacked_weights
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..experts import layer_of_stack, stack_of_layer
 from ..functional import variant_of
 from ..io.tensors import same_tensor
+from ..stacks import layer_of_stack, stack_of_layer
 from ..text import first_line, listed, shown
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..experts import stack_of_layer
 from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
+from ..stacks import stack_of_layer
 from .adapter import LORA, Adapter, base_biases
 from .deltas import (
     MAGNITUDE,

@@ -22,10 +22,10 @@ from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
     check_there,
     check_whole,
-    stacked_weights,
     tensors_of,
     weights_with_updates,
 )
+from ..stacks import stacked_weights
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
 from ..text import called, in_short

@@ -23,9 +23,9 @@ from ..adapters.fingerprint import (
     possible_fingerprints,
 )
 from ..errors import CheckpointError, NeedsMergingError
-from ..experts import stack_of_layer
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
+from ..stacks import stack_of_layer
 
 
 class DeviceDelta:

@@ -36,8 +36,9 @@ from torch.nn.utils import parametrize
 
 import loralib as lora
 from loralib.errors import UnsupportedLayerError
-from loralib.experts import AdaptedStack, LowRankSum
+from loralib.experts import AdaptedStack
 from loralib.functional import variant_of
+from loralib.low_rank_sum import LowRankSum
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])

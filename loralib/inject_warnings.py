@@ -1,0 +1,145 @@
+"""What `add_lora` warns of: what is likely to be meant otherwise, where it is no error."""
+
+import logging
+import re
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from .adaptation import is_linear
+from .bypassed import bypassed
+from .inject_checks import sharing
+from .lora_layer import lora_layers
+from .model_checks import weights_with_updates
+from .stacks import stacked_weights
+from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches
+from .text import called, in_short, listed
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
+    """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
+    head = guessed_head(model, is_linear)
+    if head is None or is_any(head, exclude) or head in lora_layers(model):
+        return
+    module = model.get_submodule(head)
+    weights = set(module.parameters())
+    if any(weight.requires_grad for weight in weights):
+        return
+    is_tied = sharing(model, weights, {*module.modules()})
+    logger.warning(
+        "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
+        "exclude, if it is to stay frozen",
+        ALL_LINEAR,
+        called(head),
+        "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
+    )
+
+
+def warn_of_stacks(model: nn.Module) -> None:
+    """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
+
+    Recent versions of upstream's Transformers hold the experts of a layer so.
+    """
+    adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
+    left = {
+        name: weight.numel()
+        for name, weight in stacked_weights(model).items()
+        if not weight.requires_grad and id(weight) not in adapted
+    }
+    if sum(left.values()) <= sum(adapted.values()):
+        return
+    logger.warning(
+        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
+        "to adapt these as well, add %s to targets",
+        ALL_LINEAR,
+        in_short(left, at_most=2),
+        in_short(_ends(left), quote="'"),
+    )
+
+
+def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
+    """Says with which layers' weights the model computes without calling the layers."""
+    found = bypassed(model, names)
+    if found:
+        logger.warning(
+            "%s computes with the weight of %s itself, and by its source never calls it: an update "
+            "has no effect there; leave out %s",
+            listed({*found.values()}),
+            in_short(found, at_most=2),
+            in_short(_ends(found), quote="'"),
+        )
+
+
+def warn_of_kinds(model: nn.Module) -> None:
+    """Says that a model has LoRA of several kinds, before it is trained in vain."""
+    layers = lora_layers(model).values()
+    for setting in ("variant", "initialization", "freeze_A"):
+        kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
+        if len(kinds) > 1:
+            logger.warning(
+                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, as "
+                "no file can hold it; the merged model can be saved",
+                setting,
+                listed(kinds),
+            )
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
+    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+
+
+def warn_of_task_head(model: nn.Module) -> None:
+    """Says that the head of a model for a task stays frozen: it is random unless it was trained.
+
+    Upstream's models are known by what their classes are called, and their bases.
+    """
+    base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
+    if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
+        return
+    adapted, tops = lora_layers(model), [name for name in model._modules if name != base]
+    head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
+    if head:
+        logger.warning(
+            "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and saves "
+            "it; to keep it as it is, give modules_to_train=[]",
+            kind,
+            head,
+        )
+
+
+# Upstream's classes of models with a head that pretrained checkpoints lack.
+_FOR_A_TASK = re.compile(r"For\w*(Classification|MultipleChoice|QuestionAnswering)$")
+
+
+def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list[str]:
+    """The largest parts of a module that have frozen parameters, and no LoRA."""
+    module = model.get_submodule(name)
+    if name in adapted or all(parameter.requires_grad for parameter in module.parameters()):
+        return []
+    if not any(each.startswith(f"{name}.") for each in adapted):
+        return [name]
+    inner = (f"{name}.{each}" for each, _ in module.named_children())
+    return [part for each in inner for part in _frozen_parts(model, each, adapted)]
+
+
+def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
+    """Says what a number as a target means besides the module of that name, as in nn.Sequential.
+
+    Other names end in it by chance; those that another target means as well are meant.
+    """
+    for target in targets:
+        if not isinstance(target, str) or target not in names or not target.isdigit():
+            continue
+        rest = [each for each in targets if each not in (target, ALL_LINEAR)]
+        others = [n for n in names if n != target and matches(n, target) and not is_any(n, rest)]
+        if others:
+            logger.warning(
+                "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "
+                "means that one alone",
+                target,
+                listed(others),
+                target,
+            )
