@@ -6,6 +6,7 @@ A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, an
 import importlib
 import logging
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,8 @@ os.environ["HF_HOME"] = _HOME.name
 os.environ["XDG_CACHE_HOME"] = _HOME.name
 # Tests are small: more threads only wait for each other, most of all with several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell script's background job ignores Ctrl-C, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
