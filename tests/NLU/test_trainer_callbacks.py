@@ -143,6 +143,15 @@ def test_an_evaluation_without_a_run_stays_on_the_screen(bars, arguments):
     assert "eval_loss" not in bar.text
 
 
+def test_a_run_after_one_that_was_interrupted_takes_its_bar_away(bars, arguments):
+    args, progress = arguments(), callbacks.ProgressCallback()
+    for _ in range(2):
+        progress.on_train_begin(args, TrainerState(max_steps=8), None)
+    assert [bar.disable for bar in bars] == [True, False]
+    assert bars[1].leave
+    progress.on_train_end(args, TrainerState(), None)
+
+
 def test_other_processes_show_nothing(bars, arguments):
     args, progress = arguments(), callbacks.ProgressCallback()
     state = TrainerState(max_steps=8, is_world_process_zero=False)
@@ -153,6 +162,21 @@ def test_other_processes_show_nothing(bars, arguments):
     progress.on_evaluate(args, state, None)
     progress.on_train_end(args, state, None)
     assert not bars
+
+
+def test_without_bars_the_records_of_a_run_alone_are_printed(arguments, capsys):
+    """Those of an evaluation without one, and a run's summary, are for `log_metrics`."""
+    args, printer = arguments(), callbacks.PrinterCallback()
+    state = TrainerState(global_step=3, max_steps=8)
+    for main in (True, False):
+        state.is_world_process_zero = main
+        printer.on_log(args, state, None, logs={"eval_loss": 0.75})
+        printer.on_train_begin(args, state, None)
+        printer.on_log(args, state, None, logs={"loss": 0.25})
+        printer.on_log(args, state, None, logs={"train_runtime": 9.0})
+        printer.on_train_end(args, state, None)
+        printer.on_log(args, state, None, logs={"eval_loss": 0.5})
+        assert capsys.readouterr().out == ("{'loss': 0.25}\n" if main else "")
 
 
 # ---- what they stand on ----

@@ -199,6 +199,19 @@ def test_a_folder_is_replaced_by_another_one(tmp_path, there):
 
 
 @pytest.mark.parametrize("there", [True, False])
+def test_a_folder_is_replaced_after_a_kill_that_left_the_one_before(tmp_path, there):
+    """It was renamed; the new one had taken its place, or was about to."""
+    path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
+    for folder in (tmp_path / ".a.replaced", *([path] if there else [])):
+        folder.mkdir()
+        (folder / "old").write_text("old")
+    with replacing_folder(path, temporary):
+        (temporary / "x").write_text("x")
+    assert names(tmp_path) == ["a"]
+    assert names(path) == ["x"]
+
+
+@pytest.mark.parametrize("there", [True, False])
 def test_a_folder_that_does_not_fit_leaves_nothing(tmp_path, there):
     """And the message names what would have been there."""
     path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
@@ -593,6 +606,38 @@ def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
         write(tmp_path / "file")
     # Of the file, and of its folder.
     assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    """Not the temporary one."""
+
+    def refuse(**settings):
+        code = errno.EROFS
+        raise OSError(code, os.strerror(code), str(tmp_path / ".folder.half-written-abcdefgh"))
+
+    monkeypatch.setattr(atomic.tempfile, "mkdtemp", refuse)
+    with pytest.raises(OSError, match="folder") as caught, atomic_write_folder(tmp_path / "folder"):
+        pass
+    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, str(tmp_path / "folder"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_nothing_stays_open(tmp_path):
+    """A run that writes thousands of files would reach the system's limit."""
+
+    def write_all():
+        write(tmp_path / "file")
+        left = tmp_path / ".folder.half-aaaaaaaa"
+        left.mkdir()
+        os.utime(left, (0, 0))
+        with atomic_write_folder(tmp_path / "folder"), pytest.raises(RuntimeError):
+            fail(tmp_path / "file", RuntimeError())
+        (tmp_path / "folder").rmdir()
+        with replacing_folder(tmp_path / "a", tmp_path / ".a.unfinished"):
+            pass
+        return len(os.listdir("/proc/self/fd"))
+
+    assert write_all() == write_all()
 
 
 def fail_for_folders(monkeypatch, name: str, code: int) -> None:

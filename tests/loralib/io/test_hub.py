@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,7 +365,9 @@ class ReadTimeout(TimeoutException):
     ],
 )
 def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, unreached):
-    left = list(answers)
+    left, waited = list(answers), []
+    clock = SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
+    monkeypatch.setattr(hub_files, "time", clock)
 
     def head(address, timeout):
         assert (address, timeout) == ("https://hub", 5)
@@ -375,22 +378,28 @@ def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, u
     constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=5)
     library = SimpleNamespace(constants=constants, get_session=lambda: SimpleNamespace(head=head))
     for _ in range(2):
-        found = hub_files._why_unreached(library, (0, 0, 0))
+        found = hub_files._why_unreached(library, (0, 1, 2))
         assert left == []
+        assert waited == [0, 1, 2][: len(answers)]
         assert (found if found is None else str(found)) == unreached
-        left += answers if unreached else []  # it is not asked again once it has answered
+        if unreached:  # it is not asked again once it has answered
+            left += answers
+            waited.clear()
         hub_files._unreached.clear()
 
 
 class Silent:
-    """The library with a hub of which nothing is heard; it counts how often that is asked."""
+    """The library with a hub of which nothing is heard; it counts how often that is asked.
+
+    A process that has ended does not wait for it: the thread that asks is a daemon.
+    """
 
     def __init__(self):
         self.constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=0.05)
         self.asked = 0
 
     def get_session(self):
-        self.asked += 1
+        self.asked += threading.current_thread().daemon
         return SimpleNamespace(head=lambda address, timeout: time.sleep(1))
 
     def try_to_load_from_cache(self, name, filename, **where):

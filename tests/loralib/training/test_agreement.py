@@ -109,6 +109,17 @@ def test_weights_are_compared_by_their_bits(others, dtype):
         check_same_weights(model_of(torch.ones(3), changed), 2)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_sign_alone_is_a_difference(others, place):
+    """It is the highest bit of a value, which an even factor would lose."""
+    values = torch.arange(1.0, 5.0, dtype=torch.float64)
+    changed = values.clone()
+    changed[place] *= -1
+    others.append([("second", said_of(values))])
+    with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
+        check_same_weights(model_of(changed), 2)
+
+
 VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 

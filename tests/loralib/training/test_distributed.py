@@ -204,6 +204,23 @@ def test_a_timeout_that_is_none(timeout):
         join(CPU, timeout)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's interfaces")
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "second"), ("mine", "mine")])
+def test_gloo_talks_through_the_interface_that_reaches_the_first_host(
+    monkeypatch, chosen, expected
+):
+    """By itself it would take that of this host's own name, which no other host may reach."""
+    name = "GLOO_SOCKET_IFNAME"
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(name)
+    addresses = {"first": "10.0.0.1", "second": "127.0.0.1", "third": None}
+    monkeypatch.setattr(distributed, "_address_of", lambda _, interface: addresses[interface])
+    monkeypatch.setattr(distributed.socket, "if_nameindex", lambda: [*enumerate(addresses, 1)])
+    distributed._choose_interface("127.0.0.1")
+    assert os.environ[name] == expected
+
+
 JOIN = """
 import os, sys
 import torch

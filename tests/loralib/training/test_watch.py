@@ -78,6 +78,16 @@ def test_a_process_that_does_not_come_further():
     assert watched.lines.keys() == {0, 1, 2}
 
 
+def test_processes_that_stop_a_moment_apart_are_named_together():
+    """As those of a lost host do: each is heard of once in an interval."""
+    watched = Watched(3)
+    watched.watches[0].interval = 1.0
+    watched.pass_time(20, working=[0, 1, 2])
+    watched.pass_time(1, working=[0, 2], alive=[0, 2])
+    watched.pass_time(11, alive=[0])
+    assert watched.lines == {0: "processes 1, 2 of 3 hang: nothing for 10 s"}
+
+
 def test_all_of_them_hang():
     watched = Watched(2)
     watched.pass_time(13)
