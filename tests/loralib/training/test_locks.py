@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 from loralib.errors import TrainingError
 from loralib.training import locks
@@ -75,6 +76,54 @@ def test_an_error_within_frees_the_folder(tmp_path):
         raise KeyError
     assert not (tmp_path / OWNER_NAME).exists()
     take(tmp_path)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that waiting alone moves; `.after` is called after each wait, with the time."""
+    clock = SimpleNamespace(now=0.0, after=lambda now: None)
+
+    def sleep(seconds):
+        clock.now += seconds
+        clock.after(clock.now)
+
+    fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now, strftime=time.strftime)
+    monkeypatch.setattr(locks, "time", fake)
+    return clock
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A lock on the folder that is another's."""
+    lock = FileLock(tmp_path / LOCK_NAME)
+    with lock:
+        yield lock
+
+
+def test_a_run_that_is_alive_is_not_waited_for(tmp_path, held, clock):
+    write_owner(tmp_path)
+    assert refused(tmp_path).startswith(f"{tmp_path}: another run is writing there (process ")
+    assert clock.now == 0
+    assert (tmp_path / OWNER_NAME).exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_left_of_a_run_that_has_ended_is_waited_for(tmp_path, held, clock, named):
+    """Its children; or it has not written its name yet."""
+    if named:
+        write_owner(tmp_path, started="of another")
+    clock.after = lambda now: held.release() if now > 10 else None
+    take(tmp_path)
+    assert 10 < clock.now < 10.2
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
+def test_it_is_not_waited_for_without_end(tmp_path, held, clock):
+    write_owner(tmp_path, started="of another")
+    refused(tmp_path)
+    assert 15 < clock.now < 15.2
 
 
 @pytest.mark.slow
