@@ -424,6 +424,18 @@ def test_a_commit_in_the_cache_is_taken_without_the_hub(revision, times):
     assert library.asked == times
 
 
+@pytest.mark.parametrize(("copy", "attempts"), [("/cache/config.json", 1), (None, 3)])
+def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts):
+    tried = []
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda _, pauses: tried.append(pauses))
+    library, where = (
+        SimpleNamespace(try_to_load_from_cache=lambda *_, **__: copy),
+        {"revision": "a"},
+    )
+    assert hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False) is None
+    assert [len(pauses) for pauses in tried] == [attempts]
+
+
 @pytest.mark.parametrize("made", ["", "runs"])
 def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monkeypatch, made):
     """A name with one slash may be either; where its first part is here, that is said before."""

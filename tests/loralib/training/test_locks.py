@@ -85,6 +85,7 @@ def clock(monkeypatch):
 
     def sleep(seconds):
         clock.now += seconds
+        assert clock.now < 60, "it waits without end"
         clock.after(clock.now)
 
     fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now, strftime=time.strftime)
