@@ -4,11 +4,12 @@ import re
 import sys
 
 import pytest
+import torch
 from trainer_runs import make_data, without_runtimes
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import (
     CurvesCallback,
     TensorBoardCallback,
@@ -224,6 +225,16 @@ def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, cap
     assert re.fullmatch(r"step 1 of 2: loss 0\.5, epoch [\d.]+; .+ left", second)
 
 
+def test_other_processes_do_not_say_what_came_of_a_run(make_trainer, caplog, monkeypatch):
+    trainer = make_trainer()
+    caplog.set_level("INFO")
+    trainer.log_end()
+    assert [text.partition("\n")[0] for text in caplog.messages] == ["finished"]
+    monkeypatch.setattr(TrainingArguments, "is_main_process", False)
+    trainer.log_end()
+    assert len(caplog.messages) == 1
+
+
 def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):
     trainer = make_trainer(logging_steps=5)
     trainer.train()
@@ -280,3 +291,8 @@ def test_operations_are_stored_when_asked_for(make_trainer):
     trainer._progress.flos = 12
     trainer.store_flos()
     assert trainer.state.total_flos == before + 12
+
+
+@pytest.mark.parametrize("inputs", [{}, {"input_ids": [[1, 2]]}, {"inputs_embeds": torch.ones(1)}])
+def test_operations_of_a_batch_without_ids_are_not_counted(make_trainer, inputs):
+    assert make_trainer().floating_point_ops(inputs) == 0

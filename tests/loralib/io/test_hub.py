@@ -456,6 +456,26 @@ def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypat
         fetch_file("gpt2", CONFIG, folder=tmp_path)
 
 
+def test_what_the_hub_is_asked_for(monkeypatch):
+    asked = []
+
+    def download(*names, **settings):
+        asked.append((*names, settings))
+        return "/there"
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub_files, "_out_of_reach", lambda *given: None)
+    monkeypatch.setattr(hub_files, "is_offline_mode", lambda: False)
+    given = {"cache_dir": "c", "revision": "old", "token": "secret", "force_download": True}
+    assert resolve_file("org/tiny", CONFIG, **given) == Path("/there")
+    fetch_file("org/tiny", CONFIG, token=False, local_files_only=True, folder="here")
+    usual = {"cache_dir": None, "revision": None, "token": None, "force_download": False}
+    assert asked == [
+        ("org/tiny", CONFIG, {**given, "local_dir": None, "local_files_only": False}),
+        ("org/tiny", CONFIG, {**usual, "local_dir": "here", "local_files_only": True}),
+    ]
+
+
 # ---- errors ----
 
 

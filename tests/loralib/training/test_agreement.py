@@ -35,6 +35,13 @@ def test_what_is_the_same(others):
     check_alike(settings, 1)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(float("nan"), 1.0), (1.0, float("nan"))])
+def test_not_a_number_is_none_of_the_numbers(others, ours, theirs):
+    others.append([("second", {"--lr": theirs})])
+    with pytest.raises(TrainingError, match=f"has --lr {theirs}, process 0 on first has {ours}"):
+        check_alike({"--lr": ours}, 2)
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [

@@ -1,0 +1,74 @@
+"""gpt2_ft.py's flags, and what a training is told and refused before it begins."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gpt2_ft import check_updates, warn_of_ends, warn_of_rate
+from gpt2_ft_arguments import check_fits, parse_args
+
+FILES = ("--train_data", "train", "--valid_data", "valid")
+OF_THE_RELEASE = ("--roll_interval", "--roll_lr", "--roll_step", "--eval_epoch")
+
+
+def test_flags_of_the_release_without_effect_are_accepted():
+    args = vars(parse_args([*FILES, *(word for flag in OF_THE_RELEASE for word in (flag, "3"))]))
+    assert [args[flag[2:]] for flag in OF_THE_RELEASE] == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [
+        (["--lora_dim", "1"], True),
+        (["--lora_dim", "1", "--lr", "1e-5"], False),
+        (["--lora_dim", "0"], False),
+        (["--lora_dim", "1", "--scheduler", "cycle"], False),  # which has rates of its own
+    ],
+)
+def test_a_rate_for_lora_that_nobody_has_given(caplog, flags, is_said):
+    warn_of_rate(SimpleNamespace(**vars(parse_args([*FILES, "--lora_alpha", "4", *flags]))))
+    expected = "--lr is not given: it is 1e-05, the release's default; its recipes have 2e-4"
+    assert caplog.messages == [expected] * is_said
+
+
+def test_steps_that_make_no_update(caplog):
+    check_updates(3, 3)
+    check_updates(1, 5)
+    assert not caplog.messages
+    check_updates(3, 5)
+    assert caplog.messages == [
+        "--grad_acc 3: the last 2 of 5 steps make no update, as in the release"
+    ]
+    with pytest.raises(ValueError, match=r"--grad_acc 3: the run has 2 steps, and would make no"):
+        check_updates(3, 2)
+
+
+def test_which_files_do_not_show_where_texts_end(caplog):
+    shows, does_not = (SimpleNamespace(shows_ends=lambda said=said: said) for said in (True, False))
+    warn_of_ends({"a": shows, "b": shows})
+    assert not caplog.messages
+    warn_of_ends({"a": does_not, "b": shows, "c": does_not})
+    (text,) = caplog.messages
+    assert text.startswith("a, c: completions do not all end in one token")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, None),
+        ({"seq_len": 9}, "--seq_len 9: the model has 8 positions"),
+        ({"init_checkpoint": None}, "--lora_dim needs a trained base: "),
+        ({"lora_dim": 0, "lora_plus_ratio": 1, "save_lora_only": False}, None),
+        ({"lora_dim": 0, "init_checkpoint": None, "save_lora_only": False}, "--lora_plus_ratio ne"),
+        ({"lora_dim": 0, "lora_plus_ratio": 1}, "--save_lora_only needs LoRA: add --lora_dim"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model(flags, message):
+    fitting = {"seq_len": 8, "lora_dim": 1, "init_checkpoint": "base"}
+    args = {**fitting, "save_lora_only": True, "lora_plus_ratio": 4, **flags}
+    given = (SimpleNamespace(**args), SimpleNamespace(n_positions=8))
+    if message is None:
+        check_fits(*given)
+    else:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            check_fits(*given)
