@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from gpt2_ft import check_updates, warn_of_ends, warn_of_rate
+from gpt2_ft import check_updates, loss_function, warn_of_ends, warn_of_rate
 from gpt2_ft_arguments import check_fits, parse_args
+from loralib.training.precision import Precision
 
 FILES = ("--train_data", "train", "--valid_data", "valid")
 OF_THE_RELEASE = ("--roll_interval", "--roll_lr", "--roll_step", "--eval_epoch")
@@ -72,3 +74,14 @@ def test_flags_that_do_not_fit_the_model(flags, message):
     else:
         with pytest.raises(ValueError, match=f"^{message}"):
             check_fits(*given)
+
+
+def test_only_a_training_s_loss_is_smoothed():
+    """An evaluation gives no number, as its figures are to be those of any run."""
+    batch = {name: torch.zeros(1) for name in ("input", "target", "mask", "packed_rows")}
+    loss_of = loss_function(Precision(torch.float32, "cpu"), torch.device("cpu"))
+
+    def network(inputs, targets, mask, label_smooth, rows):
+        return label_smooth
+
+    assert [loss_of(network, batch, 0.25), loss_of(network, batch)] == [0.25, 0]

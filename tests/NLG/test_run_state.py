@@ -10,6 +10,7 @@ from compare import assert_same_bits
 from torch import nn
 
 import run_state
+from gpt2_ft_arguments import parse_args
 from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.training.optimizer import AdamW
@@ -20,7 +21,9 @@ from run_state import (
     Progress,
     begin_run,
     check_same_start,
+    find_run,
     has_begun,
+    identity_of,
     read_run,
     restore_run,
     write_finished,
@@ -96,6 +99,39 @@ def test_a_finished_run_keeps_its_mark_only(tmp_path):
 
 
 # ---- where a run begins ----
+
+
+def test_which_run_is_resumed(tmp_path, caplog):
+    assert find_run(tmp_path, False) is None
+    assert not caplog.messages
+    assert find_run(tmp_path, True) is None
+    assert caplog.messages == [f"{tmp_path} holds no run to resume: beginning one"]
+    begin(tmp_path)
+    assert [find_run(tmp_path, resume) for resume in (True, False)] == [None] * 2  # killed at once
+    write(tmp_path, *make(1))
+    assert find_run(tmp_path, True)["step"] == PROGRESS.step
+    with pytest.raises(CheckpointError, match=r"holds a run that ended at step 7: resume it by"):
+        find_run(tmp_path, False)
+    write_finished(tmp_path, ALONE, IDENTITY, 9)
+    assert find_run(tmp_path, True) == {"run": IDENTITY, "step": 9, "finished": True}
+    assert find_run(tmp_path, False) is None
+    assert len(caplog.messages) == 1
+
+
+def test_patterns_are_compared_by_what_they_mean(tmp_path):
+    (tmp_path / "train").write_text("{}")
+    files = ["--train_data", str(tmp_path / "train"), "--valid_data", "valid"]
+    args = parse_args([*files, "--lora_targets", "query", "mlp_up", "--lora_dim", "4"])
+    patterns = {"lora_rank_pattern": {"c_attn": 2, "c_fc": 8}, "lora_alpha_pattern": {}}
+    identity = identity_of(args, SimpleNamespace(**patterns), ALONE, 10, 6, "base")
+    assert identity["--lora_rank_pattern"] == "c_attn=2 c_fc=8"
+    assert identity["--lora_alpha_pattern"] is None
+    assert (identity["--lora_dim"], identity["--lora_targets"]) == (4, "query mlp_up")
+    last = [identity[name] for name in ("number of processes", "last step", "number of steps")]
+    assert (last, identity["base"]) == ([1, 10, 6], "base")
+    (tmp_path / "train").write_text("{} ")
+    changed = identity_of(args, SimpleNamespace(**patterns), ALONE, 10, 6, "base")
+    assert [name for name in identity if identity[name] != changed[name]] == ["training data"]
 
 
 def begin(folder, identity=IDENTITY, resume=True, env=ALONE):

@@ -1,6 +1,7 @@
 """The Trainer's own callbacks, each by itself: when to act, and the bars on the screen."""
 
 import io
+import math
 
 import pytest
 from tqdm import tqdm
@@ -84,6 +85,32 @@ def test_what_another_callback_asked_for_stands(arguments):
         control = TrainerControl(True, False, True, True, True)
         event(arguments(), state, control)
         assert requests(control) == {LOG, EVALUATE, SAVE, STOP}
+
+
+@pytest.mark.parametrize("greater", [True, False])
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ((1, 2, 3), (0, 0, 0)),
+        ((1, 1.5, 2), (0, 1, 2)),  # a gain has to be above the threshold
+        ((1, 1.25, 1.75, 2.5), (0, 1, 2, 0)),  # by the best, which small gains move
+        ((1, 0, 1, 1.75), (0, 1, 2, 0)),
+        ((math.nan, 1, math.nan, 1.75), (1, 0, 1, 0)),
+    ],
+)
+def test_evaluations_without_an_improvement_are_counted(arguments, greater, values, counts):
+    args = arguments(
+        **{"load_best_model_at_end": True, "evaluation_strategy": "steps", "eval_steps": 1},
+        **{"metric_for_best_model": "score", "greater_is_better": greater},
+    )
+    stopping = callbacks.EarlyStoppingCallback(2, early_stopping_threshold=0.5)
+    control = TrainerControl()
+    stopping.on_train_begin(args, TrainerState(), control)
+    for value, count in zip(values, counts, strict=True):
+        metrics = {"eval_score": value if greater else -value}
+        stopping.on_evaluate(args, TrainerState(), control, metrics=metrics)
+        assert stopping.early_stopping_patience_counter == count
+    assert control.should_training_stop == (2 in counts)
 
 
 # ---- bars ----

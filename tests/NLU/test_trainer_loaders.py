@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from loralib.errors import CheckpointError
-from transformers import Trainer, TrainingArguments, TrainingError
+from transformers import Trainer, TrainingArguments, TrainingError, trainer_checkpoint
 
 
 @pytest.fixture
@@ -370,6 +370,14 @@ def test_a_resumed_process_knows_whether_it_is_the_main_one(make, monkeypatch):
     resumed.train(resume_from_checkpoint=True)
     state = resumed.state
     assert (state.is_world_process_zero, state.is_local_process_zero) == (False, False)
+
+
+def test_another_number_of_processes_leaves_an_epoch_its_steps():
+    """Where a step has as many examples as before."""
+    layout = {"processes": 1, "examples a step": 8}
+    changed = trainer_checkpoint._changed_beside_processes
+    assert changed(layout, {**layout, "processes": 2}) == []
+    assert changed(layout, {"processes": 2, "examples a step": 16}) == ["examples a step"]
 
 
 def test_data_that_is_not_skipped(make):

@@ -424,6 +424,14 @@ def test_a_commit_in_the_cache_is_taken_without_the_hub(revision, times):
     assert library.asked == times
 
 
+def test_a_commit_in_a_folder_may_be_another_one(tmp_path):
+    """Unlike in the cache, a file there does not say what it is of."""
+    (tmp_path / CONFIG).touch()
+    library, where = Silent(), {"revision": "a0" * 20, "cache_dir": None}
+    found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, tmp_path, False)
+    assert (found, library.asked) == (tmp_path / CONFIG, 1)
+
+
 @pytest.mark.parametrize(("copy", "attempts"), [("/cache/config.json", 1), (None, 3)])
 def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts):
     tried = []
@@ -456,13 +464,24 @@ def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypat
         fetch_file("gpt2", CONFIG, folder=tmp_path)
 
 
-def test_what_the_hub_is_asked_for(monkeypatch):
-    asked = []
+@pytest.fixture
+def verbosity():
+    """The hub library's level is, after a test, what it was."""
+    before = huggingface_hub.logging.get_verbosity()
+    yield
+    huggingface_hub.logging.set_verbosity(before)
+
+
+def test_what_the_hub_is_asked_for(monkeypatch, verbosity):
+    """Quietly; a user's own level is what it was, afterwards."""
+    asked, levels = [], []
 
     def download(*names, **settings):
         asked.append((*names, settings))
+        levels.append(huggingface_hub.logging.get_verbosity())
         return "/there"
 
+    huggingface_hub.logging.set_verbosity_info()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(hub_files, "_out_of_reach", lambda *given: None)
     monkeypatch.setattr(hub_files, "is_offline_mode", lambda: False)
@@ -474,6 +493,8 @@ def test_what_the_hub_is_asked_for(monkeypatch):
         ("org/tiny", CONFIG, {**given, "local_dir": None, "local_files_only": False}),
         ("org/tiny", CONFIG, {**usual, "local_dir": "here", "local_files_only": True}),
     ]
+    assert levels == [logging.ERROR] * 2
+    assert huggingface_hub.logging.get_verbosity() == logging.INFO
 
 
 # ---- errors ----

@@ -127,6 +127,13 @@ def test_it_is_not_waited_for_without_end(tmp_path, held, clock):
     assert 15 < clock.now < 15.2
 
 
+def test_what_somebody_has_removed_is_not_missed(tmp_path):
+    with sole_use(tmp_path):
+        for name in (LOCK_NAME, OWNER_NAME):
+            (tmp_path / name).unlink()
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_children_of_a_killed_process_are_waited_for(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
 def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
     with pytest.raises(ValueError, match="bad flag"), output_folder(tmp_path / "out", 0, 1):
         raise ValueError("bad flag")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_in_the_meantime_is_not_missed(tmp_path):
+    with output_folder(tmp_path / "out", 0, 1):
+        shutil.rmtree(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -587,6 +588,19 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
     done = subprocess.run(command, env=environment, capture_output=True)
     expected = "√" if encoding == "utf-8" else "\\u221a"
     assert (done.returncode, done.stdout.decode().strip(), done.stderr) == (0, expected, b"")
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"), [("strict", "backslashreplace"), ("replace", "replace")]
+)
+def test_what_a_user_does_about_characters_stays(monkeypatch, errors, expected):
+    """By PYTHONIOENCODING; by default such a character would be an error."""
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    process_module._set_up_streams()
+    assert (sys.stdout, stream.errors) == (stream, expected)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace())  # a notebook's, say
+    process_module._set_up_streams()
 
 
 # ---- imports without the garbage collector ----

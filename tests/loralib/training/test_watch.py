@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from torch.distributed import HashStore
 
+from loralib.training import watch as watch_module
 from loralib.training.watch import Watch
 
 
@@ -94,14 +95,24 @@ def test_all_of_them_hang():
     assert "processes 0, 1 of 2 hang: nothing for 10 s" in watched.lines.values()
 
 
+@pytest.mark.parametrize("line", ["process 1 of 2 hangs", ""])
+def test_a_process_ends_with_an_error(monkeypatch, caplog, line):
+    """Which one of them says."""
+    ends = []
+    monkeypatch.setattr(watch_module, "end_at_once", ends.append)
+    watch_module._end_process(line)
+    assert ends == [1]
+    said = f"{line}; the run ends, and resumes from its last checkpoint"
+    assert caplog.messages == [said] * bool(line)
+
+
 def test_the_store_is_gone():
     class Gone(HashStore):
         def set(self, *_):
             raise RuntimeError("Connection reset by peer")
 
     ended, lines = threading.Event(), []
-    watch = Watch(Gone(), 0, 2, 0.5, lambda line: (lines.append(line), ended.set()))
-    watch.start()
+    Watch(Gone(), 0, 2, 0.5, lambda line: (lines.append(line), ended.set())).start()
     assert ended.wait(10)
     (line,) = lines
     assert line.startswith(
