@@ -5,8 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt2_ft import check_updates, loss_function, warn_of_ends, warn_of_rate
+from gpt2_ft import (
+    build_run,
+    check_updates,
+    loss_function,
+    read_data,
+    warn_of_ends,
+    warn_of_rate,
+)
 from gpt2_ft_arguments import check_fits, parse_args
+from gpu import DistEnv
+from loralib.lora_layer import lora_layers
 from loralib.training.precision import Precision
 
 FILES = ("--train_data", "train", "--valid_data", "valid")
@@ -85,3 +94,23 @@ def test_only_a_training_s_loss_is_smoothed():
         return label_smooth
 
     assert [loss_of(network, batch, 0.25), loss_of(network, batch)] == [0.25, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "last_step", "schedule_s_end"),
+    [
+        (["--max_epoch", 3], 12, 12),  # of 14 examples, 4 a step
+        (["--max_step", 5], 5, 5),
+        (["--max_step", 50, "--max_epoch", 2], 8, 50),
+    ],
+)
+def test_a_run_is_what_its_flags_say(tiny, tmp_path, flags, last_step, schedule_s_end):
+    args = parse_args(tiny.flags(tmp_path, *map(str, flags), "--lora_dropout", "0.25"))
+    alone = DistEnv(0, 1, 0, torch.device("cpu"))
+    run = build_run(args, alone, *read_data(args, alone), new_lora=True)
+    assert {layer.lora_dropout.p for layer in lora_layers(run.model).values()} == {0.25}
+    trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in run.model.named_parameters() if "lora_" in name}
+    assert (run.epoch_steps, run.last_step) == (4, last_step)
+    assert (run.scheduler.max_step, run.identity["last step"]) == (schedule_s_end,) * 2
+    assert run.identity["base"] == run.base.fingerprint

@@ -10,8 +10,9 @@ import pytest
 
 from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
+from loralib.training import output
 from loralib.training.locks import sole_use
-from loralib.training.output import output_folder
+from loralib.training.output import check_shared, output_folder
 
 
 def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
@@ -92,3 +93,25 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match=message), output_folder(tmp_path, 0, 1):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("blind", [[], [1], [2, 0]])
+def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypatch, rank, blind):
+    """Which puts a file there, and takes it away."""
+    said, there = [["token"] * 3], []
+    monkeypatch.setattr(output, "gather_objects", lambda *_: said.pop(0))
+    monkeypatch.setattr(output.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(output, "barrier", lambda _: there.append([*tmp_path.iterdir()]))
+    monkeypatch.setattr(output, "appears", lambda path: path in there[0])
+    said.append([(number not in blind, f"host {number % 2}") for number in range(3)])
+    if blind:
+        hosts = ["host 1"] if blind == [1] else ["host 0"]
+        named = f"for process {', '.join(map(str, sorted(blind)))} \\(on {', '.join(hosts)}\\)"
+        with pytest.raises(TrainingError, match=named):
+            check_shared(tmp_path, 3)
+    else:
+        check_shared(tmp_path, 3)
+    assert [len(files) for files in there] == [rank == 0]
+    assert not [*tmp_path.iterdir()]
+    check_shared(tmp_path, 1)

@@ -590,6 +590,15 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
     assert (done.returncode, done.stdout.decode().strip(), done.stderr) == (0, expected, b"")
 
 
+def test_a_file_in_a_folder_s_place_is_said(tmp_path):
+    """Where the system has but "File exists"; what a library raises by itself is all that it is."""
+    (tmp_path / "file").touch()
+    for name, said in (("file", "is a file, where a folder is needed"), ("", "File exists")):
+        error = FileExistsError(17, "File exists", str(tmp_path / name))
+        assert process_module.error_in_words(error) == f"{tmp_path / name}: {said}"
+    assert process_module.error_in_words(OSError("cut off")) == "cut off"
+
+
 @pytest.mark.parametrize(
     ("errors", "expected"), [("strict", "backslashreplace"), ("replace", "replace")]
 )
