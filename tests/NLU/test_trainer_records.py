@@ -1,5 +1,6 @@
 """What a run records, and where it reports to."""
 
+import copy
 import re
 import sys
 
@@ -292,6 +293,17 @@ def test_operations_are_stored_when_asked_for(make_trainer):
     for _ in range(2):
         trainer.store_flos()
         assert trainer.state.total_flos == before + 12
+
+
+def test_operations_are_those_of_the_model_that_is_trained(make_trainer):
+    """A trial of a search has another one than the trial before."""
+    trainer, inputs = make_trainer(), {"input_ids": torch.ones(2, 3)}
+    model = trainer.model
+    for weights in (5, 7):
+        other = copy.copy(model)
+        other.num_parameters = lambda exclude_embeddings, weights=weights: weights
+        trainer.model = other
+        assert [trainer.floating_point_ops(inputs) for _ in range(2)] == [6 * 6 * weights] * 2
 
 
 @pytest.mark.parametrize("inputs", [{}, {"input_ids": [[1, 2]]}, {"inputs_embeds": torch.ones(1)}])

@@ -127,6 +127,15 @@ def test_it_is_not_waited_for_without_end(tmp_path, held, clock):
     assert 15 < clock.now < 15.2
 
 
+@pytest.mark.parametrize("pid", [0, -1, "1", None])
+def test_a_number_that_no_process_has_is_nobody_s(tmp_path, pid):
+    """The system takes 0 and -1 for many processes."""
+    write_owner(tmp_path)
+    assert Owner.read(tmp_path / OWNER_NAME).pid == os.getpid()
+    write_owner(tmp_path, pid=pid)
+    assert Owner.read(tmp_path / OWNER_NAME) is None
+
+
 def test_what_somebody_has_removed_is_not_missed(tmp_path):
     with sole_use(tmp_path):
         for name in (LOCK_NAME, OWNER_NAME):

@@ -590,6 +590,16 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
     assert (done.returncode, done.stdout.decode().strip(), done.stderr) == (0, expected, b"")
 
 
+@pytest.mark.parametrize("stream", ["closed", None])
+def test_output_that_was_closed_is_not_written_out(monkeypatch, stream):
+    if stream is not None:
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with process_module._flushing_output():
+        pass
+
+
 def test_a_file_in_a_folder_s_place_is_said(tmp_path):
     """Where the system has but "File exists"; what a library raises by itself is all that it is."""
     (tmp_path / "file").touch()
