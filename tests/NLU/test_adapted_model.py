@@ -7,7 +7,9 @@ import pytest
 from adapter_files import INFOS, tensors_of
 
 from loralib.adapters.adapter import Adapter
+from loralib.errors import AlphaError
 from transformers import RobertaConfig, TrainingArguments
+from transformers.adapter_kinds import BITFIT
 from transformers.fine_tuning import adapted_model
 from transformers.fine_tuning.adapted_model import (
     Origin,
@@ -173,6 +175,17 @@ def test_where_settings_and_the_tokenizer_are(monkeypatch):
         open_tokenizer(given, RobertaConfig(), aligned=True)
 
 
+def test_a_setting_that_a_model_does_not_have(monkeypatch):
+    """Such as those of one family alone; it would have no effect."""
+
+    def ask(name, **settings):
+        return RobertaConfig(), {"lora_positions": settings["lora_positions"]}
+
+    monkeypatch.setattr(adapted_model, "AutoConfig", SimpleNamespace(from_pretrained=ask))
+    with pytest.raises(ValueError, match="a roberta model has no setting lora_positions, which"):
+        load_config(flags(apply_lora=True, lora_positions=True))
+
+
 def test_where_adapters_are(monkeypatch):
     asked = []
     monkeypatch.setattr(adapted_model, "read_adapter", lambda *_, **where: asked.append(where))
@@ -203,6 +216,15 @@ def test_a_file_fills_in_what_no_flag_says(tmp_path):
     kept = flags(apply_lora=True, lora_r=4, lora_alpha=16, lora_targets=["key"])
     check_arguments(kept, run, [adapter_of()])
     assert (kept.lora_r, kept.lora_alpha, kept.lora_targets) == (4, 16, ["key"])
+
+
+def test_lora_without_metadata_needs_its_alpha(tmp_path):
+    """Other kinds have none."""
+    run = TrainingArguments(output_dir=str(tmp_path / "out"), do_eval=True)
+    check_arguments(flags(), run, [Adapter({}, None, source="biases", kind=BITFIT)])
+    silent = Adapter(tensors_of("roberta"), None, source="a file")
+    with pytest.raises(AlphaError, match="a file"):
+        check_arguments(flags(apply_lora=True, lora_r=2), run, [silent])
 
 
 @pytest.mark.parametrize(

@@ -552,6 +552,14 @@ def test_hidden_labels_are_those_of_all_rows(tmp_path):
     assert message in error_of(check_choices, test)
 
 
+def test_a_test_set_of_choices_needs_no_labels(tmp_path):
+    row = choice()
+    del row["label"]
+    table = table_of(tmp_path / "test.json", [row])
+    assert "label" not in check_choices({"test": table}).tables["test"].rows.column_names
+    assert "has no column 'label'" in error_of(check_choices, {"validation": table})
+
+
 def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])

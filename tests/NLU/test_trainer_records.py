@@ -1,8 +1,10 @@
 """What a run records, and where it reports to."""
 
 import copy
+import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from trainer_runs import make_data, without_runtimes
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import (
     CurvesCallback,
     TensorBoardCallback,
@@ -242,6 +244,57 @@ def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, caps
     trainer.log_end()
     assert not caplog.messages
     assert capsys.readouterr().out.count("'loss': ") == 2  # printed, as in 4.4
+
+
+LOGS = {"loss": 0.5, "eval_loss": 0.25, "eval_note": "no number", "epoch": 1}
+NAMED = {"train/loss": 0.5, "eval/loss": 0.25, "train/epoch": 1.0}
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_tensorboard_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
+    """Of the main process alone; each trial of a search has a folder of its own."""
+    opened, scalars, closed = [], [], []
+
+    def writer(log_dir):
+        opened.append(log_dir)
+        return SimpleNamespace(
+            add_text=lambda *_: None,
+            add_scalar=lambda *scalar: scalars.append(scalar),
+            flush=lambda: None,
+            close=lambda: closed.append(log_dir),
+        )
+
+    module = SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    args = TrainingArguments(str(tmp_path), logging_dir="logs")
+    state = TrainerState(global_step=3, is_world_process_zero=main)
+    callback = TensorBoardCallback()
+    for state.trial_name in (None, "run-1"):
+        state.is_hyper_param_search = state.trial_name is not None
+        callback.on_train_begin(args, state, None)
+        for _ in range(2):
+            callback.on_log(args, state, None, logs=LOGS)
+    folders = [os.path.join("logs", name) for name in ("", "run-1")]
+    assert (opened, closed) == ((folders, folders[:1]) if main else ([], []))
+    assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (4 if main else 0)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_wandb_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
+    begun, logged = [], []
+
+    def init(name, config):
+        begun.append((name, config["learning_rate"]))
+        return SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    args = TrainingArguments(str(tmp_path), run_name="mine", learning_rate=0.5)
+    state = TrainerState(global_step=3, is_world_process_zero=main)
+    callback = WandbCallback()
+    for logs in (LOGS, None):
+        callback.on_log(args, state, None, logs=logs)
+    assert begun == ([("mine", 0.5)] if main else [])
+    assert logged == ([(NAMED, 3), ({}, 3)] if main else [])
 
 
 # ---- records ----

@@ -5,6 +5,7 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
 from loralib.training import output
 from loralib.training.locks import sole_use
-from loralib.training.output import check_shared, output_folder
+from loralib.training.output import appears, check_shared, output_folder
 
 
 def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
@@ -115,3 +116,20 @@ def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypa
     assert [len(files) for files in there] == [rank == 0]
     assert not [*tmp_path.iterdir()]
     check_shared(tmp_path, 1)
+
+
+@pytest.mark.parametrize(("late", "seen"), [(0, True), (9, True), (11, False)])
+def test_a_file_system_may_show_a_file_late(tmp_path, monkeypatch, late, seen):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        assert now[0] < 60, "it waits without end"
+        if now[0] > late:
+            (tmp_path / "file").touch()
+
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    if late == 0:
+        (tmp_path / "file").touch()
+    assert appears(tmp_path / "file") == seen
+    assert min(late, 10) <= now[0] < min(late, 10) + 0.5

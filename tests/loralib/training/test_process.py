@@ -593,7 +593,7 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
 @pytest.mark.parametrize("stream", ["closed", None])
 def test_output_that_was_closed_is_not_written_out(monkeypatch, stream):
     if stream is not None:
-        stream = io.StringIO()
+        stream = io.TextIOWrapper(io.BytesIO())
         stream.close()
     monkeypatch.setattr(sys, "stdout", stream)
     with process_module._flushing_output():
