@@ -125,6 +125,17 @@ def test_after_a_search_its_last_trial_is_not_drawn_into_its_folder(make_trainer
     assert len(drawn) == 1
 
 
+def test_evaluations_of_earlier_weights_leave_the_last_ones_to_draw(make_trainer, drawn):
+    trainer = make_trainer(**PLOT)
+    state = TrainerState(max_steps=4, global_step=4)
+    state.log_history = [{"eval_loss": 0.5, "step": step} for step in (2, 4)]
+    CurvesCallback().on_evaluate(trainer.args, state, None)
+    assert len(drawn) == 1
+    state.log_history *= 2  # evaluated once more
+    CurvesCallback().on_evaluate(trainer.args, state, None)
+    assert len(drawn) == 1
+
+
 def test_an_evaluation_of_the_best_model_is_not_one_of_the_last_step(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     trainer = make_trainer(**PLOT, load_best_model_at_end=True)
@@ -228,14 +239,15 @@ def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, cap
     assert re.fullmatch(r"step 1 of 2: loss 0\.5, epoch [\d.]+; .+ left", second)
 
 
-def test_other_processes_do_not_say_what_came_of_a_run(make_trainer, caplog, monkeypatch):
+@pytest.mark.parametrize("main", [True, False])
+def test_other_processes_do_not_say_what_a_run_does(make_trainer, caplog, monkeypatch, main):
+    monkeypatch.setattr(TrainingArguments, "is_main_process", main)
     trainer = make_trainer()
     caplog.set_level("INFO")
+    trainer.train()
     trainer.log_end()
-    assert [text.partition("\n")[0] for text in caplog.messages] == ["finished"]
-    monkeypatch.setattr(TrainingArguments, "is_main_process", False)
-    trainer.log_end()
-    assert len(caplog.messages) == 1
+    tables = [text.partition("\n")[0] for text in caplog.messages if "\n" in text]
+    assert tables == ["training", "finished"] * main
 
 
 def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):

@@ -556,6 +556,16 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert names(tmp_path) == ["file.txt"]
 
 
+def test_another_file_s_disk_that_is_full_is_named(tmp_path):
+    """Such as one that is written meanwhile, on another disk."""
+    other = DiskFullError(tmp_path / "other", "10")
+    for written in (atomic_write, atomic_write_folder):
+        with pytest.raises(DiskFullError) as caught, written(tmp_path / "mine"):
+            raise other
+        assert caught.value is other
+    assert names(tmp_path) == []
+
+
 def test_a_disk_that_is_full_before_anything_is_written(tmp_path):
     message = "the file takes an unknown number of bytes, the disk has "
     with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):

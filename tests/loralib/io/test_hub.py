@@ -444,6 +444,15 @@ def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts
     assert [len(pauses) for pauses in tried] == [attempts]
 
 
+def test_why_other_libraries_are_not_to_ask_the_hub(monkeypatch):
+    unreached, ours = [None, ConnectError("refused")], [False, False, True]
+    monkeypatch.setattr(hub_files, "is_offline_mode", lambda: ours.pop(0))
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: unreached.pop(0))
+    found = [hub_files.why_out_of_reach() for _ in range(3)]
+    assert found == [None, "refused", "offline mode is on"]
+    assert hub_files.why_out_of_reach(offline=True) == "offline mode is on"
+
+
 @pytest.mark.parametrize("made", ["", "runs"])
 def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monkeypatch, made):
     """A name with one slash may be either; where its first part is here, that is said before."""

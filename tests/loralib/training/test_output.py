@@ -96,6 +96,22 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("problem", [None, "no room"])
+def test_other_processes_wait_for_the_first_one_s_folder(tmp_path, monkeypatch, problem):
+    """And see whether it is theirs as well."""
+    checked, folder = [], tmp_path / "out"
+    monkeypatch.setattr(output, "gather_objects", lambda *_: [problem, None])
+    monkeypatch.setattr(output, "check_shared", lambda *given: checked.append(given))
+    if problem is None:
+        with output_folder(folder, 1, 2):
+            assert checked == [(folder, 2)]
+    else:
+        with pytest.raises(TrainingError, match=r"^no room$"), output_folder(folder, 1, 2):
+            pass
+        assert not checked
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("blind", [[], [1], [2, 0]])
 def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypatch, rank, blind):
