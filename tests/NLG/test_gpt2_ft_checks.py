@@ -114,3 +114,12 @@ def test_a_run_is_what_its_flags_say(tiny, tmp_path, flags, last_step, schedule_
     assert (run.epoch_steps, run.last_step) == (4, last_step)
     assert (run.scheduler.max_step, run.identity["last step"]) == (schedule_s_end,) * 2
     assert run.identity["base"] == run.base.fingerprint
+
+
+@pytest.mark.parametrize("objective", ["clm", "jlm"])
+def test_an_evaluation_judges_completions_alone(tiny, tmp_path, objective):
+    args = parse_args(tiny.flags(tmp_path, "--obj", objective))
+    trained, evaluated = read_data(args, DistEnv(0, 1, 0, torch.device("cpu")))
+    assert (trained.joint_lm, evaluated.joint_lm) == (objective == "jlm", False)
+    assert (trained.batch_size, evaluated.batch_size) == (4, 3)
+    assert {trained.max_seq_length, evaluated.max_seq_length} == {12}
