@@ -92,7 +92,7 @@ def load_base(
             model, name, tensor if is_frozen and tensor.dtype == held_in else tensor.float()
         )
     for name, tensor in expected.items():
-        if "lora_" in name and name not in tensors:
+        if name not in tensors:  # one of LoRA's: all others are there
             _set_tensor(model, name, torch.empty(tensor.shape))
     if new_lora and not any("lora_" in name for name in tensors):
         for layer in lora_layers(model).values():

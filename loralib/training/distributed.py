@@ -172,8 +172,6 @@ def share_warnings(rank: int, world_size: int) -> None:
 
     To be called by all processes, where they meet anyway. See `process.set_up_logging`.
     """
-    if world_size == 1:
-        return
     shares = gather_on_first(warnings_so_far(), rank, world_size)
     known = set(warnings_so_far())
     for number, share in enumerate(shares[1:], start=1):

@@ -169,6 +169,16 @@ def test_what_is_refused(name, content, message, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_utf_16_is_named(name, tmp_path):
+    """As some Windows programs save it."""
+    module, content, _ = CASES[name]
+    source = tmp_path / "source"
+    source.write_text(content, "utf-16")
+    with pytest.raises(ValueError, match=r"source: is UTF-16"):
+        module.main([str(source), str(tmp_path / "formatted.jsonl")])
+
+
 def test_texts_that_are_left_out_are_counted(tmp_path, caplog):
     """WebNLG's that are not good."""
     for name, (module, content, _) in CASES.items():

@@ -138,6 +138,9 @@ def test_the_length_of_a_prediction_ends_it(run, vocab_folder):
     del row["length"]
     made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
     assert made["pred"] == ["A.!!"] * 3
+    row["length"] = 0  # ended at once
+    made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
+    assert made["pred"] == [""] * 3
 
 
 def test_references_beyond_ref_num_are_counted(run, caplog):

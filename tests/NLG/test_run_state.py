@@ -2,18 +2,33 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compare import assert_same_bits
 from torch import nn
 
+import run_state
+from gpt2_ft_arguments import parse_args
 from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.training.optimizer import AdamW
 from loralib.training.precision import Precision
 from optimizer import Scheduler
-from run_state import RESUME_NAME, Progress, read_run, restore_run, write_finished, write_run
+from run_state import (
+    RESUME_NAME,
+    Progress,
+    begin_run,
+    check_same_start,
+    find_run,
+    has_begun,
+    identity_of,
+    read_run,
+    restore_run,
+    write_finished,
+    write_run,
+)
 
 ALONE = DistEnv(0, 1, 0, torch.device("cpu"))
 IDENTITY = {"--lr": 1e-3, "base": "0123", "last step": 10, "number of steps": 10}
@@ -81,6 +96,97 @@ def test_a_finished_run_keeps_its_mark_only(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert restore_run(tmp_path, ALONE, IDENTITY, state, model, parts).step == 9
     assert_same_bits(model.state_dict(), before)
+
+
+# ---- where a run begins ----
+
+
+def test_which_run_is_resumed(tmp_path, caplog):
+    assert find_run(tmp_path, False) is None
+    assert not caplog.messages
+    assert find_run(tmp_path, True) is None
+    assert caplog.messages == [f"{tmp_path} holds no run to resume: beginning one"]
+    begin(tmp_path)
+    assert [find_run(tmp_path, resume) for resume in (True, False)] == [None] * 2  # killed at once
+    write(tmp_path, *make(1))
+    assert find_run(tmp_path, True)["step"] == PROGRESS.step
+    with pytest.raises(CheckpointError, match=r"holds a run that ended at step 7: resume it by"):
+        find_run(tmp_path, False)
+    write_finished(tmp_path, ALONE, IDENTITY, 9)
+    assert find_run(tmp_path, True) == {"run": IDENTITY, "step": 9, "finished": True}
+    assert find_run(tmp_path, False) is None
+    assert len(caplog.messages) == 1
+
+
+def test_patterns_are_compared_by_what_they_mean(tmp_path):
+    (tmp_path / "train").write_text("{}")
+    files = ["--train_data", str(tmp_path / "train"), "--valid_data", "valid"]
+    args = parse_args([*files, "--lora_targets", "query", "mlp_up", "--lora_dim", "4"])
+    patterns = {"lora_rank_pattern": {"c_attn": 2, "c_fc": 8}, "lora_alpha_pattern": {}}
+    identity = identity_of(args, SimpleNamespace(**patterns), ALONE, 10, 6, "base")
+    assert identity["--lora_rank_pattern"] == "c_attn=2 c_fc=8"
+    assert identity["--lora_alpha_pattern"] is None
+    assert (identity["--lora_dim"], identity["--lora_targets"]) == (4, "query mlp_up")
+    last = [identity[name] for name in ("number of processes", "last step", "number of steps")]
+    assert (last, identity["base"]) == ([1, 10, 6], "base")
+    (tmp_path / "train").write_text("{} ")
+    changed = identity_of(args, SimpleNamespace(**patterns), ALONE, 10, 6, "base")
+    assert [name for name in identity if identity[name] != changed[name]] == ["training data"]
+
+
+def begin(folder, identity=IDENTITY, resume=True, env=ALONE):
+    begin_run(SimpleNamespace(work_dir=str(folder), resume=resume), env, identity)
+
+
+def test_a_run_that_begins_says_whose_the_folder_is(tmp_path):
+    begin(tmp_path, env=DistEnv(1, 1, 0, torch.device("cpu")))  # not the main process
+    assert not [*tmp_path.iterdir()]
+    begin(tmp_path)
+    state = read_run(tmp_path)
+    assert state == {"run": IDENTITY, "step": 0, "finished": False}
+    assert not has_begun(state)
+
+
+def test_only_a_run_s_own_models_may_be_there_as_it_begins(tmp_path):
+    """It may have been killed after its first model, and before its first state."""
+    (tmp_path / "model.5.pt").touch()
+    refused = pytest.raises(CheckpointError, match="holds models of another run")
+    with refused:
+        begin(tmp_path)
+    (tmp_path / "model.5.pt").unlink()
+    begin(tmp_path)
+    (tmp_path / "model.5.pt").touch()
+    begin(tmp_path)
+    with refused:
+        begin(tmp_path, resume=False)
+    with refused:
+        begin(tmp_path, identity={**IDENTITY, "--lr": 1})
+    write(tmp_path, *make(1))
+    with refused:
+        begin(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "step", "finished"),
+    [
+        (None, None, False),
+        ({"step": 7, "finished": False}, 7, False),
+        ({"step": 9, "finished": True}, 9, True),
+    ],
+)
+def test_processes_compare_where_they_begin(tmp_path, monkeypatch, resumed, step, finished):
+    compared = []
+    monkeypatch.setattr(run_state, "check_alike", lambda *given: compared.append(given))
+    (tmp_path / "valid").write_text("{}")
+    args = SimpleNamespace(valid_data=tmp_path / "valid")
+    check_same_start(args, ALONE, IDENTITY, resumed)
+    assert not compared
+    check_same_start(args, DistEnv(1, 2, 0, torch.device("cpu")), IDENTITY, resumed)
+    ((settings, world_size),) = compared
+    own = {"step to resume from": step, "a run to resume that is finished": finished}
+    assert {**settings, **IDENTITY, **own} == settings
+    assert settings["validation data"]
+    assert world_size == 2
 
 
 class Harmful:

@@ -21,6 +21,7 @@ from transformers import (
     RobertaModel,
     file_utils,
 )
+from transformers.weight_files import read_weights
 
 # ---- what does not fit ----
 
@@ -204,6 +205,21 @@ def test_broken_shards(tmp_path, format):
     with fails(CheckpointError, f"names the shard {second.name}, which is missing") as caught:
         AutoModel.from_pretrained(folder)
     is_one_line(caught)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "{}/model.safetensors", "a/b.bin"])
+def test_shards_elsewhere_are_not_read(tmp_path, shard):
+    """An index that was downloaded has no business with other files."""
+    for folder in (tmp_path, tmp_path / "m" / "a"):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+        torch.save({"x": torch.ones(1)}, folder / "b.bin")
+    shard = shard.format(tmp_path)
+    shard = shard.format(tmp_path)
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": shard}}))
+    with fails(CheckpointError, f"{index}: '{shard}' is not the name of a file next to it"):
+        read_weights(str(tmp_path / "m"))
 
 
 def test_shards_that_lack_what_the_index_promises(tmp_path):

@@ -113,3 +113,13 @@ def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_pat
     assert find_checkpoint(args) is None
     (tmp_path / "checkpoint-10").mkdir()
     assert Path(find_checkpoint(args)).name == "checkpoint-10"
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_new_run_that_overwrites_replaces_what_is_there(tmp_path, overwrites, is_new):
+    (tmp_path / "checkpoint-30").mkdir()
+    args = TrainingArguments(str(tmp_path), overwrite_output_dir=overwrites)
+    found = trainer_checkpoint.outdated_checkpoints(args, is_new=is_new)
+    assert found == ["checkpoint-30"] * (overwrites and is_new)
+    assert bool(trainer_checkpoint.outdated_checkpoints(args)) == overwrites

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 from glue_runs import write
@@ -19,6 +20,7 @@ from transformers.fine_tuning.data_sets import Table, load_tables
 from transformers.fine_tuning.questions import (
     Question,
     check_questions,
+    check_room,
     read_questions,
     write_answers,
 )
@@ -433,6 +435,28 @@ def test_wrong_questions(tmp_path, changed, message):
     assert error_of(questions, table) == f"{path}: {message}"
 
 
+class OfBytes:
+    """A tokenizer with a token for each byte, and one before the first."""
+
+    def num_special_tokens_to_add(self, pair: bool) -> int:
+        return 4 if pair else 2
+
+    def __call__(self, text, add_special_tokens, truncation, max_length):
+        assert (add_special_tokens, truncation) == (False, True)
+        return {"input_ids": [0, *text.encode()][:max_length]}
+
+
+def test_questions_leave_room_for_their_texts(tmp_path):
+    """A token of the text at least, besides those that it shares with the row before."""
+    path = tmp_path / "train.json"
+    rows = [question(1, "Ann", question="Who?"), question(2, "Ann", question="Whó?")]
+    table = table_of(path, rows)
+    check_room(table, OfBytes(), length=14, stride=3)  # 1 + 5 tokens, 4 special ones, 3 shared
+    message = f"{path}: row 2: its question takes 6 tokens or more: --max_seq_length 13, less"
+    assert error_of(check_room, table, OfBytes(), 13, 3).startswith(message)
+    assert error_of(check_room, table, OfBytes(), 14, 5).startswith(f"{path}: row 1: ")
+
+
 def test_an_answer_that_is_not_quite_where_it_says(tmp_path, caplog):
     """SQuAD's own sets are off by a character or two, at times."""
     rows = [question(1, "Paris"), question(2, answers=answers(("Ann", 1)))]
@@ -528,6 +552,14 @@ def test_hidden_labels_are_those_of_all_rows(tmp_path):
     assert message in error_of(check_choices, test)
 
 
+def test_a_test_set_of_choices_needs_no_labels(tmp_path):
+    row = choice()
+    del row["label"]
+    table = table_of(tmp_path / "test.json", [row])
+    assert "label" not in check_choices({"test": table}).tables["test"].rows.column_names
+    assert "has no column 'label'" in error_of(check_choices, {"validation": table})
+
+
 def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
@@ -608,6 +640,21 @@ def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch):
         load_tables(flags, ["train"], str(tmp_path))
     assert f": {why}; give it in files" in str(raised.value)
     assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for what comes after
+
+
+def test_which_data_set_is_fetched_and_where_it_is_kept(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*name, **settings):
+        asked.append((*name, settings))
+        return {"train": datasets.Dataset.from_dict({"a": ["b"]})}
+
+    monkeypatch.setattr(data_sets, "why_out_of_reach", lambda offline: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    flags = HubDataArguments(dataset_name="org/set", dataset_config_name="small")
+    table = load_tables(flags, ["train"], str(tmp_path))["train"]
+    assert (table.source, table.rows[:]) == ("org/set (train)", {"a": ["b"]})
+    assert asked == [("org/set", "small", {"cache_dir": str(tmp_path)})]
 
 
 @pytest.mark.parametrize("name", ["{}/rows.json", "rows.json", "./rows.txt"])

@@ -8,10 +8,21 @@ from places import ROOT
 from trainer_runs import make_data
 
 import transformers.trainer as trainer_module
-from transformers import DataCollatorForLanguageModeling, trainer_agreement, trainer_evaluation
+from transformers import (
+    DataCollatorForLanguageModeling,
+    TrainingArguments,
+    TrainingError,
+    trainer_agreement,
+    trainer_evaluation,
+)
 from transformers.data import table_digest
 from transformers.fine_tuning import script as script_module
-from transformers.trainer_agreement import ComparedSet, check_same_evaluation, check_same_flags
+from transformers.trainer_agreement import (
+    ComparedSet,
+    agreed_checkpoint,
+    check_same_evaluation,
+    check_same_flags,
+)
 from transformers.trainer_evaluation import TrainerEvaluation
 
 EXAMPLES = ROOT / "examples"
@@ -168,3 +179,18 @@ def test_all_processes_have_the_first_one_s_metrics(make_trainer, monkeypatch):
 
     monkeypatch.setattr(trainer_evaluation, "gather_objects", of_process_0)
     assert make_trainer().evaluate()["eval_runtime"] == -1.0
+
+
+def test_a_run_that_the_first_process_begins_is_resumed_by_none(tmp_path, monkeypatch):
+    """Where a script's own trainer_state.json is in the output folder as well."""
+    (tmp_path / "trainer_state.json").touch()
+    said = [[None, "checkpoint-3"], [False, False]]
+    monkeypatch.setattr(trainer_agreement, "gather_objects", lambda own, _: [own, *said.pop(0)])
+    seen = []
+    monkeypatch.setattr(trainer_agreement, "appears", lambda path: seen.append(path) or True)
+    args = TrainingArguments(str(tmp_path))
+    with pytest.raises(
+        TrainingError, match=r"different last checkpoints .* \(checkpoint-3, none\)"
+    ):
+        agreed_checkpoint(args, None)
+    assert not seen

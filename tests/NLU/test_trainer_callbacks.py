@@ -1,6 +1,7 @@
 """The Trainer's own callbacks, each by itself: when to act, and the bars on the screen."""
 
 import io
+import math
 
 import pytest
 from tqdm import tqdm
@@ -86,6 +87,32 @@ def test_what_another_callback_asked_for_stands(arguments):
         assert requests(control) == {LOG, EVALUATE, SAVE, STOP}
 
 
+@pytest.mark.parametrize("greater", [True, False])
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ((1, 2, 3), (0, 0, 0)),
+        ((1, 1.5, 2), (0, 1, 2)),  # a gain has to be above the threshold
+        ((1, 1.25, 1.75, 2.5), (0, 1, 2, 0)),  # by the best, which small gains move
+        ((1, 0, 1, 1.75), (0, 1, 2, 0)),
+        ((math.nan, 1, math.nan, 1.75), (1, 0, 1, 0)),
+    ],
+)
+def test_evaluations_without_an_improvement_are_counted(arguments, greater, values, counts):
+    args = arguments(
+        **{"load_best_model_at_end": True, "evaluation_strategy": "steps", "eval_steps": 1},
+        **{"metric_for_best_model": "score", "greater_is_better": greater},
+    )
+    stopping = callbacks.EarlyStoppingCallback(2, early_stopping_threshold=0.5)
+    control = TrainerControl()
+    stopping.on_train_begin(args, TrainerState(), control)
+    for value, count in zip(values, counts, strict=True):
+        metrics = {"eval_score": value if greater else -value}
+        stopping.on_evaluate(args, TrainerState(), control, metrics=metrics)
+        assert stopping.early_stopping_patience_counter == count
+    assert control.should_training_stop == (2 in counts)
+
+
 # ---- bars ----
 
 
@@ -143,6 +170,15 @@ def test_an_evaluation_without_a_run_stays_on_the_screen(bars, arguments):
     assert "eval_loss" not in bar.text
 
 
+def test_a_run_after_one_that_was_interrupted_takes_its_bar_away(bars, arguments):
+    args, progress = arguments(), callbacks.ProgressCallback()
+    for _ in range(2):
+        progress.on_train_begin(args, TrainerState(max_steps=8), None)
+    assert [bar.disable for bar in bars] == [True, False]
+    assert bars[1].leave
+    progress.on_train_end(args, TrainerState(), None)
+
+
 def test_other_processes_show_nothing(bars, arguments):
     args, progress = arguments(), callbacks.ProgressCallback()
     state = TrainerState(max_steps=8, is_world_process_zero=False)
@@ -153,6 +189,21 @@ def test_other_processes_show_nothing(bars, arguments):
     progress.on_evaluate(args, state, None)
     progress.on_train_end(args, state, None)
     assert not bars
+
+
+def test_without_bars_the_records_of_a_run_alone_are_printed(arguments, capsys):
+    """Those of an evaluation without one, and a run's summary, are for `log_metrics`."""
+    args, printer = arguments(), callbacks.PrinterCallback()
+    state = TrainerState(global_step=3, max_steps=8)
+    for main in (True, False):
+        state.is_world_process_zero = main
+        printer.on_log(args, state, None, logs={"eval_loss": 0.75})
+        printer.on_train_begin(args, state, None)
+        printer.on_log(args, state, None, logs={"loss": 0.25})
+        printer.on_log(args, state, None, logs={"train_runtime": 9.0})
+        printer.on_train_end(args, state, None)
+        printer.on_log(args, state, None, logs={"eval_loss": 0.5})
+        assert capsys.readouterr().out == ("{'loss': 0.25}\n" if main else "")
 
 
 # ---- what they stand on ----

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from loralib.errors import CheckpointError
-from transformers import Trainer, TrainingError
+from transformers import Trainer, TrainingArguments, TrainingError, trainer_checkpoint
 
 
 @pytest.fixture
@@ -172,7 +172,10 @@ def test_streams_that_are_refused_later(make):
             method(Stream(3))
 
 
-def test_workers_that_each_read_a_stream(make, caplog):
+def test_workers_that_each_read_a_stream(make, caplog, monkeypatch):
+    with monkeypatch.context() as another_process:
+        another_process.setattr(TrainingArguments, "is_main_process", False)
+        make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=2).get_train_dataloader()
     make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=1).get_train_dataloader()
     assert not caplog.records
     make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=2).get_train_dataloader()
@@ -355,6 +358,26 @@ def test_the_last_checkpoint_is_found(make):
     assert line_of(resumed) == line_of(whole)
     with pytest.raises(TypeError, match="unexpected argument: steps"):
         resumed.train(steps=3)
+
+
+def test_a_resumed_process_knows_whether_it_is_the_main_one(make, monkeypatch):
+    """The main one wrote the checkpoint; others would show bars and records as well."""
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    make(**settings).train()
+    resumed = make(**settings)
+    monkeypatch.setattr(TrainingArguments, "is_main_process", False)
+    monkeypatch.setattr(TrainingArguments, "is_local_main_process", False)
+    resumed.train(resume_from_checkpoint=True)
+    state = resumed.state
+    assert (state.is_world_process_zero, state.is_local_process_zero) == (False, False)
+
+
+def test_another_number_of_processes_leaves_an_epoch_its_steps():
+    """Where a step has as many examples as before."""
+    layout = {"processes": 1, "examples a step": 8}
+    changed = trainer_checkpoint._changed_beside_processes
+    assert changed(layout, {**layout, "processes": 2}) == []
+    assert changed(layout, {"processes": 2, "examples a step": 16}) == ["examples a step"]
 
 
 def test_data_that_is_not_skipped(make):

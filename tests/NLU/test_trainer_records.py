@@ -1,14 +1,18 @@
 """What a run records, and where it reports to."""
 
+import copy
+import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from trainer_runs import make_data, without_runtimes
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
-from transformers import Trainer
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import (
     CurvesCallback,
     TensorBoardCallback,
@@ -121,6 +125,17 @@ def test_after_a_search_its_last_trial_is_not_drawn_into_its_folder(make_trainer
     assert len(drawn) == 1
 
 
+def test_evaluations_of_earlier_weights_leave_the_last_ones_to_draw(make_trainer, drawn):
+    trainer = make_trainer(**PLOT)
+    state = TrainerState(max_steps=4, global_step=4)
+    state.log_history = [{"eval_loss": 0.5, "step": step} for step in (2, 4)]
+    CurvesCallback().on_evaluate(trainer.args, state, None)
+    assert len(drawn) == 1
+    state.log_history *= 2  # evaluated once more
+    CurvesCallback().on_evaluate(trainer.args, state, None)
+    assert len(drawn) == 1
+
+
 def test_an_evaluation_of_the_best_model_is_not_one_of_the_last_step(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     trainer = make_trainer(**PLOT, load_best_model_at_end=True)
@@ -224,12 +239,74 @@ def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, cap
     assert re.fullmatch(r"step 1 of 2: loss 0\.5, epoch [\d.]+; .+ left", second)
 
 
+@pytest.mark.parametrize("main", [True, False])
+def test_other_processes_do_not_say_what_a_run_does(make_trainer, caplog, monkeypatch, main):
+    monkeypatch.setattr(TrainingArguments, "is_main_process", main)
+    trainer = make_trainer()
+    caplog.set_level("INFO")
+    trainer.train()
+    trainer.log_end()
+    tables = [text.partition("\n")[0] for text in caplog.messages if "\n" in text]
+    assert tables == ["training", "finished"] * main
+
+
 def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):
     trainer = make_trainer(logging_steps=5)
     trainer.train()
     trainer.log_end()
     assert not caplog.messages
     assert capsys.readouterr().out.count("'loss': ") == 2  # printed, as in 4.4
+
+
+LOGS = {"loss": 0.5, "eval_loss": 0.25, "eval_note": "no number", "epoch": 1}
+NAMED = {"train/loss": 0.5, "eval/loss": 0.25, "train/epoch": 1.0}
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_tensorboard_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
+    """Of the main process alone; each trial of a search has a folder of its own."""
+    opened, scalars, closed = [], [], []
+
+    def writer(log_dir):
+        opened.append(log_dir)
+        return SimpleNamespace(
+            add_text=lambda *_: None,
+            add_scalar=lambda *scalar: scalars.append(scalar),
+            flush=lambda: None,
+            close=lambda: closed.append(log_dir),
+        )
+
+    module = SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    args = TrainingArguments(str(tmp_path), logging_dir="logs")
+    state = TrainerState(global_step=3, is_world_process_zero=main)
+    callback = TensorBoardCallback()
+    for state.trial_name in (None, "run-1"):
+        state.is_hyper_param_search = state.trial_name is not None
+        callback.on_train_begin(args, state, None)
+        for _ in range(2):
+            callback.on_log(args, state, None, logs=LOGS)
+    folders = [os.path.join("logs", name) for name in ("", "run-1")]
+    assert (opened, closed) == ((folders, folders[:1]) if main else ([], []))
+    assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (4 if main else 0)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_wandb_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
+    begun, logged = [], []
+
+    def init(name, config):
+        begun.append((name, config["learning_rate"]))
+        return SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    args = TrainingArguments(str(tmp_path), run_name="mine", learning_rate=0.5)
+    state = TrainerState(global_step=3, is_world_process_zero=main)
+    callback = WandbCallback()
+    for logs in (LOGS, None):
+        callback.on_log(args, state, None, logs=logs)
+    assert begun == ([("mine", 0.5)] if main else [])
+    assert logged == ([(NAMED, 3), ({}, 3)] if main else [])
 
 
 # ---- records ----
@@ -278,5 +355,22 @@ def test_operations_are_stored_when_asked_for(make_trainer):
     trainer.train()
     before = trainer.state.total_flos
     trainer._progress.flos = 12
-    trainer.store_flos()
-    assert trainer.state.total_flos == before + 12
+    for _ in range(2):
+        trainer.store_flos()
+        assert trainer.state.total_flos == before + 12
+
+
+def test_operations_are_those_of_the_model_that_is_trained(make_trainer):
+    """A trial of a search has another one than the trial before."""
+    trainer, inputs = make_trainer(), {"input_ids": torch.ones(2, 3)}
+    model = trainer.model
+    for weights in (5, 7):
+        other = copy.copy(model)
+        other.num_parameters = lambda exclude_embeddings, weights=weights: weights
+        trainer.model = other
+        assert [trainer.floating_point_ops(inputs) for _ in range(2)] == [6 * 6 * weights] * 2
+
+
+@pytest.mark.parametrize("inputs", [{}, {"input_ids": [[1, 2]]}, {"inputs_embeds": torch.ones(1)}])
+def test_operations_of_a_batch_without_ids_are_not_counted(make_trainer, inputs):
+    assert make_trainer().floating_point_ops(inputs) == 0

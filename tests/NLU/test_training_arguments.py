@@ -169,6 +169,21 @@ def test_places_to_report_to_that_are_not_carried(args, name):
         args(report_to=name)
 
 
+@pytest.mark.parametrize(
+    ("given", "steps", "is_said"),
+    [
+        ({"evaluation_strategy": "steps", "eval_steps": 3, "save_steps": 5}, 3, True),
+        ({"evaluation_strategy": "epoch", "save_steps": 5}, 5, True),
+        ({"evaluation_strategy": "epoch", "save_strategy": "epoch", "save_steps": 5}, 5, False),
+    ],
+)
+def test_where_models_are_compared_each_evaluation_saves_one(args, caplog, given, steps, is_said):
+    caplog.set_level("INFO")
+    made = args(load_best_model_at_end=True, **given)
+    assert (made.save_strategy, made.save_steps) == (given["evaluation_strategy"], steps)
+    assert ("a checkpoint is saved at every evaluation" in caplog.text) == is_said
+
+
 def test_none_goes_with_no_other_place(args):
     with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot, tensorboard$"):
         args(report_to=["tensorboard", "none", "plot"])

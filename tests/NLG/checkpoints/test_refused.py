@@ -211,7 +211,7 @@ def test_a_model_in_several_files(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": parts}))
     part = write_safe(draw_base(), tmp_path).rename(tmp_path / "model-0.safetensors")
-    for path in (index, part):
+    for path in (index, part, tmp_path):
         says = [f"{path}: belongs to a model in several files; save it in one", "max_shard_size"]
         refuses(says, ("--init_checkpoint", path))
 

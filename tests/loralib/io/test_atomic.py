@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -193,6 +193,19 @@ def test_a_folder_is_replaced_by_another_one(tmp_path, there):
         (folder / "old").write_text("old")
     with replacing_folder(path, temporary):
         assert path.exists() == there
+        (temporary / "x").write_text("x")
+    assert names(tmp_path) == ["a"]
+    assert names(path) == ["x"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_is_replaced_after_a_kill_that_left_the_one_before(tmp_path, there):
+    """It was renamed; the new one had taken its place, or was about to."""
+    path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
+    for folder in (tmp_path / ".a.replaced", *([path] if there else [])):
+        folder.mkdir()
+        (folder / "old").write_text("old")
+    with replacing_folder(path, temporary):
         (temporary / "x").write_text("x")
     assert names(tmp_path) == ["a"]
     assert names(path) == ["x"]
@@ -543,6 +556,16 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert names(tmp_path) == ["file.txt"]
 
 
+def test_another_file_s_disk_that_is_full_is_named(tmp_path):
+    """Such as one that is written meanwhile, on another disk."""
+    other = DiskFullError(tmp_path / "other", "10")
+    for written in (atomic_write, atomic_write_folder):
+        with pytest.raises(DiskFullError) as caught, written(tmp_path / "mine"):
+            raise other
+        assert caught.value is other
+    assert names(tmp_path) == []
+
+
 def test_a_disk_that_is_full_before_anything_is_written(tmp_path):
     message = "the file takes an unknown number of bytes, the disk has "
     with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):
@@ -593,6 +616,43 @@ def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
         write(tmp_path / "file")
     # Of the file, and of its folder.
     assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    """Not the temporary one."""
+
+    def refuse(**settings):
+        code = errno.EROFS
+        raise OSError(code, os.strerror(code), str(tmp_path / ".folder.half-written-abcdefgh"))
+
+    monkeypatch.setattr(atomic.tempfile, "mkdtemp", refuse)
+    with pytest.raises(OSError, match="folder") as caught, atomic_write_folder(tmp_path / "folder"):
+        pass
+    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, str(tmp_path / "folder"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_nothing_stays_open(tmp_path):
+    """A run that writes thousands of files would reach the system's limit."""
+
+    def left_open():
+        paths = []
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # that of the list itself, and other threads' files
+                paths.append(os.readlink(f"/proc/self/fd/{number}"))
+        return [path for path in paths if path.startswith(str(tmp_path))]
+
+    with open(tmp_path / "seen", "w"):
+        assert left_open() == [str(tmp_path / "seen")]
+    write(tmp_path / "file")
+    left = tmp_path / ".folder.half-aaaaaaaa"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with atomic_write_folder(tmp_path / "folder"), pytest.raises(RuntimeError):
+        fail(tmp_path / "file", RuntimeError())
+    with replacing_folder(tmp_path / "a", tmp_path / ".a.unfinished"):
+        pass
+    assert left_open() == []
 
 
 def fail_for_folders(monkeypatch, name: str, code: int) -> None:

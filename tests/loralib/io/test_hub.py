@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,7 +365,9 @@ class ReadTimeout(TimeoutException):
     ],
 )
 def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, unreached):
-    left = list(answers)
+    left, waited = list(answers), []
+    clock = SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
+    monkeypatch.setattr(hub_files, "time", clock)
 
     def head(address, timeout):
         assert (address, timeout) == ("https://hub", 5)
@@ -375,22 +378,28 @@ def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, u
     constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=5)
     library = SimpleNamespace(constants=constants, get_session=lambda: SimpleNamespace(head=head))
     for _ in range(2):
-        found = hub_files._why_unreached(library, (0, 0, 0))
+        found = hub_files._why_unreached(library, (0, 1, 2))
         assert left == []
+        assert waited == [0, 1, 2][: len(answers)]
         assert (found if found is None else str(found)) == unreached
-        left += answers if unreached else []  # it is not asked again once it has answered
+        if unreached:  # it is not asked again once it has answered
+            left += answers
+            waited.clear()
         hub_files._unreached.clear()
 
 
 class Silent:
-    """The library with a hub of which nothing is heard; it counts how often that is asked."""
+    """The library with a hub of which nothing is heard; it counts how often that is asked.
+
+    A process that has ended does not wait for it: the thread that asks is a daemon.
+    """
 
     def __init__(self):
         self.constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=0.05)
         self.asked = 0
 
     def get_session(self):
-        self.asked += 1
+        self.asked += threading.current_thread().daemon
         return SimpleNamespace(head=lambda address, timeout: time.sleep(1))
 
     def try_to_load_from_cache(self, name, filename, **where):
@@ -415,6 +424,35 @@ def test_a_commit_in_the_cache_is_taken_without_the_hub(revision, times):
     assert library.asked == times
 
 
+def test_a_commit_in_a_folder_may_be_another_one(tmp_path):
+    """Unlike in the cache, a file there does not say what it is of."""
+    (tmp_path / CONFIG).touch()
+    library, where = Silent(), {"revision": "a0" * 20, "cache_dir": None}
+    found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, tmp_path, False)
+    assert (found, library.asked) == (tmp_path / CONFIG, 1)
+
+
+@pytest.mark.parametrize(("copy", "attempts"), [("/cache/config.json", 1), (None, 3)])
+def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts):
+    tried = []
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda _, pauses: tried.append(pauses))
+    library, where = (
+        SimpleNamespace(try_to_load_from_cache=lambda *_, **__: copy),
+        {"revision": "a"},
+    )
+    assert hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False) is None
+    assert [len(pauses) for pauses in tried] == [attempts]
+
+
+def test_why_other_libraries_are_not_to_ask_the_hub(monkeypatch):
+    unreached, ours = [None, ConnectError("refused")], [False, False, True]
+    monkeypatch.setattr(hub_files, "is_offline_mode", lambda: ours.pop(0))
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: unreached.pop(0))
+    found = [hub_files.why_out_of_reach() for _ in range(3)]
+    assert found == [None, "refused", "offline mode is on"]
+    assert hub_files.why_out_of_reach(offline=True) == "offline mode is on"
+
+
 @pytest.mark.parametrize("made", ["", "runs"])
 def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monkeypatch, made):
     """A name with one slash may be either; where its first part is here, that is said before."""
@@ -433,6 +471,39 @@ def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypat
     monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: ConnectError("refused"))
     with pytest.raises(FileNotFoundError, match=r"cannot be fetched: refused$"):
         fetch_file("gpt2", CONFIG, folder=tmp_path)
+
+
+@pytest.fixture
+def verbosity():
+    """The hub library's level is, after a test, what it was."""
+    before = huggingface_hub.logging.get_verbosity()
+    yield
+    huggingface_hub.logging.set_verbosity(before)
+
+
+def test_what_the_hub_is_asked_for(monkeypatch, verbosity):
+    """Quietly; a user's own level is what it was, afterwards."""
+    asked, levels = [], []
+
+    def download(*names, **settings):
+        asked.append((*names, settings))
+        levels.append(huggingface_hub.logging.get_verbosity())
+        return "/there"
+
+    huggingface_hub.logging.set_verbosity_info()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub_files, "_out_of_reach", lambda *given: None)
+    monkeypatch.setattr(hub_files, "is_offline_mode", lambda: False)
+    given = {"cache_dir": "c", "revision": "old", "token": "secret", "force_download": True}
+    assert resolve_file("org/tiny", CONFIG, **given) == Path("/there")
+    fetch_file("org/tiny", CONFIG, token=False, local_files_only=True, folder="here")
+    usual = {"cache_dir": None, "revision": None, "token": None, "force_download": False}
+    assert asked == [
+        ("org/tiny", CONFIG, {**given, "local_dir": None, "local_files_only": False}),
+        ("org/tiny", CONFIG, {**usual, "local_dir": "here", "local_files_only": True}),
+    ]
+    assert levels == [logging.ERROR] * 2
+    assert huggingface_hub.logging.get_verbosity() == logging.INFO
 
 
 # ---- errors ----

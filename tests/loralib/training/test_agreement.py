@@ -35,6 +35,13 @@ def test_what_is_the_same(others):
     check_alike(settings, 1)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(float("nan"), 1.0), (1.0, float("nan"))])
+def test_not_a_number_is_none_of_the_numbers(others, ours, theirs):
+    others.append([("second", {"--lr": theirs})])
+    with pytest.raises(TrainingError, match=f"has --lr {theirs}, process 0 on first has {ours}"):
+        check_alike({"--lr": ours}, 2)
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
@@ -107,6 +114,17 @@ def test_weights_are_compared_by_their_bits(others, dtype):
     others.append([("second", known)])
     with pytest.raises(TrainingError, match="process 1 on second has weights of b1"):
         check_same_weights(model_of(torch.ones(3), changed), 2)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_sign_alone_is_a_difference(others, place):
+    """It is the highest bit of a value, which an even factor would lose."""
+    values = torch.arange(1.0, 5.0, dtype=torch.float64)
+    changed = values.clone()
+    changed[place] *= -1
+    others.append([("second", said_of(values))])
+    with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
+        check_same_weights(model_of(changed), 2)
 
 
 VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -204,6 +204,50 @@ def test_a_timeout_that_is_none(timeout):
         join(CPU, timeout)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's interfaces")
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "second"), ("mine", "mine")])
+def test_gloo_talks_through_the_interface_that_reaches_the_first_host(
+    monkeypatch, chosen, expected
+):
+    """By itself it would take that of this host's own name, which no other host may reach."""
+    name = "GLOO_SOCKET_IFNAME"
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(name)
+    addresses = {"first": "10.0.0.1", "second": "127.0.0.1", "third": None}
+    monkeypatch.setattr(distributed, "_address_of", lambda _, interface: addresses[interface])
+    monkeypatch.setattr(distributed.socket, "if_nameindex", lambda: [*enumerate(addresses, 1)])
+    distributed._choose_interface("127.0.0.1")
+    assert os.environ[name] == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's interfaces")
+def test_the_address_of_an_interface():
+    """That of this machine itself, where it has one."""
+    names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        assert distributed._address_of(probe, "none-such") is None
+        assert "lo" not in names or distributed._address_of(probe, "lo") in ("127.0.0.1", None)
+
+
+def test_shared_tensors_are_sent_in_one_piece(monkeypatch):
+    """Whatever their order in memory is; they become the first process's in place."""
+
+    def broadcast(tensor, source):
+        assert tensor.is_contiguous()
+        assert source == 0
+        tensor.copy_(torch.arange(6.0).view_as(tensor))
+
+    monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
+    whole, turned = torch.zeros(2, 3, requires_grad=True), torch.zeros(3, 2).t()
+    places = [whole.data_ptr(), turned.data_ptr()]
+    distributed.share_tensors([whole, turned], 1)
+    assert not whole.any()
+    distributed.share_tensors(iter([whole, turned]), 2)
+    assert whole.tolist() == turned.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert [whole.data_ptr(), turned.data_ptr()] == places
+
+
 JOIN = """
 import os, sys
 import torch

@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 from loralib.errors import TrainingError
 from loralib.training import locks
@@ -75,6 +76,71 @@ def test_an_error_within_frees_the_folder(tmp_path):
         raise KeyError
     assert not (tmp_path / OWNER_NAME).exists()
     take(tmp_path)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that waiting alone moves; `.after` is called after each wait, with the time."""
+    clock = SimpleNamespace(now=0.0, after=lambda now: None)
+
+    def sleep(seconds):
+        clock.now += seconds
+        assert clock.now < 60, "it waits without end"
+        clock.after(clock.now)
+
+    fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now, strftime=time.strftime)
+    monkeypatch.setattr(locks, "time", fake)
+    return clock
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A lock on the folder that is another's."""
+    lock = FileLock(tmp_path / LOCK_NAME)
+    with lock:
+        yield lock
+
+
+def test_a_run_that_is_alive_is_not_waited_for(tmp_path, held, clock):
+    write_owner(tmp_path)
+    assert refused(tmp_path).startswith(f"{tmp_path}: another run is writing there (process ")
+    assert clock.now == 0
+    assert (tmp_path / OWNER_NAME).exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_left_of_a_run_that_has_ended_is_waited_for(tmp_path, held, clock, named):
+    """Its children; or it has not written its name yet."""
+    if named:
+        write_owner(tmp_path, started="of another")
+    clock.after = lambda now: held.release() if now > 10 else None
+    take(tmp_path)
+    assert 10 < clock.now < 10.2
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
+def test_it_is_not_waited_for_without_end(tmp_path, held, clock):
+    write_owner(tmp_path, started="of another")
+    refused(tmp_path)
+    assert 15 < clock.now < 15.2
+
+
+@pytest.mark.parametrize("pid", [0, -1, "1", None])
+def test_a_number_that_no_process_has_is_nobody_s(tmp_path, pid):
+    """The system takes 0 and -1 for many processes."""
+    write_owner(tmp_path)
+    assert Owner.read(tmp_path / OWNER_NAME).pid == os.getpid()
+    write_owner(tmp_path, pid=pid)
+    assert Owner.read(tmp_path / OWNER_NAME) is None
+
+
+def test_what_somebody_has_removed_is_not_missed(tmp_path):
+    with sole_use(tmp_path):
+        for name in (LOCK_NAME, OWNER_NAME):
+            (tmp_path / name).unlink()
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

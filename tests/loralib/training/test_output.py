@@ -2,15 +2,18 @@
 
 import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
+from loralib.training import output
 from loralib.training.locks import sole_use
-from loralib.training.output import output_folder
+from loralib.training.output import appears, check_shared, output_folder
 
 
 def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
@@ -23,6 +26,12 @@ def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
 def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
     with pytest.raises(ValueError, match="bad flag"), output_folder(tmp_path / "out", 0, 1):
         raise ValueError("bad flag")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_in_the_meantime_is_not_missed(tmp_path):
+    with output_folder(tmp_path / "out", 0, 1):
+        shutil.rmtree(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,3 +94,58 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match=message), output_folder(tmp_path, 0, 1):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("problem", [None, "no room"])
+def test_other_processes_wait_for_the_first_one_s_folder(tmp_path, monkeypatch, problem):
+    """And see whether it is theirs as well."""
+    checked, folder = [], tmp_path / "out"
+    monkeypatch.setattr(output, "gather_objects", lambda *_: [problem, None])
+    monkeypatch.setattr(output, "check_shared", lambda *given: checked.append(given))
+    if problem is None:
+        with output_folder(folder, 1, 2):
+            assert checked == [(folder, 2)]
+    else:
+        with pytest.raises(TrainingError, match=r"^no room$"), output_folder(folder, 1, 2):
+            pass
+        assert not checked
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("blind", [[], [1], [2, 0]])
+def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypatch, rank, blind):
+    """Which puts a file there, and takes it away."""
+    said, there = [["token"] * 3], []
+    monkeypatch.setattr(output, "gather_objects", lambda *_: said.pop(0))
+    monkeypatch.setattr(output.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(output, "barrier", lambda _: there.append([*tmp_path.iterdir()]))
+    monkeypatch.setattr(output, "appears", lambda path: path in there[0])
+    said.append([(number not in blind, f"host {number % 2}") for number in range(3)])
+    if blind:
+        hosts = ["host 1"] if blind == [1] else ["host 0"]
+        named = f"for process {', '.join(map(str, sorted(blind)))} \\(on {', '.join(hosts)}\\)"
+        with pytest.raises(TrainingError, match=named):
+            check_shared(tmp_path, 3)
+    else:
+        check_shared(tmp_path, 3)
+    assert [len(files) for files in there] == [rank == 0]
+    assert not [*tmp_path.iterdir()]
+    check_shared(tmp_path, 1)
+
+
+@pytest.mark.parametrize(("late", "seen"), [(0, True), (9, True), (11, False)])
+def test_a_file_system_may_show_a_file_late(tmp_path, monkeypatch, late, seen):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        assert now[0] < 60, "it waits without end"
+        if now[0] > late:
+            (tmp_path / "file").touch()
+
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    if late == 0:
+        (tmp_path / "file").touch()
+    assert appears(tmp_path / "file") == seen
+    assert min(late, 10) <= now[0] < min(late, 10) + 0.5

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -587,6 +588,38 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
     done = subprocess.run(command, env=environment, capture_output=True)
     expected = "√" if encoding == "utf-8" else "\\u221a"
     assert (done.returncode, done.stdout.decode().strip(), done.stderr) == (0, expected, b"")
+
+
+@pytest.mark.parametrize("stream", ["closed", None])
+def test_output_that_was_closed_is_not_written_out(monkeypatch, stream):
+    if stream is not None:
+        stream = io.TextIOWrapper(io.BytesIO())
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with process_module._flushing_output():
+        pass
+
+
+def test_a_file_in_a_folder_s_place_is_said(tmp_path):
+    """Where the system has but "File exists"; what a library raises by itself is all that it is."""
+    (tmp_path / "file").touch()
+    for name, said in (("file", "is a file, where a folder is needed"), ("", "File exists")):
+        error = FileExistsError(17, "File exists", str(tmp_path / name))
+        assert process_module.error_in_words(error) == f"{tmp_path / name}: {said}"
+    assert process_module.error_in_words(OSError("cut off")) == "cut off"
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"), [("strict", "backslashreplace"), ("replace", "replace")]
+)
+def test_what_a_user_does_about_characters_stays(monkeypatch, errors, expected):
+    """By PYTHONIOENCODING; by default such a character would be an error."""
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    process_module._set_up_streams()
+    assert (sys.stdout, stream.errors) == (stream, expected)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace())  # a notebook's, say
+    process_module._set_up_streams()
 
 
 # ---- imports without the garbage collector ----

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from torch.distributed import HashStore
 
+from loralib.training import watch as watch_module
 from loralib.training.watch import Watch
 
 
@@ -78,10 +79,31 @@ def test_a_process_that_does_not_come_further():
     assert watched.lines.keys() == {0, 1, 2}
 
 
+def test_processes_that_stop_a_moment_apart_are_named_together():
+    """As those of a lost host do: each is heard of once in an interval."""
+    watched = Watched(3)
+    watched.watches[0].interval = 1.0
+    watched.pass_time(20, working=[0, 1, 2])
+    watched.pass_time(1, working=[0, 2], alive=[0, 2])
+    watched.pass_time(11, alive=[0])
+    assert watched.lines == {0: "processes 1, 2 of 3 hang: nothing for 10 s"}
+
+
 def test_all_of_them_hang():
     watched = Watched(2)
     watched.pass_time(13)
     assert "processes 0, 1 of 2 hang: nothing for 10 s" in watched.lines.values()
+
+
+@pytest.mark.parametrize("line", ["process 1 of 2 hangs", ""])
+def test_a_process_ends_with_an_error(monkeypatch, caplog, line):
+    """Which one of them says."""
+    ends = []
+    monkeypatch.setattr(watch_module, "end_at_once", ends.append)
+    watch_module._end_process(line)
+    assert ends == [1]
+    said = f"{line}; the run ends, and resumes from its last checkpoint"
+    assert caplog.messages == [said] * bool(line)
 
 
 def test_the_store_is_gone():
@@ -90,8 +112,7 @@ def test_the_store_is_gone():
             raise RuntimeError("Connection reset by peer")
 
     ended, lines = threading.Event(), []
-    watch = Watch(Gone(), 0, 2, 0.5, lambda line: (lines.append(line), ended.set()))
-    watch.start()
+    Watch(Gone(), 0, 2, 0.5, lambda line: (lines.append(line), ended.set())).start()
     assert ended.wait(10)
     (line,) = lines
     assert line.startswith(
