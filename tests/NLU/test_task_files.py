@@ -673,6 +673,20 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path):
         load_tables(flags, ["train"], str(tmp_path))
 
 
+def test_a_server_is_not_told_what_is_read(tmp_path, monkeypatch):
+    """datasets would tell it of the user's own files, and wait for its name to be known."""
+    told = []
+    monkeypatch.setattr("datasets.load.get_session", lambda: told.append("of it"))
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.csv", [{"a": "b"}])
+    datasets.load_dataset("csv", data_files=str(tmp_path / "set" / "train.csv"))
+    assert told.pop() == "of it"
+    read_table(str(tmp_path / "set" / "train.csv"))
+    load_tables(HubDataArguments(dataset_name=str(tmp_path / "set")), ["train"], str(tmp_path))
+    assert told == []
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # for what comes after
+
+
 def test_a_data_set_s_folder_is_read_by_its_content(tmp_path):
     """Not by its names and times, which a copy may share (`cp -p`)."""
     (tmp_path / "set").mkdir()

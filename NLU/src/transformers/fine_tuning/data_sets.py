@@ -17,7 +17,7 @@ from loralib.io.digests import folder_digest
 from loralib.io.hub import is_a_path, why_out_of_reach
 from loralib.text import first_line, quoted
 
-from ..data.text_files import read_table
+from ..data.text_files import read_table, unreported
 from .arguments import SUFFIXES, DataArguments, HubDataArguments
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
@@ -202,7 +202,8 @@ def load_data_set(
         raise ValueError("the data set's name is empty")
     if os.path.isdir(name):
         # As in `load_rows`: the library goes by names and times of a folder's files.
-        return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
+        with unreported():
+            return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
     if os.path.isfile(name):
         if name.endswith(".py"):
             return load_dataset(name)  # which says that it runs none
