@@ -431,7 +431,7 @@ class Loading:
 
     def drop(self, layer, args, out):
         layer._parameters.update(self.empty)
-        return out.to("cpu", non_blocking=False)
+        return tuple(each.to("cpu", non_blocking=False) for each in out)
 
 
 @pytest.mark.parametrize("way", WAYS)
