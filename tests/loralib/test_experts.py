@@ -32,6 +32,9 @@ from stacked_experts import (
     with_sums,
 )
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.utils import parametrize
 
 import loralib as lora
@@ -536,25 +539,55 @@ def test_a_tied_stack_is_adapted_if_it_may_be_untied():
     assert one.down_proj is not other.down_proj
 
 
-def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):
-    model = adapted(targets="gate_up_proj")
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("before", [(), ("gate_up_proj",)], ids=["plain", "adapted"])
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call):
+    model, x = adapted(targets=["q", *before], layers=3), tokens()
+    if before:
+        apply_activation_checkpointing(model)
     state, classes = model.state_dict(), [type(module) for module in model.modules()]
-    add, calls = AdaptedStack._add_update, []
+    expected, add, calls = model(x), AdaptedStack._add_update, []
 
     def fail(self, dtype=None):
         calls.append(self)
-        if len(calls) == 2:
+        if len(calls) == call:
             raise MemoryError
         add(self, dtype)
 
     monkeypatch.setattr(AdaptedStack, "_add_update", fail)
     with pytest.raises(MemoryError):
-        lora.add_lora(model, ["q", "down_proj"], r=R)
+        lora.add_lora(model, "down_proj", r=R)
     assert model.state_dict().keys() == state.keys()
     assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(x), expected)
     monkeypatch.undo()
     lora.remove_lora(model)
-    assert {type(m) for m in model.modules()} == {type(m) for m in build().modules()}
+    assert {type(m) for m in build().modules()} <= {type(m) for m in model.modules()}
+    assert not any("Adapted" in type(m).__name__ for m in model.modules())
+
+
+def test_a_stack_that_is_registered_after_others_were_adapted():
+    class Growing(Experts):
+        def forward(self, x):
+            return super().forward(x) + x @ self.late[1]
+
+    experts = Growing()
+    lora.add_lora(experts, "down_proj", r=R)
+    experts.late = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+    assert lora.add_lora(experts, "late", r=R) == ("late_lora",)
+    out = randomised(experts)(tokens())
+    out.sum().backward()
+    assert all(getattr(experts, f"{n}_lora").lora_A.grad.any() for n in ("down_proj", "late"))
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is Growing
+
+
+def test_experts_in_evaluation_get_updates_in_evaluation():
+    model = build().eval()
+    lora.add_lora(model, STACKS, r=R)
+    assert not any(module.training for module in model.modules())
+    assert lora_layers(model)
 
 
 def test_a_parametrized_stack_is_an_error():
