@@ -75,9 +75,3 @@ def layer_of_stack(parameter: str) -> str:
 def stack_of_layer(layer: str) -> str:
     """The reverse of `layer_of_stack`."""
     return layer.removesuffix(_ENDING)
-
-
-def is_layer_of_stack(model: nn.Module, name: str) -> bool:
-    """Whether a name is that of a LoRA layer of a stack which a model has, adapted or not."""
-    stack = stack_of_layer(name)
-    return stack != name and stack_named(model, stack) is not None

@@ -233,6 +233,40 @@ def test_dropout_of_other_modules_is_not_pefts(tmp_path):
     assert config["lora_dropout"] == 0
 
 
+class Beside(nn.Module):
+    """A linear layer that is called as the LoRA layer of the stack beside it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.w_lora = nn.Linear(WIDTH, WIDTH)
+        self.v = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.w_lora(x) + x @ self.w[0] + x @ self.v[1]
+
+
+@pytest.mark.parametrize("name", ["a", "a.safetensors"])
+def test_a_linear_layer_that_is_called_as_a_stack_s(tmp_path, name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"beside": Beside()})
+    plain = copy.deepcopy(model)
+    names = lora.add_lora(model, "beside.w_lora", r=R, lora_dropout=0.1)
+    lora.save_adapter(randomised(model), tmp_path / name)
+    again = copy.deepcopy(plain)
+    assert lora.load_adapter(again, tmp_path / name) == names
+    assert again["beside"].w_lora.lora_dropout.p == 0.1
+    merge_into(plain, lora.read_adapter(tmp_path / name))
+    for other in (again.eval(), plain):
+        close(other["beside"](tokens()), model.eval()["beside"](tokens()))
+    if name == "a":
+        return
+    lora.add_lora(model, "beside.v", r=R)
+    said = lora.save_adapter(randomised(model), tmp_path / name)
+    assert not any("dropouts from" in line for line in said)
+    assert lora.read_adapter(tmp_path / name).lora.stacks == ("beside.v_lora",)
+
+
 def test_a_bank_refuses_what_it_cannot_see(tmp_path):
     lora.save_adapter(adapted(), tmp_path / "a.safetensors")
     bank = lora.AdapterBank(build())
