@@ -14,6 +14,7 @@ forward computes that again (a reentrant one, wrongly; the other is an error).
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -170,6 +171,8 @@ def with_stacks(kind: type[nn.Module], stacks: Iterable[str]) -> type[nn.Module]
         # A compiled forward would see the parameters, and not what is in effect in their place.
         reason = "experts have LoRA: compile without fullgraph=True, or call lora.merge first"
         forward = torch.compiler.disable(_WithStacks.forward, reason=reason)
+        # Trainers ask a model's forward for its signature, and its source says what it computes.
+        forward = update_wrapper(forward, kind.forward, updated=())
         own = {"forward": forward, "_kind": kind, "_stacks": stacks, "__module__": kind.__module__}
         attributes = own | {name: _reading(name) for name in stacks}
         _classes[kind, stacks] = type(f"Adapted{kind.__name__}", (_WithStacks, kind), attributes)

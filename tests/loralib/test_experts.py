@@ -1,6 +1,7 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -581,6 +582,16 @@ def test_a_stack_that_is_registered_after_others_were_adapted():
     close(lora.merge(copy.deepcopy(experts))(tokens()), out)
     lora.remove_lora(experts)
     assert type(experts) is Growing
+
+
+def test_the_forward_looks_like_the_module_s_own():
+    """Upstream's Trainer drops the columns of a data set that the signature does not name."""
+    experts = Experts()
+    signature, source = inspect.signature(experts.forward), inspect.getsource(experts.forward)
+    lora.add_lora(experts, "down_proj", r=R)
+    assert inspect.signature(experts.forward) == signature
+    assert inspect.getsource(experts.forward) == source
+    assert experts.forward.__doc__ == Experts.forward.__doc__
 
 
 def test_experts_in_evaluation_get_updates_in_evaluation():
