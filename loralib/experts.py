@@ -8,7 +8,7 @@ The sum is not computed: see low_rank_sum.py.
 The module becomes one of a class derived from its own. It has a child for each adapted parameter,
 an `AdaptedStack`, with A and B. Outside of its own forward the parameter is the frozen one: read by
 its parent, by another of its methods, by another thread, or where a checkpoint of a part of the
-forward computes that again (a reentrant one, wrongly; the other is an error).
+forward computes that again, which is an error.
 """
 
 from collections.abc import Iterable, Mapping

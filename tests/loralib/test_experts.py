@@ -37,6 +37,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
 from loralib.errors import UnsupportedLayerError
@@ -345,7 +346,7 @@ def test_a_full_graph_is_refused_with_what_to_do_instead():
 def test_gradient_checkpointing_and_transforms():
     model, x = adapted("bmm"), tokens()
     expected = model(x)
-    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    out = checkpoint(model, x, use_reentrant=False)
     close(out, expected)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(out.square().sum(), trained.values())
@@ -395,21 +396,84 @@ def test_tensors_that_stand_in_for_the_parameters():
         replica(tokens())
 
 
-def test_a_kernel_is_not_given_a_sum():
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight[0].mT
+class Saves(torch.autograd.Function):
+    """As a kernel of one's own may be written that computes elsewhere."""
 
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+
+class Keeps(torch.autograd.Function):
+    """x Wᵀ, with a gradient of the weight where one is needed."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_weight = grad.mT @ ctx.saved_tensors[0] if ctx.needs_input_grad[1] else None
+        return grad @ ctx.weight, of_weight
+
+
+def in_part(x, weight):
+    return checkpoint(lambda x: x @ weight.mT, x, use_reentrant=True)
+
+
+def fused(compute):
     class Fused(Experts):
         def forward(self, x):
-            return Kernel.apply(x, self.gate_up_proj)
+            with torch.no_grad():
+                self.largest = self.gate_up_proj[0].abs().max()
+            return compute(x, self.gate_up_proj[0])
 
     experts = Fused()
     lora.add_lora(experts, "gate_up_proj", r=R)
-    with pytest.raises(TypeError, match="LowRankSum"):
-        experts(tokens().requires_grad_())
+    return randomised(experts)
+
+
+@pytest.mark.parametrize(
+    ("compute", "kind", "message"),
+    [
+        (Saves.apply, TypeError, "LowRankSum"),
+        (Keeps.apply, RuntimeError, "an autograd.Function computes with experts that have LoRA, "),
+        (lambda x, w: Keeps.apply(x, w.mT.mT), RuntimeError, "would get no gradients: choose"),
+        (in_part, RuntimeError, "checkpoint the module as a whole, if this is a checkpoint within"),
+    ],
+    ids=["saves", "keeps", "keeps the transposed", "checkpoint"],
+)
+def test_a_function_that_would_give_the_update_no_gradients_is_an_error(compute, kind, message):
+    experts, x = fused(compute), tokens().requires_grad_()
+    with pytest.raises(kind, match=message):
+        experts(x)
+
+
+@pytest.mark.parametrize("compute", [Keeps.apply, in_part], ids=["function", "checkpoint"])
+def test_a_function_computes_with_updates_that_are_not_trained(compute):
+    experts, x = fused(compute), tokens().requires_grad_()
+    expected = tokens() @ lora.merge(copy.deepcopy(experts)).gate_up_proj[0].mT
+    with torch.no_grad():
+        close(experts(x), expected)
+    with torch.inference_mode():
+        close(experts(x), expected)
+    frozen = experts.requires_grad_(False)(x)
+    close(frozen, expected)
+    frozen.sum().backward()
+    assert x.grad.any()
+
+
+def test_a_reentrant_checkpoint_of_the_module():
+    model, x = adapted("bmm"), tokens().requires_grad_()
+    model(x).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    for p, grad in zip((p for p in model.parameters() if p.requires_grad), grads, strict=True):
+        close(p.grad, grad)
 
 
 def test_no_kernel_gets_the_address_of_the_weight_alone():
