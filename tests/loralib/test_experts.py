@@ -674,6 +674,28 @@ def test_a_parametrized_stack_is_an_error():
         lora.remove_lora(experts)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_another_parameter_that_was_parametrized_before():
+    experts = Experts()
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    kind = type(experts)
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
+        lora.merge(experts)
+    parametrize.remove_parametrizations(experts, "down_proj_bias", leave_parametrized=False)
+    close(experts(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is kind
+    assert parametrize.is_parametrized(experts, "down_proj")
+
+
 def test_a_forward_that_was_set_is_the_owner_s():
     model = adapted(layers=1)
     experts = model.layers[0]["experts"]
