@@ -119,6 +119,13 @@ def without_inner(tensors, config):
         del tensors[name]
 
 
+def without_outermost(tensors, config):
+    """As if another parameter had been adapted after these, whose update is gone."""
+    inner_first = sorted((n for n in tensors if "layers.1.experts." in n), key=len, reverse=True)
+    for name in inner_first:
+        tensors[name.replace(".lora_", ".base_layer.lora_")] = tensors.pop(name)
+
+
 def without_any(tensors, config):
     for name in [name for name in tensors if "layers.1.experts." in name]:
         del tensors[name]
@@ -193,6 +200,7 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
         (of_another_rank, "which are not several of the rank 5"),
         (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
         (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
+        (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
         (with_names_that_are_none, "target_parameters is 'experts"),
