@@ -132,7 +132,7 @@ class _WithStacks(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._stacks), reduced[2]
 
 

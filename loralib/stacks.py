@@ -31,7 +31,7 @@ def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     own = module._parameters
     if not own or isinstance(module, nn.modules.conv._ConvNd):
         return {}
-    return {n: p for n, p in own.items() if p is not None and _is_stack(p) and "lora_" not in n}
+    return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
 
 
 def _is_stack(parameter: Tensor) -> bool:

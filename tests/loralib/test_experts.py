@@ -116,6 +116,34 @@ OTHERS = {
 }
 
 
+def test_the_sum_is_computed_in_its_own_precision():
+    parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
+    whole = LowRankSum(*parts).tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(LowRankSum(*parts).tensor, whole)
+
+
+def test_experts_that_are_called_by_experts_do_not_hide_theirs():
+    class Inner(Experts):
+        def forward(self, x, outer):
+            return x @ self.gate_up_proj[0].mT @ outer()
+
+    class Outer(Experts):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x, lambda: self.gate_up_proj[1])
+
+    outer = Outer()
+    lora.add_lora(outer, "gate_up_proj", r=R)
+    out = randomised(outer)(tokens())
+    out.sum().backward()
+    assert all(each.gate_up_proj_lora.lora_A.grad.any() for each in (outer, outer.inner))
+    close(lora.merge(copy.deepcopy(outer))(tokens()), out)
+
+
 def test_what_is_read_without_gradients_takes_none_from_what_follows():
     class Other(Experts):
         def forward(self, x):
@@ -309,7 +337,8 @@ def test_copies_and_pickles():
     torch.save(model, file)
     file.seek(0)
     copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-    for one in (*copies, pickle.loads(pickle.dumps(model))):
+    pickled = (pickle.dumps(model, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1))
+    for one in (*copies, *map(pickle.loads, pickled)):
         assert torch.equal(one(x), expected)
         nn.init.zeros_(one.layers[0]["experts"].down_proj_lora.lora_B)
         assert not torch.equal(one(x), expected)
@@ -427,7 +456,7 @@ def in_part(x, weight):
 def fused(compute):
     class Fused(Experts):
         def forward(self, x):
-            with torch.no_grad():
+            with torch.inference_mode():
                 self.largest = self.gate_up_proj[0].abs().max()
             return compute(x, self.gate_up_proj[0])
 
@@ -450,6 +479,29 @@ def test_a_function_that_would_give_the_update_no_gradients_is_an_error(compute,
     experts, x = fused(compute), tokens().requires_grad_()
     with pytest.raises(kind, match=message):
         experts(x)
+
+
+class Records(torch.autograd.Function):
+    """x Wᵀ, of which autograd gives the gradients of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            ctx.out = x.detach() @ weight.mT
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.out.backward(grad)
+        return grad.new_zeros(len(grad), WIDTH), None
+
+
+def test_a_function_in_which_autograd_records():
+    one, other = fused(Records.apply), fused(F.linear)
+    for experts in (one, other):
+        experts(tokens().requires_grad_()).sum().backward()
+    close(one.gate_up_proj_lora.lora_A.grad, other.gate_up_proj_lora.lora_A.grad)
+    assert other.gate_up_proj_lora.lora_A.grad.any()
 
 
 @pytest.mark.parametrize("compute", [Keeps.apply, in_part], ids=["function", "checkpoint"])
@@ -558,6 +610,11 @@ REFUSED = {
     "twice": (adapted, {}, "down_proj has LoRA already"),
     "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as it is while"),
     "no forward": (lambda: owned_by(nn.Module), {"targets": "stack"}, "computes nothing with it"),
+    "a kernel": (
+        lambda: nn.ModuleDict({"q": nn.Linear(4, 4), "conv": nn.Conv1d(4, 4, 3)}),
+        {"targets": "conv.weight"},
+        r"'conv\.weight' matches no module",
+    ),
     "its own attribute": (
         lambda: owned_by(nn.Module, **FORWARD, stack_lora=1),
         {"targets": "stack"},
