@@ -106,7 +106,7 @@ def _check_turnable(model: nn.Module) -> None:
             continue
         base = module.base
         is_plain = module.r == 0 or base._parameters.get(module.frozen_name) is not None
-        if not is_plain or "parametrizations" in base._modules:
+        if not is_plain or _parametrized_since(base):
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
@@ -122,6 +122,13 @@ def _check_turnable(model: nn.Module) -> None:
                     "set since it was adapted, which may still call the LoRA layer when it is gone",
                 )
             )
+
+
+def _parametrized_since(module: nn.Module) -> bool:
+    """Whether a turned module has been parametrized, otherwise than its class before was."""
+    before = vars(module)["_turned"].before
+    names = getattr(module, "parametrizations", ())  # what is parametrized is read by a property
+    return any(not hasattr(before, name) for name in names)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

@@ -54,11 +54,11 @@ ROOMS = {
         "steps",
         "trained",
     },
-    "adapted_layers": {"functional", "layers", "lora_layer", "nn"},
+    "adapted_layers": {"functional", "layers", "lora_layer", "nn", "wrappers"},
     "bypassed": {"targets", "wrappers"},
     "stacks": set(),
     "low_rank_sum": {"functional"},
-    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks"},
+    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
     "targets": {"stacks", "text"},
     "adaptation": {
         "adapted_layers",

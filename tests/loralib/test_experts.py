@@ -1,6 +1,7 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -32,7 +33,11 @@ from stacked_experts import (
     with_sums,
 )
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
 from loralib.errors import UnsupportedLayerError
@@ -109,6 +114,34 @@ OTHERS = {
     "compared from the left": lambda w, x: (x.new_zeros(()) < w) * w,
     "sizes": lambda w, x: torch.tensor([*w.shape, w.size(1), w.dim(), len(w), w.ndim]).to(w.dtype),
 }
+
+
+def test_the_sum_is_computed_in_its_own_precision():
+    parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
+    whole = LowRankSum(*parts).tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(LowRankSum(*parts).tensor, whole)
+
+
+def test_experts_that_are_called_by_experts_do_not_hide_theirs():
+    class Inner(Experts):
+        def forward(self, x, outer):
+            return x @ self.gate_up_proj[0].mT @ outer()
+
+    class Outer(Experts):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x, lambda: self.gate_up_proj[1])
+
+    outer = Outer()
+    lora.add_lora(outer, "gate_up_proj", r=R)
+    out = randomised(outer)(tokens())
+    out.sum().backward()
+    assert all(each.gate_up_proj_lora.lora_A.grad.any() for each in (outer, outer.inner))
+    close(lora.merge(copy.deepcopy(outer))(tokens()), out)
 
 
 def test_what_is_read_without_gradients_takes_none_from_what_follows():
@@ -304,7 +337,8 @@ def test_copies_and_pickles():
     torch.save(model, file)
     file.seek(0)
     copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-    for one in (*copies, pickle.loads(pickle.dumps(model))):
+    pickled = (pickle.dumps(model, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1))
+    for one in (*copies, *map(pickle.loads, pickled)):
         assert torch.equal(one(x), expected)
         nn.init.zeros_(one.layers[0]["experts"].down_proj_lora.lora_B)
         assert not torch.equal(one(x), expected)
@@ -341,7 +375,7 @@ def test_a_full_graph_is_refused_with_what_to_do_instead():
 def test_gradient_checkpointing_and_transforms():
     model, x = adapted("bmm"), tokens()
     expected = model(x)
-    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    out = checkpoint(model, x, use_reentrant=False)
     close(out, expected)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(out.square().sum(), trained.values())
@@ -391,21 +425,107 @@ def test_tensors_that_stand_in_for_the_parameters():
         replica(tokens())
 
 
-def test_a_kernel_is_not_given_a_sum():
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight[0].mT
+class Saves(torch.autograd.Function):
+    """As a kernel of one's own may be written that computes elsewhere."""
 
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+
+class Keeps(torch.autograd.Function):
+    """x Wᵀ, with a gradient of the weight where one is needed."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_weight = grad.mT @ ctx.saved_tensors[0] if ctx.needs_input_grad[1] else None
+        return grad @ ctx.weight, of_weight
+
+
+def in_part(x, weight):
+    return checkpoint(lambda x: x @ weight.mT, x, use_reentrant=True)
+
+
+def fused(compute):
     class Fused(Experts):
         def forward(self, x):
-            return Kernel.apply(x, self.gate_up_proj)
+            with torch.inference_mode():
+                self.largest = self.gate_up_proj[0].abs().max()
+            return compute(x, self.gate_up_proj[0])
 
     experts = Fused()
     lora.add_lora(experts, "gate_up_proj", r=R)
-    with pytest.raises(TypeError, match="LowRankSum"):
-        experts(tokens().requires_grad_())
+    return randomised(experts)
+
+
+@pytest.mark.parametrize(
+    ("compute", "kind", "message"),
+    [
+        (Saves.apply, TypeError, "LowRankSum"),
+        (Keeps.apply, RuntimeError, "an autograd.Function computes with experts that have LoRA, "),
+        (lambda x, w: Keeps.apply(x, w.mT.mT), RuntimeError, "would get no gradients: choose"),
+        (in_part, RuntimeError, "checkpoint the module as a whole, if this is a checkpoint within"),
+    ],
+    ids=["saves", "keeps", "keeps the transposed", "checkpoint"],
+)
+def test_a_function_that_would_give_the_update_no_gradients_is_an_error(compute, kind, message):
+    experts, x = fused(compute), tokens().requires_grad_()
+    with pytest.raises(kind, match=message):
+        experts(x)
+
+
+class Records(torch.autograd.Function):
+    """x Wᵀ, of which autograd gives the gradients of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            ctx.out = x.detach() @ weight.mT
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.out.backward(grad)
+        return grad.new_zeros(len(grad), WIDTH), None
+
+
+def test_a_function_in_which_autograd_records():
+    one, other = fused(Records.apply), fused(F.linear)
+    for experts in (one, other):
+        experts(tokens().requires_grad_()).sum().backward()
+    close(one.gate_up_proj_lora.lora_A.grad, other.gate_up_proj_lora.lora_A.grad)
+    assert other.gate_up_proj_lora.lora_A.grad.any()
+
+
+@pytest.mark.parametrize("compute", [Keeps.apply, in_part], ids=["function", "checkpoint"])
+def test_a_function_computes_with_updates_that_are_not_trained(compute):
+    experts, x = fused(compute), tokens().requires_grad_()
+    expected = tokens() @ lora.merge(copy.deepcopy(experts)).gate_up_proj[0].mT
+    with torch.no_grad():
+        close(experts(x), expected)
+    with torch.inference_mode():
+        close(experts(x), expected)
+    frozen = experts.requires_grad_(False)(x)
+    close(frozen, expected)
+    frozen.sum().backward()
+    assert x.grad.any()
+
+
+def test_a_reentrant_checkpoint_of_the_module():
+    model, x = adapted("bmm"), tokens().requires_grad_()
+    model(x).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    for p, grad in zip((p for p in model.parameters() if p.requires_grad), grads, strict=True):
+        close(p.grad, grad)
 
 
 def test_no_kernel_gets_the_address_of_the_weight_alone():
@@ -431,7 +551,7 @@ class Loading:
 
     def drop(self, layer, args, out):
         layer._parameters.update(self.empty)
-        return out.to("cpu", non_blocking=False)
+        return tuple(each.to("cpu", non_blocking=False) for each in out)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -490,6 +610,11 @@ REFUSED = {
     "twice": (adapted, {}, "down_proj has LoRA already"),
     "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as it is while"),
     "no forward": (lambda: owned_by(nn.Module), {"targets": "stack"}, "computes nothing with it"),
+    "a kernel": (
+        lambda: nn.ModuleDict({"q": nn.Linear(4, 4), "conv": nn.Conv1d(4, 4, 3)}),
+        {"targets": "conv.weight"},
+        r"'conv\.weight' matches no module",
+    ),
     "its own attribute": (
         lambda: owned_by(nn.Module, **FORWARD, stack_lora=1),
         {"targets": "stack"},
@@ -536,25 +661,65 @@ def test_a_tied_stack_is_adapted_if_it_may_be_untied():
     assert one.down_proj is not other.down_proj
 
 
-def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):
-    model = adapted(targets="gate_up_proj")
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("before", [(), ("gate_up_proj",)], ids=["plain", "adapted"])
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call):
+    model, x = adapted(targets=["q", *before], layers=3), tokens()
+    if before:
+        apply_activation_checkpointing(model)
     state, classes = model.state_dict(), [type(module) for module in model.modules()]
-    add, calls = AdaptedStack._add_update, []
+    expected, add, calls = model(x), AdaptedStack._add_update, []
 
     def fail(self, dtype=None):
         calls.append(self)
-        if len(calls) == 2:
+        if len(calls) == call:
             raise MemoryError
         add(self, dtype)
 
     monkeypatch.setattr(AdaptedStack, "_add_update", fail)
     with pytest.raises(MemoryError):
-        lora.add_lora(model, ["q", "down_proj"], r=R)
+        lora.add_lora(model, "down_proj", r=R)
     assert model.state_dict().keys() == state.keys()
     assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(x), expected)
     monkeypatch.undo()
     lora.remove_lora(model)
-    assert {type(m) for m in model.modules()} == {type(m) for m in build().modules()}
+    assert {type(m) for m in build().modules()} <= {type(m) for m in model.modules()}
+    assert not any("Adapted" in type(m).__name__ for m in model.modules())
+
+
+def test_a_stack_that_is_registered_after_others_were_adapted():
+    class Growing(Experts):
+        def forward(self, x):
+            return super().forward(x) + x @ self.late[1]
+
+    experts = Growing()
+    lora.add_lora(experts, "down_proj", r=R)
+    experts.late = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+    assert lora.add_lora(experts, "late", r=R) == ("late_lora",)
+    out = randomised(experts)(tokens())
+    out.sum().backward()
+    assert all(getattr(experts, f"{n}_lora").lora_A.grad.any() for n in ("down_proj", "late"))
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is Growing
+
+
+def test_the_forward_looks_like_the_module_s_own():
+    """Upstream's Trainer drops the columns of a data set that the signature does not name."""
+    experts = Experts()
+    signature, source = inspect.signature(experts.forward), inspect.getsource(experts.forward)
+    lora.add_lora(experts, "down_proj", r=R)
+    assert inspect.signature(experts.forward) == signature
+    assert inspect.getsource(experts.forward) == source
+    assert experts.forward.__doc__ == Experts.forward.__doc__
+
+
+def test_experts_in_evaluation_get_updates_in_evaluation():
+    model = build().eval()
+    lora.add_lora(model, STACKS, r=R)
+    assert not any(module.training for module in model.modules())
+    assert lora_layers(model)
 
 
 def test_a_parametrized_stack_is_an_error():
@@ -564,6 +729,28 @@ def test_a_parametrized_stack_is_an_error():
         experts(tokens())
     with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
         lora.remove_lora(experts)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_another_parameter_that_was_parametrized_before():
+    experts = Experts()
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    kind = type(experts)
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
+        lora.merge(experts)
+    parametrize.remove_parametrizations(experts, "down_proj_bias", leave_parametrized=False)
+    close(experts(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is kind
+    assert parametrize.is_parametrized(experts, "down_proj")
 
 
 def test_a_forward_that_was_set_is_the_owner_s():

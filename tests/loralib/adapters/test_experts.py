@@ -119,6 +119,13 @@ def without_inner(tensors, config):
         del tensors[name]
 
 
+def without_outermost(tensors, config):
+    """As if another parameter had been adapted after these, whose update is gone."""
+    inner_first = sorted((n for n in tensors if "layers.1.experts." in n), key=len, reverse=True)
+    for name in inner_first:
+        tensors[name.replace(".lora_", ".base_layer.lora_")] = tensors.pop(name)
+
+
 def without_any(tensors, config):
     for name in [name for name in tensors if "layers.1.experts." in name]:
         del tensors[name]
@@ -193,6 +200,7 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
         (of_another_rank, "which are not several of the rank 5"),
         (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
         (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
+        (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
         (with_names_that_are_none, "target_parameters is 'experts"),
@@ -231,6 +239,40 @@ def test_dropout_of_other_modules_is_not_pefts(tmp_path):
         close(again.eval()(tokens()), model.eval()(tokens()))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
     assert config["lora_dropout"] == 0
+
+
+class Beside(nn.Module):
+    """A linear layer that is called as the LoRA layer of the stack beside it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.w_lora = nn.Linear(WIDTH, WIDTH)
+        self.v = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.w_lora(x) + x @ self.w[0] + x @ self.v[1]
+
+
+@pytest.mark.parametrize("name", ["a", "a.safetensors"])
+def test_a_linear_layer_that_is_called_as_a_stack_s(tmp_path, name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"beside": Beside()})
+    plain = copy.deepcopy(model)
+    names = lora.add_lora(model, "beside.w_lora", r=R, lora_dropout=0.1)
+    lora.save_adapter(randomised(model), tmp_path / name)
+    again = copy.deepcopy(plain)
+    assert lora.load_adapter(again, tmp_path / name) == names
+    assert again["beside"].w_lora.lora_dropout.p == 0.1
+    merge_into(plain, lora.read_adapter(tmp_path / name))
+    for other in (again.eval(), plain):
+        close(other["beside"](tokens()), model.eval()["beside"](tokens()))
+    if name == "a":
+        return
+    lora.add_lora(model, "beside.v", r=R)
+    said = lora.save_adapter(randomised(model), tmp_path / name)
+    assert not any("dropouts from" in line for line in said)
+    assert lora.read_adapter(tmp_path / name).lora.stacks == ("beside.v_lora",)
 
 
 def test_a_bank_refuses_what_it_cannot_see(tmp_path):
