@@ -121,8 +121,8 @@ def add_lora(
         targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
             head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
-            as "experts.down_proj", by targets that match no module; they take no dropout and no
-            DoRA.
+            as "experts.down_proj", by targets that match no module with parameters of its own; they
+            take no dropout and no DoRA.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has
@@ -178,7 +178,7 @@ def add_lora(
     targets = as_targets(targets)
     check_has_modules(model)
     names = _adapted_names(model, targets, exclude, layers)
-    trained = find(model, to_train, what="modules_to_train") if to_train else []
+    trained = find(model, to_train, with_stacks=False) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
     settings = _settings_by_name(

@@ -59,7 +59,7 @@ ROOMS = {
     "stacks": set(),
     "low_rank_sum": {"functional"},
     "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks"},
-    "targets": {"stacks", "text"},
+    "targets": {"experts", "stacks", "text"},
     "adaptation": {
         "adapted_layers",
         "errors",
