@@ -62,12 +62,14 @@ from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
     Target,
+    as_layers,
     as_targets,
     by_pattern,
     check_exclusions,
     find,
     first_names_of_targets,
     is_any,
+    stacks_left_out,
 )
 from .text import called, listed
 from .trained import forget_frozen, note_trained
@@ -177,6 +179,7 @@ def add_lora(
     to_train = as_targets(() if modules_to_train is None else modules_to_train, "modules_to_train")
     targets = as_targets(targets)
     check_has_modules(model)
+    layers = None if layers is None else as_layers(layers)
     names = _adapted_names(model, targets, exclude, layers)
     trained = find(model, to_train, with_stacks=False) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
@@ -199,7 +202,7 @@ def add_lora(
         )
     if ALL_LINEAR in targets:
         warn_of_guessed_head(model, exclude)
-        warn_of_stacks(model)
+    warn_of_stacks(model, stacks_left_out(model, targets, exclude, layers))
     if is_first and modules_to_train is None:
         warn_of_task_head(model)
     warn_of_numbers(targets, names)

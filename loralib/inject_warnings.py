@@ -11,8 +11,7 @@ from .bypassed import bypassed
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
-from .stacks import stacked_weights
-from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches
+from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
 from .text import called, in_short, listed
 
 logger = logging.getLogger(__name__)
@@ -37,25 +36,33 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
-def warn_of_stacks(model: nn.Module) -> None:
-    """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
+def warn_of_stacks(model: nn.Module, left_out: Iterable[str]) -> None:
+    """Says that targets leave out most of the weights, where these are stacks of matrices.
 
-    Recent versions of upstream's Transformers hold the experts of a layer so.
+    Recent versions of upstream's Transformers hold the experts of a layer so, and versions before
+    as linear layers, which such targets meant.
+
+    Args:
+        model: it has been adapted.
+        left_out: see `stacks_left_out`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
+    weights = {name: model.get_parameter(name) for name in left_out}
     left = {
         name: weight.numel()
-        for name, weight in stacked_weights(model).items()
+        for name, weight in weights.items()
         if not weight.requires_grad and id(weight) not in adapted
     }
     if sum(left.values()) <= sum(adapted.values()):
         return
+    modules = [name for name, _ in model.named_modules()]
+    targets = dict.fromkeys(shortest_target(name, left, modules, least=2) for name in left)
     logger.warning(
-        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
-        "to adapt these as well, add %s to targets",
-        ALL_LINEAR,
+        "the targets leave out %s, which hold more than all that is adapted, but as stacks of "
+        "matrices: add %s to targets to adapt these as well, or to exclude, if they are to stay "
+        "frozen",
         in_short(left, at_most=2),
-        in_short(_ends(left), quote="'"),
+        in_short(targets),
     )
 
 

@@ -242,6 +242,29 @@ def _named(
     return _matched(stacks, target, stacks) or named
 
 
+def stacks_left_out(
+    model: nn.Module,
+    targets: Iterable[Target],
+    exclude: Iterable[Target] = (),
+    layers: Iterable[int] | None = None,
+) -> list[str]:
+    """The names of the stacks that targets match and do not mean, as they match modules as well.
+
+    "all-linear" matches all of them. Those that are excluded, or within an excluded module, are
+    left out for another reason.
+    """
+    modules, stacks = _modules_and_stacks(model)
+    left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    matched, meant = set[str](), set[str]()
+    for target in targets:
+        is_all = target == ALL_LINEAR
+        matched |= {*stacks} if is_all else _matched(stacks, target, stacks)
+        meant |= set() if is_all else _named(model, modules, stacks, target)
+    found = matched - meant - left_out
+    firsts = {stacks[name] for name in found if name.rpartition(".")[0] not in left_out}
+    return [name for name in stacks if name in firsts]
+
+
 def _matched(
     names: Iterable[str], target: Target, stacks: Collection[str] = frozenset()
 ) -> set[str]:
