@@ -11,6 +11,7 @@ from .bypassed import bypassed
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
+from .stacks import stack_named
 from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
 from .text import called, in_short, listed
 
@@ -67,16 +68,24 @@ def warn_of_stacks(model: nn.Module, left_out: Iterable[str]) -> None:
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Says with which layers' weights the model computes without calling the layers."""
+    """Says with which layers' weights, and stacks, the model computes without calling modules."""
     found = bypassed(model, names)
-    if found:
-        logger.warning(
-            "%s computes with the weight of %s itself, and by its source never calls it: an update "
-            "has no effect there; leave out %s",
-            listed({*found.values()}),
-            in_short(found, at_most=2),
-            in_short(_ends(found), quote="'"),
-        )
+    stacks = [name for name in found if stack_named(model, name) is not None]
+    layers = [name for name in found if name not in stacks]
+    for of_kind, what, called_instead in (
+        (layers, "the weight of ", "it"),
+        (stacks, "", "the module that has it"),
+    ):
+        if of_kind:
+            logger.warning(
+                "%s computes with %s%s itself, and by its source never calls %s: an update has no "
+                "effect there; leave out %s",
+                listed({found[name] for name in of_kind}),
+                what,
+                in_short(of_kind, at_most=2),
+                called_instead,
+                in_short(_ends(of_kind), quote="'"),
+            )
 
 
 def warn_of_kinds(model: nn.Module) -> None:

@@ -55,7 +55,7 @@ ROOMS = {
         "trained",
     },
     "adapted_layers": {"functional", "layers", "lora_layer", "nn"},
-    "bypassed": {"targets", "wrappers"},
+    "bypassed": {"in_place", "stacks", "targets", "wrappers"},
     "stacks": set(),
     "low_rank_sum": {"functional"},
     "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks"},
