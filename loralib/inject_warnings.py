@@ -8,6 +8,7 @@ from torch import nn
 
 from .adaptation import is_linear
 from .bypassed import bypassed
+from .initialization import starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
@@ -91,12 +92,13 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
 def warn_of_kinds(model: nn.Module) -> None:
     """Says that a model has LoRA of several kinds, before it is trained in vain."""
     layers = lora_layers(model).values()
-    for setting in ("variant", "initialization", "freeze_A"):
+    for setting in ("variant", "initialization"):
         kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
-        if len(kinds) > 1:
+        is_recorded = setting == "initialization" and not any(map(starts_from_weight, kinds))
+        if len(kinds) > 1 and not is_recorded:
             logger.warning(
-                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, as "
-                "no file can hold it; the merged model can be saved",
+                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, so "
+                "give all calls of add_lora the same, or save the merged model",
                 setting,
                 listed(kinds),
             )

@@ -88,6 +88,7 @@ ROOMS = {
     "inject_warnings": {
         "adaptation",
         "bypassed",
+        "initialization",
         "inject_checks",
         "lora_layer",
         "model_checks",
