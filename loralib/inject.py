@@ -69,7 +69,7 @@ from .targets import (
     find,
     first_names_of_targets,
     is_any,
-    stacks_left_out,
+    matched_stacks,
 )
 from .text import called, listed
 from .trained import forget_frozen, note_trained
@@ -202,7 +202,7 @@ def add_lora(
         )
     if ALL_LINEAR in targets:
         warn_of_guessed_head(model, exclude)
-    warn_of_stacks(model, stacks_left_out(model, targets, exclude, layers))
+    warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
     if is_first and modules_to_train is None:
         warn_of_task_head(model)
     warn_of_numbers(targets, names)

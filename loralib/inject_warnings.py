@@ -38,7 +38,7 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
-def warn_of_stacks(model: nn.Module, left_out: Iterable[str]) -> None:
+def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     """Says that targets leave out most of the weights, where these are stacks of matrices.
 
     Recent versions of upstream's Transformers hold the experts of a layer so, and versions before
@@ -46,10 +46,10 @@ def warn_of_stacks(model: nn.Module, left_out: Iterable[str]) -> None:
 
     Args:
         model: it has been adapted.
-        left_out: see `stacks_left_out`.
+        matched: the stacks that the targets match, see `matched_stacks`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
-    weights = {name: model.get_parameter(name) for name in left_out}
+    weights = {name: model.get_parameter(name) for name in matched}
     left = {
         name: weight.numel()
         for name, weight in weights.items()

@@ -219,7 +219,7 @@ def find(
                 raise ValueError(_all_left_out(target, named, modules, others))
             if not found:
                 linear = all_linear(model, is_linear) if with_stacks else []
-                raise ValueError(_matches_nothing(model, target, names, linear, stacks))
+                raise ValueError(_means_nothing(model, target, names, linear, stacks))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -242,25 +242,23 @@ def _named(
     return _matched(stacks, target, stacks) or named
 
 
-def stacks_left_out(
+def matched_stacks(
     model: nn.Module,
     targets: Iterable[Target],
     exclude: Iterable[Target] = (),
     layers: Iterable[int] | None = None,
 ) -> list[str]:
-    """The names of the stacks that targets match and do not mean, as they match modules as well.
+    """The names of the stacks that targets match, also where they mean modules alone.
 
     "all-linear" matches all of them. Those that are excluded, or within an excluded module, are
-    left out for another reason.
+    not among these.
     """
     modules, stacks = _modules_and_stacks(model)
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
-    matched, meant = set[str](), set[str]()
+    found = set[str]()
     for target in targets:
-        is_all = target == ALL_LINEAR
-        matched |= {*stacks} if is_all else _matched(stacks, target, stacks)
-        meant |= set() if is_all else _named(model, modules, stacks, target)
-    found = matched - meant - left_out
+        found |= {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+    found -= left_out
     firsts = {stacks[name] for name in found if name.rpartition(".")[0] not in left_out}
     return [name for name in stacks if name in firsts]
 
@@ -442,7 +440,7 @@ def shortest_target(
     return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
 
 
-def _matches_nothing(
+def _means_nothing(
     model: nn.Module,
     target: Target,
     names: Collection[str],

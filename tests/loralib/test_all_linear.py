@@ -145,6 +145,27 @@ def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings
     assert names
 
 
+def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
+    model = with_shared()
+    lora.add_lora(model, "experts.up", r=2, layers=[0, 1])
+    lora.add_lora(model, "q", r=2)
+    lora.add_lora(model, "shared.up", r=2, layers=[2])
+    assert not caplog.records
+    assert len(lora.add_lora(model, "up", r=2, layers=[0, 1])) == 2
+    assert not caplog.records
+
+
+def test_a_stack_of_the_model_itself_has_a_name_of_one_part(caplog):
+    model = Experts(4)
+    model.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])
+    lora.add_lora(model, "all-linear", r=2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the targets leave out up, which hold more than all")
+    assert "add 'up' to targets" in said
+    lora.remove_lora(model)
+    assert lora.add_lora(model, ["all-linear", "up"], r=2) == ("layers.0.q", "up_lora")
+
+
 def test_a_few_weights_that_are_left_out_are_not_worth_a_line(caplog):
     model = with_shared(more=nn.ModuleDict({"up": nn.Linear(64, 64)}))
     lora.add_lora(model, "up", r=2)

@@ -41,6 +41,12 @@ that goes on at the margin"""
         return self.other(x @ self.proj.weight.view(2, 2, 4).flatten(0, 1).t())
 
 
+class ReadsAndAsks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.proj.weight)
+        return self.other(y.to(self.proj.weight.dtype))
+
+
 class ReadsInAnotherMethod(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.other(self.project(x))
@@ -123,7 +129,7 @@ class SharesIt(nn.Module):
         return F.linear(self.part(x), self.proj.weight)
 
 
-NEVER_CALLED = [Reads, ReadsAView, ReadsInAnotherMethod, ReadsDecorated, Inherits]
+NEVER_CALLED = [Reads, ReadsAView, ReadsAndAsks, ReadsInAnotherMethod, ReadsDecorated, Inherits]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
     *(CallsByProperty, CallsChildren, SharesIt),
@@ -302,6 +308,14 @@ def test_it_is_said_where_a_stack_s_update_gets_no_gradient(kind: type[nn.Module
         "that has it: an update has no effect there; leave out 'experts.up'"
     ]
     assert is_read == (model[0].experts.up_lora.lora_B.grad is None)
+
+
+def test_layers_and_stacks_are_named_with_the_modules_that_read_them(caplog):
+    model = nn.Sequential(ReadsStack(), Block(), Reads())
+    targets = ["experts.up", "gate", "2.proj"]
+    of_layers, of_stack = said_of(model, caplog, targets)
+    assert of_layers.startswith("Experts, Reads computes with the weight of ")
+    assert of_stack.startswith("ReadsStack computes with 0.experts.up itself")
 
 
 def test_a_stack_s_module_that_is_called_in_another_place_has_an_update(caplog):

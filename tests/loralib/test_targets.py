@@ -122,6 +122,10 @@ def test_all_linear_layers_but_the_head(model):
         ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
         ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
         ({"targets": "query"}, r"; it has up, down, linear1, .*, q_proj, v_proj, .*; 'all-l"),
+        (
+            {"targets": "q_proj", "exclude": r"k|.*v_proj"},
+            r"; a regular expression is re\.compile\(",
+        ),
         ({"targets": "q_proj", "exclude": "zzz"}, r"; it has c_attn, conv1, .* more$"),
         ({"targets": "haed", "with_stacks": False}, r"; it has head$"),
         ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
