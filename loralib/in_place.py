@@ -61,6 +61,11 @@ def was_turned(module: nn.Module) -> bool:
     return "_turned" in vars(module)
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, before it was turned."""
+    return vars(module)["_turned"].before if was_turned(module) else type(module)
+
+
 def is_in_place(module: nn.Module) -> bool:
     """Whether this module is a LoRA layer that came into its model by `add_lora`."""
     return was_turned(module) or isinstance(module, AdaptedProjection)

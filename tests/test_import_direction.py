@@ -55,11 +55,11 @@ ROOMS = {
         "trained",
     },
     "adapted_layers": {"functional", "layers", "lora_layer", "nn", "wrappers"},
-    "bypassed": {"targets", "wrappers"},
+    "bypassed": {"in_place", "stacks", "targets", "wrappers"},
     "stacks": set(),
     "low_rank_sum": {"functional"},
     "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
-    "targets": {"stacks", "text"},
+    "targets": {"experts", "stacks", "text"},
     "adaptation": {
         "adapted_layers",
         "errors",
@@ -88,6 +88,7 @@ ROOMS = {
     "inject_warnings": {
         "adaptation",
         "bypassed",
+        "initialization",
         "inject_checks",
         "lora_layer",
         "model_checks",

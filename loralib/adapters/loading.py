@@ -59,7 +59,8 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
     """What a model's LoRA was built with, by the names that `LoraMetadata` has for it.
 
     Args:
-        model: it has LoRA layers; they may differ in rank and alpha alone.
+        model: it has LoRA layers; they may differ in rank and alpha, and in what is of no effect
+            once they are trained.
 
     Raises:
         CheckpointError: they differ in more, or their scaling is not what alpha and rank make.
@@ -90,8 +91,8 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "variant": _common(layers, "variant", "lora"),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        "initialization": _common(layers, "initialization", "default"),
-        "freeze_A": _common(layers, "freeze_A", False),
+        "initialization": _initialization(layers),
+        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
         "embeddings": embeddings,
         "slices": _own_slices(layers),
         "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
@@ -104,10 +105,18 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
-            f"the model's LoRA is of several kinds, which no file can hold: {name} has {setting} "
-            f"{value}, others have {common}; merge the model, and save that"
+            f"the model's LoRA is of several kinds, of which an adapter records one: {name} has "
+            f"{setting} {value}, others have {common}; merge the model, and save that"
         )
     return None if common == default else common
+
+
+def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
+    """That of all layers; None where they differ and nothing that is trained depends on it."""
+    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
+    if len(values) == 1 or any(map(starts_from_weight, values)):
+        return _common(layers, "initialization", "default")
+    return None
 
 
 def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:

@@ -181,9 +181,42 @@ def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
     assert lora.load_adapter(linear, folder) == ("router", "q")
     for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
         with pytest.raises(
-            CheckpointError, match=r"adapts router\.weight, .* Router, which has no LoRA here: "
+            CheckpointError, match=r"adapts router\.weight, .* Router, which has no such LoRA h"
         ):
             load(router, folder)
+
+
+@pytest.mark.parametrize("what", ["an embedding", "one expert"])
+def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path, what):
+    """An embedding has LoRA of another layout; what is not a stack has none."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.randn(1, WIDTH, WIDTH))
+
+    layers = nn.ModuleDict({"part": nn.Linear(WIDTH, WIDTH), "q": nn.Linear(WIDTH, WIDTH)})
+    lora.add_lora(layers, ["q", "part"], r=R)
+    lora.save_adapter(randomised(layers), tmp_path / "a")
+    model = lora.merge(copy.deepcopy(layers))
+    model["part"] = nn.Embedding(WIDTH, WIDTH) if what == "an embedding" else Experts()
+    (parameter,) = (name for name, _ in model["part"].named_parameters())
+
+    def of_parameters(tensors, config):
+        config |= {"target_modules": ["q"], "target_parameters": [f"part.{parameter}"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_parameters)
+    kind = type(model["part"]).__name__
+    message = rf"adapts part\.{parameter}, a .* {kind}, which has no such LoRA here: merge it with"
+    with pytest.raises(CheckpointError, match=message):
+        lora.load_adapter(model, folder)
+
+    def of_modules(tensors, config):
+        config |= {"target_modules": ["q", "part"], "target_parameters": ["q.weight"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_modules)
+    with pytest.raises(CheckpointError, match=r"part is not a linear layer of the model"):
+        lora.load_adapter(model, folder)
 
 
 @pytest.mark.parametrize("stack", STACKS)
