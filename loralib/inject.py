@@ -77,6 +77,7 @@ from .utils import check_bias, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
 
+_VARIANT = "variant ('lora', 'rslora', 'dora' or 'rslora+dora')"
 # What PEFT and others call the arguments of `add_lora`.
 _WORDS_OF_OTHERS = {
     "target_modules": "targets",
@@ -84,9 +85,9 @@ _WORDS_OF_OTHERS = {
     "exclude_modules": "exclude",
     "layers_to_transform": "layers",
     "modules_to_save": "modules_to_train",
-    "init_lora_weights": "initialization",
-    "use_rslora": "variant='rslora'",
-    "use_dora": "variant='dora'",
+    "init_lora_weights": "initialization ('default' for True)",
+    "use_rslora": _VARIANT,
+    "use_dora": _VARIANT,
     "rank": "r",
     "lora_r": "r",
     "lora_rank": "r",

@@ -61,12 +61,12 @@ IDLE = [
     (
         {"lora_r": 8, "lora_alpha": 16},
         {"apply_lora": True},
-        r"^lora_r, lora_alpha without apply_lora=True would have no effect: add that, or .* these$",
+        r"^lora_r, lora_alpha without apply_lora=True would have no effect: add that, or leave them out$",
     ),
     (
-        {"lora_dropout": 0.0},
+        {"lora_dropout": 0.1},
         {"apply_lora": True, "lora_r": 2, "lora_alpha": 4},
-        r"^lora_dropout without apply_lora=True .*: add that, or leave out it$",
+        r"^lora_dropout without apply_lora=True .*: add that, or leave it out$",
     ),
     (
         {"lora_targets": ["query"], "apply_lora": None, "apply_adapter": True},
@@ -107,6 +107,24 @@ def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, 
     assert RobertaConfig.from_dict(json.loads(path.read_text())) == RobertaConfig(
         **config.to_dict()
     )
+
+
+@pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
+def test_settings_that_ask_for_nothing_are_no_fault(folder, owner):
+    """Callers give all that they have, with the values that these have by default."""
+    patterns = {"lora_rank_pattern": {}, "lora_alpha_pattern": {}, "lora_layers": None}
+    values = {"lora_targets": ["query", "value"], "lora_dropout": 0.0, "lora_freeze_A": False}
+    kinds = {"lora_variant": "lora", "lora_init": "default", "adapter_type": "houlsby"}
+    loaded = owner.from_pretrained(folder, **patterns, **values, **kinds, adapter_size=64)
+    assert not getattr(loaded, "config", loaded).is_adapted
+
+
+def test_a_switch_that_a_file_leaves_open_beside_a_rank(folder):
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"apply_lora": None, "lora_r": 8}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"lora_r without apply_lora=True would have no effect"):
+        RobertaConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("asked", [{"lora_r": 8, "lora_alpha": 16}, {"lora_alpha": 16}])

@@ -494,8 +494,7 @@ class PretrainedConfig:
             refuse_unknown(cls, unused, known)
         overrides = {name: value for name, value in arguments.items() if name in known}
         _check_not_idle(values, overrides)
-        if values.get("apply_lora") is None:
-            values["apply_lora"] = False  # also beside a rank, which the file has in vain
+        values.setdefault("apply_lora", False)  # also beside a rank, which the file has in vain
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)
@@ -637,18 +636,25 @@ def _check_not_idle(values: Mapping[str, Any], asked_for: Mapping[str, Any]) -> 
 
     Args:
         values: the content of a ``config.json``.
-        asked_for: settings by name, in their place; those that are None are not asked for.
+        asked_for: settings by name, in their place.
 
     Raises:
         ValueError: some are asked for, and their switch neither is nor is refused.
     """
     for switch, names in ADAPTATIONS.items():
-        idle = [name for name in names if asked_for.get(name) is not None]
+        idle = [name for name in names if _asks_for_something(name, asked_for.get(name))]
         if idle and asked_for.get(switch) is None and not values.get(switch):
             raise ValueError(
                 f"{', '.join(idle)} without {switch}=True would have no effect: add that, or leave "
-                f"out {'it' if len(idle) == 1 else 'these'}"
+                f"{'it' if len(idle) == 1 else 'them'} out"
             )
+
+
+def _asks_for_something(name: str, value: Any) -> bool:
+    """Whether a setting has another value than by default, as callers give that who give all."""
+    by_default = inspect.signature(PretrainedConfig).parameters.get(name)
+    value = tuple(value) if isinstance(value, list) else value
+    return bool(value) and (by_default is None or value != by_default.default)
 
 
 def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:
