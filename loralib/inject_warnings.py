@@ -13,7 +13,7 @@ from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .stacks import stack_named
-from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
+from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_targets
 from .text import called, in_short, listed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     if sum(left.values()) <= sum(adapted.values()):
         return
     modules = [name for name, _ in model.named_modules()]
-    targets = dict.fromkeys(shortest_target(name, left, modules, least=2) for name in left)
+    targets = dict.fromkeys(shortest_targets(left, modules, least=2).values())
     logger.warning(
         "the targets leave out %s, which hold more than all that is adapted, but as stacks of "
         "matrices: add %s to targets to adapt these as well, or to exclude, if they are to stay "

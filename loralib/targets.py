@@ -425,19 +425,33 @@ def _all_left_out(
 def shortest_target(
     name: str, alike: Collection[str], others: Iterable[str], least: int = 1
 ) -> str:
-    """The shortest target, as it is written, that matches a name and only such as are alike.
+    """As `shortest_targets`, of one name; `alike` are the names that it may match as well."""
+    return shortest_targets([name], set(others) - set(alike), least)[name]
+
+
+def shortest_targets(
+    names: Collection[str], others: Iterable[str], least: int = 1
+) -> dict[str, str]:
+    """For each name the shortest target, as it is written, that matches it and none of others.
 
     Args:
-        name: it.
-        alike: the names that it may match as well.
+        names: any; a target of one may match more of them.
         others: the names that it must not match, but for those.
         least: of how many parts; two say whose a stack is, as "experts.down_proj".
     """
-    others, parts = set(others) - set(alike), name.split(".")
-    least = min(least, len(parts))
-    ends = (".".join(parts[-count:]) for count in range(least, len(parts) + 1))
-    fitting = (end for end in ends if not _matched(others, end))
-    return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
+    taken = {end for other in set(others) - set(names) for end in _all_ends(other)}
+    targets: dict[str, str] = {}
+    for name in names:
+        ends = _all_ends(name)
+        fitting = (f"'{end}'" for end in ends[min(least, len(ends)) - 1 :] if end not in taken)
+        targets[name] = next(fitting, f"re.compile('{name}')")
+    return targets
+
+
+def _all_ends(name: str) -> list[str]:
+    """The ends of a name at dots, which as targets match it; the shortest comes first."""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _means_nothing(

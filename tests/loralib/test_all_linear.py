@@ -8,6 +8,7 @@ from any_models import AnyModel
 from torch import nn
 
 import loralib as lora
+from loralib.targets import shortest_targets
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,26 @@ def test_stacks_that_share_their_name_s_end_with_linear_layers_are_named_so_that
     lora.add_lora(model, ["q", "experts.up"], r=2)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "add '0.experts.up', '1.experts.up', '2.experts.up' to targets" in said
+
+
+def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
+    """Each name with each module took seconds for a model of a hundred layers."""
+
+    class Counted(list):
+        rounds = 0
+
+        def __iter__(self):
+            self.rounds += 1
+            return super().__iter__()
+
+    stacks = [f"layers.{layer}.experts.up" for layer in range(9)]
+    others = Counted(["layers", "layers.0.experts", "b.experts.up", "b.4.experts.up"])
+    targets = shortest_targets(["4.experts.up", *stacks], others, least=2)
+    assert others.rounds == 1
+    assert targets["4.experts.up"] == "re.compile('4.experts.up')"
+    assert targets["layers.4.experts.up"] == "'layers.4.experts.up'"
+    assert targets["layers.3.experts.up"] == "'3.experts.up'"
+    assert shortest_targets(stacks, others[:2], least=2) == dict.fromkeys(stacks, "'experts.up'")
 
 
 def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
