@@ -250,16 +250,22 @@ def matched_stacks(
 ) -> list[str]:
     """The names of the stacks that targets match, also where they mean modules alone.
 
-    "all-linear" matches all of them. Those that are excluded, or within an excluded module, are
-    not among these.
+    "all-linear" matches all of them. One that means modules, such as "down_proj", matches with
+    experts.down_proj the other stacks of that module, such as experts.gate_up_proj: as linear
+    layers these had other names. Those that are excluded, or within an excluded module, are not
+    among these.
     """
     modules, stacks = _modules_and_stacks(model)
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
     found = set[str]()
     for target in targets:
-        found |= {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+        matched = {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+        if target != ALL_LINEAR and matched != _named(model, modules, stacks, target):
+            owners = {_owner(name) for name in matched - left_out}
+            matched = {name for name in stacks if _owner(name) in owners}
+        found |= matched
     found -= left_out
-    firsts = {stacks[name] for name in found if name.rpartition(".")[0] not in left_out}
+    firsts = {stacks[name] for name in found if _owner(name) not in left_out}
     return [name for name in stacks if name in firsts]
 
 
@@ -517,6 +523,10 @@ def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _ends(names: Iterable[str]) -> dict[str, None]:

@@ -146,6 +146,45 @@ def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings
     assert names
 
 
+def with_shared_and_gates():
+    """As DeepSeek-V3, of which two layers of each expert are one stack, the larger one."""
+    model = with_shared(gate=nn.Linear(8, 8))
+    for layer in model["layers"]:
+        layer["experts"].gate_up = nn.Parameter(torch.randn(4, 16, 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"targets": ["q", "gate", "up"]}, ["up", "gate_up"]),
+        ({"targets": "*up"}, ["up", "gate_up"]),
+        ({"targets": ["gate", "up"], "exclude": "experts.up"}, []),
+        ({"targets": ["gate", "up"], "exclude": "gate_up"}, ["up"]),
+        ({"targets": ["gate", "up"], "exclude": "experts"}, []),
+        ({"targets": ["gate", "up", "experts.*"]}, []),
+        ({"targets": ["q", "experts.up"]}, []),
+        ({"targets": ["q", "gate"]}, []),
+    ],
+)
+def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings, left):
+    """Those named alone, the others stayed frozen and nothing more was said."""
+    model = with_shared_and_gates()
+    lora.add_lora(model, **{"r": 1, **settings})
+    said = [record.getMessage() for record in caplog.records]
+    quoted = ", ".join(f"'experts.{name}'" for name in left)
+    assert len(said) == bool(left)
+    assert all(f"add {quoted} to targets" in line for line in said)
+    caplog.clear()
+    lora.remove_lora(model)
+    model.requires_grad_(True)
+    named = [f"experts.{name}" for name in left]
+    targets = [settings["targets"]] if isinstance(settings["targets"], str) else settings["targets"]
+    names = lora.add_lora(model, **{"r": 1, **settings, "targets": [*targets, *named]})
+    assert all(f"layers.2.{name}_lora" in names for name in named)
+    assert not caplog.records
+
+
 def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
     model = with_shared()
     lora.add_lora(model, "experts.up", r=2, layers=[0, 1])
