@@ -249,6 +249,19 @@ def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
     assert not caplog.records
 
 
+def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
+    assert conv.parametrizations.weight.original1.shape == (64, 8, 9)
+    layers = nn.ModuleDict({"0": nn.ModuleDict({"q": nn.Linear(8, 8), "conv": conv})})
+    both = nn.ModuleList([copy.deepcopy(layers), with_experts(4)])
+    lora.add_lora(layers, "all-linear", r=2)
+    assert not caplog.records
+    lora.add_lora(both, "all-linear", r=2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "leave out 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
+    assert "add 'experts.up' to targets" in said
+
+
 def test_a_parameter_that_is_named_is_no_module():
     expected = (
         r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
