@@ -25,7 +25,13 @@ from .wrappers import has_own_forward
 _Chain = tuple[str, ...]
 
 # What is asked of a weight without computing with it, or written to (`data`).
-_ABOUT = {"data", "device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_grad", "shape"}
+_ABOUT = {
+    *("data", "device", "dim", "dtype", "grad", "is_contiguous", "is_cuda", "is_floating_point"),
+    *("layout", "ndim", "numel", "requires_grad", "shape", "size"),
+}
+
+# Methods that ask no more of their argument, as `x.to(self.qkv.weight)` its dtype and device.
+_AS = {"to", "type_as"}
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -127,15 +133,17 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
         return None
     own = method.__code__.co_varnames[:1]
     begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
-    chains, inner = list[_Chain](), set[ast.AST]()
+    chains, inner, asked = list[_Chain](), set[ast.AST](), set[ast.AST]()
     for node in ast.walk(tree):  # the whole of a chain comes before its beginnings
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
             inner.update(node.args)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _AS:
+            asked.update(node.args)
         if isinstance(node, ast.Attribute):
             begin, chain = _chain(node)
             begins.discard(begin)
             if node not in inner and isinstance(begin, ast.Name) and begin.id in own:
-                chains.append(chain)
+                chains.append((*chain, "dtype") if node in asked else chain)
             inner.add(node.value)
     return None if begins else chains
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .adaptation import is_linear
 from .bypassed import bypassed
@@ -13,7 +14,7 @@ from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .stacks import stack_named
-from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
+from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_targets
 from .text import called, in_short, listed
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
         matched: the stacks that the targets match, see `matched_stacks`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
-    weights = {name: model.get_parameter(name) for name in matched}
+    weights = {n: model.get_parameter(n) for n in matched if not _is_parametrization(model, n)}
     left = {
         name: weight.numel()
         for name, weight in weights.items()
@@ -58,7 +59,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     if sum(left.values()) <= sum(adapted.values()):
         return
     modules = [name for name, _ in model.named_modules()]
-    targets = dict.fromkeys(shortest_target(name, left, modules, least=2) for name in left)
+    targets = dict.fromkeys(shortest_targets(left, modules, least=2).values())
     logger.warning(
         "the targets leave out %s, which hold more than all that is adapted, but as stacks of "
         "matrices: add %s to targets to adapt these as well, or to exclude, if they are to stay "
@@ -66,6 +67,11 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
         in_short(left, at_most=2),
         in_short(targets),
     )
+
+
+def _is_parametrization(model: nn.Module, stack: str) -> bool:
+    """Whether a stack is what a parameter is computed from, as a weight-normed kernel is."""
+    return isinstance(model.get_submodule(stack.rpartition(".")[0]), ParametrizationList)
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:

@@ -250,16 +250,22 @@ def matched_stacks(
 ) -> list[str]:
     """The names of the stacks that targets match, also where they mean modules alone.
 
-    "all-linear" matches all of them. Those that are excluded, or within an excluded module, are
-    not among these.
+    "all-linear" matches all of them. One that means modules, such as "down_proj", matches with
+    experts.down_proj the other stacks of that module, such as experts.gate_up_proj: as linear
+    layers these had other names. Those that are excluded, or within an excluded module, are not
+    among these.
     """
     modules, stacks = _modules_and_stacks(model)
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
     found = set[str]()
     for target in targets:
-        found |= {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+        matched = {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+        if target != ALL_LINEAR and matched != _named(model, modules, stacks, target):
+            owners = {_owner(name) for name in matched - left_out}
+            matched = {name for name in stacks if _owner(name) in owners}
+        found |= matched
     found -= left_out
-    firsts = {stacks[name] for name in found if name.rpartition(".")[0] not in left_out}
+    firsts = {stacks[name] for name in found if _owner(name) not in left_out}
     return [name for name in stacks if name in firsts]
 
 
@@ -425,19 +431,33 @@ def _all_left_out(
 def shortest_target(
     name: str, alike: Collection[str], others: Iterable[str], least: int = 1
 ) -> str:
-    """The shortest target, as it is written, that matches a name and only such as are alike.
+    """As `shortest_targets`, of one name; `alike` are the names that it may match as well."""
+    return shortest_targets([name], set(others) - set(alike), least)[name]
+
+
+def shortest_targets(
+    names: Collection[str], others: Iterable[str], least: int = 1
+) -> dict[str, str]:
+    """For each name the shortest target, as it is written, that matches it and none of others.
 
     Args:
-        name: it.
-        alike: the names that it may match as well.
+        names: any; a target of one may match more of them.
         others: the names that it must not match, but for those.
         least: of how many parts; two say whose a stack is, as "experts.down_proj".
     """
-    others, parts = set(others) - set(alike), name.split(".")
-    least = min(least, len(parts))
-    ends = (".".join(parts[-count:]) for count in range(least, len(parts) + 1))
-    fitting = (end for end in ends if not _matched(others, end))
-    return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
+    taken = {end for other in set(others) - set(names) for end in _all_ends(other)}
+    targets: dict[str, str] = {}
+    for name in names:
+        ends = _all_ends(name)
+        fitting = (f"'{end}'" for end in ends[min(least, len(ends)) - 1 :] if end not in taken)
+        targets[name] = next(fitting, f"re.compile('{name}')")
+    return targets
+
+
+def _all_ends(name: str) -> list[str]:
+    """The ends of a name at dots, which as targets match it; the shortest comes first."""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _means_nothing(
@@ -503,6 +523,10 @@ def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _ends(names: Iterable[str]) -> dict[str, None]:

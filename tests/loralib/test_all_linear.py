@@ -8,6 +8,7 @@ from any_models import AnyModel
 from torch import nn
 
 import loralib as lora
+from loralib.targets import shortest_targets
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,45 @@ def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings
     assert names
 
 
+def with_shared_and_gates():
+    """As DeepSeek-V3, of which two layers of each expert are one stack, the larger one."""
+    model = with_shared(gate=nn.Linear(8, 8))
+    for layer in model["layers"]:
+        layer["experts"].gate_up = nn.Parameter(torch.randn(4, 16, 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"targets": ["q", "gate", "up"]}, ["up", "gate_up"]),
+        ({"targets": "*up"}, ["up", "gate_up"]),
+        ({"targets": ["gate", "up"], "exclude": "experts.up"}, []),
+        ({"targets": ["gate", "up"], "exclude": "gate_up"}, ["up"]),
+        ({"targets": ["gate", "up"], "exclude": "experts"}, []),
+        ({"targets": ["gate", "up", "experts.*"]}, []),
+        ({"targets": ["q", "experts.up"]}, []),
+        ({"targets": ["q", "gate"]}, []),
+    ],
+)
+def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings, left):
+    """Those named alone, the others stayed frozen and nothing more was said."""
+    model = with_shared_and_gates()
+    lora.add_lora(model, **{"r": 1, **settings})
+    said = [record.getMessage() for record in caplog.records]
+    quoted = ", ".join(f"'experts.{name}'" for name in left)
+    assert len(said) == bool(left)
+    assert all(f"add {quoted} to targets" in line for line in said)
+    caplog.clear()
+    lora.remove_lora(model)
+    model.requires_grad_(True)
+    named = [f"experts.{name}" for name in left]
+    targets = [settings["targets"]] if isinstance(settings["targets"], str) else settings["targets"]
+    names = lora.add_lora(model, **{"r": 1, **settings, "targets": [*targets, *named]})
+    assert all(f"layers.2.{name}_lora" in names for name in named)
+    assert not caplog.records
+
+
 def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
     model = with_shared()
     lora.add_lora(model, "experts.up", r=2, layers=[0, 1])
@@ -182,11 +222,44 @@ def test_stacks_that_share_their_name_s_end_with_linear_layers_are_named_so_that
     assert "add '0.experts.up', '1.experts.up', '2.experts.up' to targets" in said
 
 
+def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
+    """Each name with each module took seconds for a model of a hundred layers."""
+
+    class Counted(list):
+        rounds = 0
+
+        def __iter__(self):
+            self.rounds += 1
+            return super().__iter__()
+
+    stacks = [f"layers.{layer}.experts.up" for layer in range(9)]
+    others = Counted(["layers", "layers.0.experts", "b.experts.up", "b.4.experts.up"])
+    targets = shortest_targets(["4.experts.up", *stacks], others, least=2)
+    assert others.rounds == 1
+    assert targets["4.experts.up"] == "re.compile('4.experts.up')"
+    assert targets["layers.4.experts.up"] == "'layers.4.experts.up'"
+    assert targets["layers.3.experts.up"] == "'3.experts.up'"
+    assert shortest_targets(stacks, others[:2], least=2) == dict.fromkeys(stacks, "'experts.up'")
+
+
 def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])})
     model["conv"], model["experts"] = nn.Conv1d(8, 64, 9), Experts(1)
     lora.add_lora(model, "all-linear", r=2)
     assert not caplog.records
+
+
+def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
+    assert conv.parametrizations.weight.original1.shape == (64, 8, 9)
+    layers = nn.ModuleDict({"0": nn.ModuleDict({"q": nn.Linear(8, 8), "conv": conv})})
+    both = nn.ModuleList([copy.deepcopy(layers), with_experts(4)])
+    lora.add_lora(layers, "all-linear", r=2)
+    assert not caplog.records
+    lora.add_lora(both, "all-linear", r=2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "leave out 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
+    assert "add 'experts.up' to targets" in said
 
 
 def test_a_parameter_that_is_named_is_no_module():

@@ -188,8 +188,47 @@ class AsksAboutIt(Net):
         return self.proj.weight.norm()
 
 
-def test_what_is_asked_of_a_weight_computes_nothing_with_it(caplog):
-    assert not said_of(AsksAboutIt(), caplog)
+class CallsUnseen(Net):
+    """Calls its layer by a function of its own, which is not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = lambda x: self.proj(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.run(x.to(self.proj.weight, non_blocking=True)))
+
+
+class TakesItsType(CallsUnseen):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.proj.weight.grad is None
+        assert self.proj.weight.layout == x.layout
+        assert self.proj.weight.size(0) == 4
+        return self.other(self.run(x.type_as(self.proj.weight)))
+
+
+class ReadsItsType(Net):
+    """It is the weight that is moved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x @ self.proj.weight.to(self.other.weight).t())
+
+
+class ReadsWithinWhatIsAsked(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x.to(self.proj.weight * 2)) * self.other(x)
+
+
+@pytest.mark.parametrize("kind", [AsksAboutIt, CallsUnseen, TakesItsType])
+def test_what_is_asked_of_a_weight_computes_nothing_with_it(kind: type[Net], caplog):
+    assert not said_of(kind(), caplog)
+    assert kind()(torch.randn(3, 4)).shape == (3, 4)
+
+
+@pytest.mark.parametrize("kind", [ReadsItsType, ReadsWithinWhatIsAsked])
+def test_a_weight_that_is_moved_or_computed_with_is_read(kind: type[Net], caplog):
+    assert said_of(kind(), caplog)
+    assert not said_of(kind(), caplog, "other")
 
 
 class Outer(nn.Module):
