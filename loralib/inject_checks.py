@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
@@ -16,6 +18,7 @@ from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
+from .quantized_layers import is_quantized_linear, needs_weight, stops_gradients
 from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
 from .targets import Target, matches, means, text_of
 from .text import called, listed
@@ -146,7 +149,10 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if not weights:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
     for weight in weights:
-        _check_dtype(what, weight)
+        if is_quantized_linear(module):
+            _check_quantized(what, module, settings)
+        else:
+            _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
 
 
@@ -169,6 +175,21 @@ def _check_dtype(what: str, weight: Tensor) -> None:
         )
     if reason := quantized(weight):
         raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
+
+
+def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a linear layer with a quantized weight can be adapted with these settings."""
+    reader = needs_weight(settings.variant, settings.initialization)
+    if reader is not None:
+        raise ValueError(
+            f"the weight of {what} is quantized, and {reader} needs it: choose another, load the "
+            f"base in float16 or bfloat16, or {_LEAVE_OUT}"
+        )
+    if reason := stops_gradients(layer):
+        raise UnsupportedLayerError(
+            f"the weight of {what} passes no gradients to the layers before it, as it {reason}, or "
+            f"{_LEAVE_OUT}"
+        )
 
 
 def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
@@ -222,6 +243,9 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """The sizes of a weight as a matrix (out, in)."""
+    if is_quantized_linear(module):  # whose weight may be packed
+        layer: Any = module
+        return layer.out_features, layer.in_features
     out, inner = weight.shape[0], math.prod(weight.shape[1:])
     return (inner, out) if is_conv1d(module) else (out, inner)
 
@@ -233,6 +257,7 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
     for whole in trained:
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
+        _check_not_quantized(model, whole)
         parts = set(model.get_submodule(whole).parameters())
         others = sharing(model, parts, whole_parts)
         if others:
@@ -247,6 +272,16 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                     "whose weight is frozen: leave the one out of modules_to_train, or the other "
                     "out of targets"
                 )
+
+
+def _check_not_quantized(model: nn.Module, trained: str) -> None:
+    """Checks that no part of a module in modules_to_train is quantized."""
+    for name, parameter in model.get_submodule(trained).named_parameters():
+        if reason := None if is_lazy(parameter) else quantized(parameter):
+            raise ValueError(
+                f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
+                "out of modules_to_train, or load the model with that part in bfloat16"
+            )
 
 
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
@@ -388,7 +423,14 @@ def check_owner(model: nn.Module, name: str) -> None:
     class where that is adapted.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
-    if not isinstance(owner, nn.MultiheadAttention) or isinstance(owner, MultiheadAttention):
+    if not isinstance(owner, nn.MultiheadAttention):
+        return
+    if is_quantized_linear(model.get_submodule(name)):
+        raise UnsupportedLayerError(
+            f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
+            f"computes with it itself: {_LEAVE_OUT}"
+        )
+    if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
     if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):

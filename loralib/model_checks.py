@@ -8,9 +8,18 @@ from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, quantized
 
 
-def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The frozen weights of a model's LoRA layers, and what errors call them."""
+def weights_with_updates(
+    model: nn.Module, but_for: type | tuple[type, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The frozen weights of a model's LoRA layers, and what errors call them.
+
+    Args:
+        model: the model.
+        but_for: classes of layers that are left out.
+    """
     for name, layer in lora_layers(model).items():
+        if isinstance(layer, but_for):
+            continue
         weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight

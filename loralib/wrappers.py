@@ -77,6 +77,11 @@ def quantized(tensor: Tensor) -> str | None:
     return None
 
 
+def package_and_name(kind: type) -> tuple[str, str]:
+    """By what a class of another package is known here, which is not imported for that."""
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
 _OWN_WAYS = {"__torch_dispatch__", "__torch_function__"}
 
 
