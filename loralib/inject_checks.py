@@ -162,7 +162,9 @@ def _check_no_own_forward(name: str, module: nn.Module) -> None:
             own_forward_message(
                 name,
                 module,
-                "as a device map's hooks give it: adapt the model before it is dispatched",
+                "as a device map's hooks give it: adapt the model before it is dispatched; or "
+                "remove them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it "
+                "again",
                 "set on it, which would compute without LoRA",
             )
         )

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import Tensor, nn
 
 from .lora_layer import lora_layers
-from .wrappers import is_managed, is_sharded, quantized
+from .wrappers import is_managed, is_sharded, unreadable
 
 
 def weights_with_updates(
@@ -85,5 +85,5 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
                 f"{name} is on the meta device: load the model's weights first, or remove the "
                 f"hooks that offload them, before {what}"
             )
-        if tensor.is_floating_point() and (reason := quantized(tensor)):
+        if reason := unreadable(tensor):
             raise ValueError(f"{name} is {reason}: load plain weights before {what}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..wrappers import quantized
+from ..wrappers import unreadable
 from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
@@ -76,14 +76,9 @@ def has_no_fingerprint(state: Mapping[str, Any]) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values, and plain ones: it is not offloaded, quantized or lazy.
-
-    Integers that are not a parameter, such as numbers of positions or a mask, are plain ones.
-    """
-    if isinstance(tensor, nn.parameter.UninitializedParameter) or tensor.is_meta:
-        return False
-    is_packed = isinstance(tensor, nn.Parameter) and tensor.element_size() < 2
-    return not (tensor.is_floating_point() or is_packed) or quantized(tensor) is None
+    """Whether a tensor has values, and plain ones: it is not offloaded, quantized or lazy."""
+    has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
+    return has_values and unreadable(tensor) is None
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

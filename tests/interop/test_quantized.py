@@ -12,6 +12,7 @@ import bitsandbytes as bnb
 import peft
 import pytest
 import torch
+from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from models import draw
 from ours import assert_close
 from theirs import adapter_of
@@ -240,6 +241,45 @@ def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
     lora.load_adapter(plain, tmp_path / "a")
     lora.merge(plain)
     assert type(plain.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_hooks_of_a_device_map(checkpoint: Path):
+    model = load(checkpoint, "nf4")
+    attach_align_device_hook(model, execution_device="cpu", offload=False)
+    with pytest.raises(UnsupportedLayerError, match=r"or remove them .*, and dispatch it again"):
+        lora.add_lora(model, "all-linear")
+    remove_hook_from_submodules(model)
+    lora.add_lora(model, "all-linear")
+    draw((item for item in model.named_parameters() if "lora_" in item[0]), "hooks")
+    output, grads = step(model)
+    attach_align_device_hook(model, execution_device="cpu", offload=False)
+    assert "forward" in vars(model.model.layers[0].self_attn.q_proj)
+    hooked, hooked_grads = step(model)
+    assert torch.equal(hooked, output)
+    assert all(torch.equal(hooked_grads[name], grad) for name, grad in grads.items())
+
+
+LAYERS = {
+    "4-bit": lambda: bnb.nn.Linear4bit(64, 64, quant_type="nf4"),
+    "8-bit": lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_of_bitsandbytes_are_quantized_when_they_are_moved(kind: str):
+    plain, x = nn.Linear(64, 64), torch.randn(3, 64)
+    draw(plain.named_parameters(), "moved")
+    before, after = (nn.Sequential(LAYERS[kind]()) for _ in range(2))
+    for model in (before, after):
+        model[0].load_state_dict(plain.state_dict())
+    lora.add_lora(before, "0", r=R)
+    before.to("cpu")
+    after.to("cpu")
+    lora.add_lora(after, "0", r=R)
+    for model in (before, after):
+        draw((item for item in model.named_parameters() if "lora_" in item[0]), "moved")
+    assert before[0].weight.element_size() == 1
+    assert torch.equal(before(x), after(x))
 
 
 def test_torchaos_nf4():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from any_models import unchanged_by
 from compare import assert_close_to_rounding
-from quantized_linears import Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
+from quantized_linears import LAYERS, Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -179,6 +179,32 @@ def test_training_changes_lora_alone(package):
     for name, tensor in model.state_dict().items():
         if name in before and not name.startswith("head."):
             assert torch.equal(values(tensor), values(before[name])), name
+
+
+@EACH
+def test_biases_that_were_trained_are_saved(tmp_path, package):
+    model = adapted(package, bias="lora_only")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer["up"].bias.add_(1)
+    lora.save_adapter(model, tmp_path / "a")
+    loaded = Net(package)
+    lora.load_adapter(loaded, tmp_path / "a")
+    assert torch.equal(loaded(inputs()), model(inputs()))
+
+
+@EACH
+def test_a_quantized_head_takes_no_other(tmp_path, package):
+    trained = plain(Net(package))
+    lora.add_lora(trained, "layers.0.up", r=R, modules_to_train="head")
+    lora.save_adapter(trained, tmp_path / "a")
+    model = Net(package)
+    model.head = LAYERS[package](8, 3)
+    bank, adapter = lora.AdapterBank(model), lora.read_adapter(tmp_path / "a")
+    message = r"head.weight is quantized \(.*\): load plain weights before it gets an adapter"
+    for take in (lambda: lora.load_adapter(model, tmp_path / "a"), lambda: bank.add("a", adapter)):
+        with pytest.raises(ValueError, match=message):
+            take()
 
 
 @EACH
