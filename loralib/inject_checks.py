@@ -30,6 +30,8 @@ _LORA_ATTRIBUTES = {
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
 
+_WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
+
 # What is always true of a target: one that names this module alone has to go, and one that names
 # others as well may stay with an exclusion.
 _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
@@ -130,7 +132,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
-        raise UnsupportedLayerError(f"{what} has no shape yet: call the model once before add_lora")
+        raise UnsupportedLayerError(f"{what} {_WITHOUT_SHAPE}")
     try:
         builder_of(module)
     except UnsupportedLayerError as error:
@@ -259,7 +261,7 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
     for whole in trained:
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
-        _check_not_quantized(model, whole)
+        _check_trainable(model, whole)
         parts = set(model.get_submodule(whole).parameters())
         others = sharing(model, parts, whole_parts)
         if others:
@@ -276,10 +278,12 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                 )
 
 
-def _check_not_quantized(model: nn.Module, trained: str) -> None:
-    """Checks that no part of a module in modules_to_train is quantized."""
+def _check_trainable(model: nn.Module, trained: str) -> None:
+    """Checks that the parameters of a module in modules_to_train are there, and not quantized."""
     for name, parameter in model.get_submodule(trained).named_parameters():
-        if reason := None if is_lazy(parameter) else quantized(parameter):
+        if is_lazy(parameter):
+            raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
+        if reason := quantized(parameter):
             raise ValueError(
                 f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
                 "out of modules_to_train, or load the model with that part in bfloat16"

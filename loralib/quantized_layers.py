@@ -48,7 +48,7 @@ _WEIGHTS = {
 
 def is_quantized_class(kind: type[nn.Module]) -> bool:
     """Whether modules of a class are quantized linear layers, by what they are called."""
-    return package_and_name(kind) in _LAYERS and issubclass(kind, nn.Linear)
+    return package_and_name(kind) in _LAYERS
 
 
 def is_quantized_linear(module: nn.Module) -> bool:
@@ -70,8 +70,6 @@ def stops_gradients(layer: nn.Module) -> str | None:
         if not getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             return None
         return "has been packed for evaluation on this CPU: load the model again, adapt it before"
-    if weight.is_meta:
-        return None
     x = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.enable_grad():
         if F.linear(x.requires_grad_(), weight).requires_grad:
@@ -111,9 +109,9 @@ class QuantizedLayer(LoRALayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """(…, in_features) -> (…, out_features)."""
-        out = self._kind.forward(self, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         check_dense(x)
+        out = self._kind.forward(self, *args, **kwargs)
         if x.requires_grad and not out.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"this {self._kind.__name__} passes no gradients to the layers before it, which "
@@ -136,7 +134,7 @@ class QuantizedLayer(LoRALayer):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._lora), reduced[2]
 
 

@@ -136,6 +136,20 @@ def test_a_base_in_bfloat16(package):
 
 
 @EACH
+def test_the_update_is_rounded_once(package):
+    model = Net(package).bfloat16()
+    lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
+    layer, x = layer_of(randomised(model)), torch.randn(50, 8).bfloat16()
+    with torch.no_grad():
+        own = layer._kind.forward(layer, x)
+        update = layer.scaling * (x.double() @ (layer.lora_B @ layer.lora_A).double().T)
+        out, total = layer(x), own.double() + update
+    assert out.dtype == torch.bfloat16
+    # A half of bfloat16's last place; float32's own rounding decides a few of those in the middle.
+    assert ((out - total).abs() <= 1.001 * total.abs() * 2**-8).all()
+
+
+@EACH
 def test_autocast(package):
     model = adapted(package)
     layer, x = layer_of(model), torch.randn(3, 8)
@@ -422,6 +436,46 @@ def test_all_linear_takes_the_last_for_the_head(caplog):
     model = nn.ModuleDict({name: Linear4bit(8, 8) for name in ("a", "b", "c")})
     assert lora.add_lora(model, "all-linear", r=R) == ("a", "b")
     assert "'all-linear' takes c, the last linear layer, for the head" in caplog.text
+
+
+@EACH
+def test_a_sparse_input_is_refused(package):
+    with pytest.raises(TypeError, match=r"a layer with LoRA is given a nested or sparse tensor"):
+        layer_of(adapted(package))(torch.eye(8).to_sparse())
+
+
+@EACH
+def test_it_is_adapted_without_gradients_too(package):
+    with torch.no_grad():
+        assert lora.add_lora(Net(package), "all-linear") == NAMES
+
+
+def test_a_layer_on_the_meta_device():
+    model = nn.Sequential(Linear4bit(8, 8).to("meta"))
+    lora.add_lora(model, "0", r=R)
+    assert model[0].lora_A.is_meta
+    assert model[0].lora_B.is_meta
+
+
+def test_a_quantized_embedding_is_refused():
+    model = nn.Sequential(with_int8(nn.Embedding(8, 8)))
+    message = r"the weight of module 0 is quantized \(a .*Int8Tensor\): leave it out"
+    unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
+
+
+def test_a_part_without_a_shape_yet_is_not_called_quantized():
+    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.LazyLinear(3)})
+    message = "head has no shape yet: call the model once before add_lora"
+    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+
+
+def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    model.places = nn.Parameter(torch.arange(4), requires_grad=False)
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
 
 
 @EACH
