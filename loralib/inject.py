@@ -54,6 +54,7 @@ from .inject_warnings import (
     warn_of_guessed_head,
     warn_of_kinds,
     warn_of_numbers,
+    warn_of_packing,
     warn_of_stacks,
     warn_of_task_head,
 )
@@ -207,6 +208,7 @@ def add_lora(
         warn_of_task_head(model)
     warn_of_numbers(targets, names)
     warn_of_bypassed(model, names)
+    warn_of_packing(model)
     if not is_first:
         warn_of_kinds(model)
     return adapted

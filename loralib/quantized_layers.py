@@ -77,6 +77,17 @@ def stops_gradients(layer: nn.Module) -> str | None:
     return "is for inputs that are quantized as well: quantize weights alone"
 
 
+def is_packed_in_evaluation(layer: nn.Module) -> bool:
+    """Whether bitsandbytes will repack a layer's weight in evaluation mode, as on some CPUs.
+
+    From then on the layer passes no gradients, and is rounded anew.
+    """
+    if not is_quantized_class(type(layer)):
+        return False
+    weight: Any = layer.weight
+    return weight.is_cpu and bool(getattr(layer, "support_avx512bf16_for_cpu", False))
+
+
 def needs_weight(variant: str, initialization: str) -> str | None:
     """What of these settings reads the weight, where one does."""
     if variant_of(variant).has_magnitude:
@@ -103,8 +114,7 @@ class QuantizedLayer(LoRALayer):
     _kind: ClassVar[type[nn.Module]]
     _lora: ClassVar[type[Linear]]
 
-    # On some CPUs, `Linear4bit` would repack its weight in evaluation mode, to be rounded anew and
-    # to pass no gradients from then on.
+    # See `is_packed_in_evaluation`.
     support_avx512bf16_for_cpu = property(lambda self: False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -104,6 +104,7 @@ ROOMS = {
         "inject_checks",
         "lora_layer",
         "model_checks",
+        "quantized_layers",
         "stacks",
         "targets",
         "text",

@@ -243,6 +243,23 @@ def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
     assert type(plain.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
+def test_layers_without_lora_are_packed_by_bitsandbytes(checkpoint: Path, caplog: Any):
+    """On some CPUs: what the warning says, and its way out."""
+    model = load(checkpoint, "nf4")
+    lora.add_lora(model, "q_proj", r=R)
+    draw((item for item in model.named_parameters() if "lora_" in item[0]), "packed")
+    others = [m for m in model.modules() if type(m) is bnb.nn.Linear4bit]
+    is_packed = bool(others[0].support_avx512bf16_for_cpu)
+    assert ("when the model is evaluated, and then they pass no" in caplog.text) == is_packed
+    for each in others:
+        each.support_avx512bf16_for_cpu = False
+    _, grads = step(model)
+    with torch.no_grad():
+        model.eval()(IDS)
+    _, again = step(model.train())
+    assert all(torch.equal(again[name], grad) for name, grad in grads.items())
+
+
 def test_hooks_of_a_device_map(checkpoint: Path):
     model = load(checkpoint, "nf4")
     attach_align_device_hook(model, execution_device="cpu", offload=False)

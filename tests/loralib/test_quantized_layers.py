@@ -403,6 +403,17 @@ def test_a_layer_does_not_pack_its_weight_while_it_is_adapted():
     assert layer_of(model).support_avx512bf16_for_cpu
 
 
+def test_layers_that_would_be_packed_without_lora_are_warned_of(caplog):
+    model = Net("bitsandbytes")
+    for layer in model.layers:
+        layer["up"].support_avx512bf16_for_cpu = True
+    lora.add_lora(model, ["layers.0.up", "down"])
+    assert "bitsandbytes packs layers.1.up when the model is evaluated" in caplog.text
+    caplog.clear()
+    lora.add_lora(model, "layers.1.up")
+    assert caplog.text == ""
+
+
 class Unknown(Linear4bit):
     """A class of the same package that nobody has tried."""
 
