@@ -19,7 +19,7 @@ from .adapted_layers import (
     ScaledEmbedding,
 )
 from .errors import UnsupportedLayerError
-from .experts import AdaptedStack, with_stacks
+from .experts import AdaptedStack, adapted_stacks, with_stacks
 from .in_place import turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
@@ -165,9 +165,12 @@ def _adapt_attention(module: Any, settings: LayerSettings) -> None:
 
 def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
     """Adapts a parameter of a module that is a stack of matrices."""
-    owner, name = stack
+    owner: Any = stack.owner
+    name = stack.parameter
     if not was_turned(owner):
-        turn_into(owner, with_stacks(type(owner), tuple(stacks_in(owner))))
+        turn_into(owner, with_stacks(type(owner), stacks_in(owner)))
+    elif name not in owner._stacks:  # registered since
+        owner.__class__ = with_stacks(type(owner), [name])
     layer: Any = AdaptedStack(owner, name, **settings.of_layer())
     layer._add_update(_update_dtype(layer))
     layer.reset_lora_parameters()
@@ -178,7 +181,7 @@ def drop_stack(stack: Stack) -> None:
     """Undoes `adapt_stack`, as far as it came."""
     owner, name = stack
     owner._modules.pop(layer_of_stack(name), None)
-    if was_turned(owner) and not any(isinstance(m, AdaptedStack) for m in owner._modules.values()):
+    if was_turned(owner) and not adapted_stacks(owner):
         turn_back(owner)
 
 

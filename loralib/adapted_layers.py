@@ -17,6 +17,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
+from .wrappers import is_sharded, unwrapped, without_checkpoint
 
 
 class _AdaptedConv(LoRALayer):
@@ -150,9 +151,12 @@ class AdaptedProjection(LoRALayer, nn.Module):
         out, width = self.frozen_weight.shape
         self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
-    def effective_weight(self) -> Tensor:
-        """The weight with the update merged into it, through which gradients reach A and B."""
-        return _effective(self)
+    def forward(self, weight: Tensor) -> Any:
+        """What the attention computes with in this weight's place: the weight with its update.
+
+        It is called as any module is, for what loads A and B when they are needed: hooks, FSDP.
+        """
+        return _with_update(self, weight)
 
 
 class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
@@ -207,27 +211,23 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         packed = self._qkv_same_embed_dim
-        separate = (
-            {}
-            if packed
-            else {
-                f"{name}_weight": _weight_of(self, name) for name in ("q_proj", "k_proj", "v_proj")
-            }
-        )
+        names = () if packed else ("q_proj", "k_proj", "v_proj")
+        separate = {f"{name}_weight": _weight_of(self, name) for name in names}
+        out_proj = _out_proj(self, query)
         out, weights = F.multi_head_attention_forward(
             query,
             key,
             value,
             self.embed_dim,
             self.num_heads,
-            _effective(self) if packed else None,
+            _with_update(self, self.in_proj_weight) if packed else None,
             self.in_proj_bias,
             self.bias_k,
             self.bias_v,
             self.add_zero_attn,
             self.dropout,
-            _effective(self.out_proj),
-            self.out_proj.bias,
+            _with_update(out_proj, out_proj.weight),
+            out_proj.bias,
             training=self.training,
             key_padding_mask=key_padding_mask,
             need_weights=need_weights,
@@ -242,22 +242,40 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
 
 def _weight_of(attention: MultiheadAttention, name: str) -> Tensor:
     """The weight of a separate projection, with its update if it has one."""
-    projection = attention._modules.get(name)
-    if isinstance(projection, AdaptedProjection):
-        return projection.effective_weight()
-    return getattr(attention, f"{name}_weight")
+    weight, projection = getattr(attention, f"{name}_weight"), attention._modules.get(name)
+    if projection is None or not contains(projection, AdaptedProjection):
+        return weight
+    return without_checkpoint(projection)(weight)
 
 
-def _effective(layer: Any) -> Tensor:
+def _out_proj(attention: MultiheadAttention, query: Tensor) -> Any:
+    """The projection with whose weight and bias an attention computes, without its wrappers.
+
+    Raises:
+        RuntimeError: it has an update, and is wrapped or sharded apart from the attention.
+    """
+    layer: Any = unwrapped(attention.out_proj)
+    is_apart = is_sharded(layer.weight) > is_sharded(query) or not isinstance(layer, LoRALayer)
+    if is_apart and contains(layer, LoRALayer):
+        raise RuntimeError(
+            "the out_proj of an nn.MultiheadAttention is wrapped or sharded apart from it, which "
+            "computes with its weight and does not call it: wrap the attention as a whole"
+        )
+    return layer
+
+
+def contains(module: nn.Module, kind: type[Any]) -> bool:
+    """Whether a module is of a kind, or something around a module of that kind."""
+    return any(isinstance(each, kind) for each in module.modules())
+
+
+def _with_update(layer: Any, weight: Tensor) -> Tensor:
     """A layer's weight with its update merged into it, if it has one; gradients reach A and B."""
-    if not isinstance(layer, LoRALayer):
-        return layer.weight
-    if layer.r == 0:
-        return layer.frozen_weight
+    if not isinstance(layer, LoRALayer) or layer.r == 0:
+        return weight
     merged = layer._merged_weight()
     if merged is not None:
         return merged
-    weight = layer.frozen_weight
     delta = layer._delta(weight.dtype)
     if needs_public_operations(weight, delta.A, delta.B):
         return delta.merged(weight)

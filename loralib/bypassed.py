@@ -1,8 +1,9 @@
-"""Layers that a model never calls: it computes with their weights itself.
+"""Layers and stacks that a model passes by: it computes with their weights itself.
 
 An update is in what its layer computes and not in its `weight`, so that it has no effect there:
 `F.linear(x, self.qkv.weight)` in a module's forward is the plain layer's product. The source of
-that forward tells, as far as it is seen that the layer is not called elsewhere in it.
+that forward tells, as far as it is seen that the layer is not called elsewhere in it. So it is with
+a stack of matrices, whose update is there while the forward of the module runs that has the stack.
 """
 
 import ast
@@ -16,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from .in_place import own_class
+from .stacks import stack_named
 from .targets import first_names
 from .wrappers import has_own_forward
 
@@ -26,43 +29,67 @@ _ABOUT = {"data", "device", "dim", "dtype", "is_cuda", "ndim", "numel", "require
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Those of a model's layers that a module around them computes with and never calls.
+    """Those of a model's layers and stacks that a module computes with and never calls.
 
-    Unknown is what a class does by another way than `self.name.weight`, or without its source.
+    That module is around the layer, or around the module that has the stack. Unknown is what a
+    class does by another way than `self.name.weight`, or without its source.
 
     Args:
-        names: of the layers.
+        names: of the layers and stacks.
 
     Returns:
         By name, what that module's class is called.
     """
     places = Counter(first_names(model).values())
     modules, found = dict(model.named_modules()), dict[str, str]()
-    read: dict[int, set[str]] = {}  # by classes, which may have no hash
+    used: dict[int, list[_Chain]] = {}  # by classes, which may have no hash
     for name in names:
-        parts = name.split(".")
-        for length in range(len(parts)):
-            owner = modules[".".join(parts[:length])]
-            if id(type(owner)) not in read:
-                read[id(type(owner))] = _never_called(type(owner))
-            is_read = ".".join(parts[length:]) in read[id(type(owner))]
-            if is_read and places[name] == 1 and not has_own_forward(owner):
-                found[name] = type(owner).__qualname__
+        *parts, parameter = name.split(".")
+        if stack_named(model, name) is None:
+            parts, parameter = [*parts, parameter], "weight"
+        kinds = [own_class(modules[".".join(parts[:at])]) for at in range(len(parts) + 1)]
+        is_in_one_place = places[".".join(parts)] == 1
+        for at, kind in enumerate(kinds[:-1]):
+            if id(kind) not in used:
+                used[id(kind)] = _used_in_forward(kind)
+            passes_by = _passes_by(used[id(kind)], parts[at:], kinds[at + 1 :], parameter)
+            has_own = has_own_forward(modules[".".join(parts[:at])])
+            if passes_by and is_in_one_place and not has_own:
+                found[name] = kind.__qualname__
     return found
 
 
-def _never_called(kind: type) -> set[str]:
-    """The parts of a class whose weights its forward reads, and which it is seen not to call."""
-    read, called = set[str](), set[str]()
-    for chain in _used_in_forward(kind):
-        if "weight" not in chain[1:]:
-            called.add(".".join(chain).removesuffix(".forward"))
-            continue
-        at = chain.index("weight", 1)
-        if not {*chain[at + 1 : at + 2]} & _ABOUT:
-            read.add(".".join(chain[:at]))
-    # One may be called where a module is that it is part of.
-    return {part for part in read if not any(f"{part}.".startswith(f"{c}.") for c in called)}
+def _passes_by(
+    chains: Iterable[_Chain], part: list[str], kinds: list[type], parameter: str
+) -> bool:
+    """Whether a forward reads a parameter of a part of its module, and is not seen to call that.
+
+    Args:
+        chains: what the forward uses.
+        part: the names of the modules on the way to the part, and its own.
+        kinds: their classes.
+        parameter: its name.
+    """
+    is_read = False
+    for chain in chains:
+        if chain[: len(part) + 1] == (*part, parameter):
+            asked = chain[len(part) + 1 : len(part) + 2]
+            is_read = is_read or not {*asked} & _ABOUT
+        elif _may_call(chain, part, kinds):
+            return False
+    return is_read
+
+
+def _may_call(chain: _Chain, part: list[str], kinds: list[type]) -> bool:
+    """Whether this is the part, or a module that it is part of; or one of their methods."""
+    for length, kind in enumerate(kinds, 1):
+        if chain[:length] != tuple(part[:length]):
+            return False
+        if length == len(chain):
+            return True
+        if hasattr(inspect.getattr_static(kind, chain[length], None), "__get__"):
+            return True
+    return False
 
 
 def _used_in_forward(kind: type) -> list[_Chain]:

@@ -8,22 +8,24 @@ The sum is not computed: see low_rank_sum.py.
 The module becomes one of a class derived from its own. It has a child for each adapted parameter,
 an `AdaptedStack`, with A and B. Outside of its own forward the parameter is the frozen one: read by
 its parent, by another of its methods, by another thread, or where a checkpoint of a part of the
-forward computes that again (a reentrant one, wrongly; the other is an error).
+forward computes that again, which is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import AdaptedProjection, contains
 from .functional import Delta, merge
 from .low_rank_sum import LowRankSum
-from .stacks import is_transposed, matrices
+from .stacks import is_transposed, layer_of_stack, matrices
+from .wrappers import without_checkpoint
 
 
 @torch.no_grad()
@@ -70,20 +72,24 @@ class AdaptedStack(AdaptedProjection):
     def _merge(self) -> Tensor:
         return merge_stack(self.base, self.frozen_weight, self._delta())
 
-    def forward(self, weight: Tensor) -> LowRankSum | Tensor:
+    def forward(self, weight: Tensor) -> tuple[Tensor, ...]:
         """What the owner's forward computes with in this parameter's place.
 
-        It is called as any module is, for hooks that load A and B when they are needed.
+        It is called as any module is, for what loads A and B when they are needed: hooks, or FSDP,
+        which frees them when this returns, so that nothing that it returns is a view of them.
 
         Args:
             weight: the parameter, as the owner holds it now.
+
+        Returns:
+            s · B and A of each expert; or one tensor, the merged weight.
 
         Raises:
             RuntimeError: A and B are on another device; of the meta device, PyTorch says nothing.
         """
         merged = self._merged_weight()
         if merged is not None:
-            return merged
+            return (merged,)
         for factor in (self.lora_A, self.lora_B):
             if factor.device != weight.device:
                 raise RuntimeError(
@@ -93,9 +99,7 @@ class AdaptedStack(AdaptedProjection):
                 )
         delta = self._delta(weight.dtype)
         A, B = (each.unflatten(0, (len(weight), -1)) for each in (delta.A, delta.B))
-        B = delta.scaling * B
-        factors = (A.mT, B.mT) if is_transposed(self.base) else (B, A)
-        return LowRankSum(weight, *factors)
+        return delta.scaling * B, A.clone()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -117,9 +121,8 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, in which the parameters have their updates."""
         in_effect = {
-            layer.frozen_name: layer(own_value(self, layer.frozen_name))
-            for layer in self._modules.values()
-            if isinstance(layer, AdaptedStack)
+            name: _in_effect(self, own_value(self, name), layer)
+            for name, layer in adapted_stacks(self).items()
         }
         token = _running.set({**_running.get(), self: in_effect})
         try:
@@ -129,19 +132,47 @@ class _WithStacks(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._stacks), reduced[2]
+
+
+def adapted_stacks(owner: Any) -> dict[str, nn.Module]:
+    """The layers of a module's stacks, or what they have been wrapped in, by the stacks' names."""
+    layers = {name: owner._modules.get(layer_of_stack(name)) for name in owner._stacks}
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if layer is not None and contains(layer, AdaptedStack)
+    }
+
+
+def _in_effect(owner: nn.Module, weight: Tensor, layer: nn.Module) -> LowRankSum | Tensor:
+    """A parameter of a module with its update."""
+    found = without_checkpoint(layer)(weight)
+    if len(found) == 1:
+        return found[0]
+    B, A = found
+    return LowRankSum(weight, A.mT, B.mT) if is_transposed(owner) else LowRankSum(weight, B, A)
 
 
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
-def with_stacks(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
-    """The class of modules of a kind whose parameters of these names may be adapted."""
+def with_stacks(kind: type[nn.Module], stacks: Iterable[str]) -> type[nn.Module]:
+    """The class of modules of a kind whose parameters of these names may be adapted.
+
+    Of a class of this sort that with more such parameters.
+    """
+    stacks = tuple(stacks)
+    if issubclass(kind, _WithStacks):
+        earlier: type[_WithStacks] = kind
+        kind, stacks = earlier._kind, (*earlier._stacks, *stacks)
     if (kind, stacks) not in _classes:
         # A compiled forward would see the parameters, and not what is in effect in their place.
         reason = "experts have LoRA: compile without fullgraph=True, or call lora.merge first"
         forward = torch.compiler.disable(_WithStacks.forward, reason=reason)
+        # Trainers ask a model's forward for its signature, and its source says what it computes.
+        forward = update_wrapper(forward, kind.forward, updated=())
         own = {"forward": forward, "_kind": kind, "_stacks": stacks, "__module__": kind.__module__}
         attributes = own | {name: _reading(name) for name in stacks}
         _classes[kind, stacks] = type(f"Adapted{kind.__name__}", (_WithStacks, kind), attributes)

@@ -61,6 +61,11 @@ def was_turned(module: nn.Module) -> bool:
     return "_turned" in vars(module)
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, before it was turned."""
+    return vars(module)["_turned"].before if was_turned(module) else type(module)
+
+
 def is_in_place(module: nn.Module) -> bool:
     """Whether this module is a LoRA layer that came into its model by `add_lora`."""
     return was_turned(module) or isinstance(module, AdaptedProjection)
@@ -106,7 +111,7 @@ def _check_turnable(model: nn.Module) -> None:
             continue
         base = module.base
         is_plain = module.r == 0 or base._parameters.get(module.frozen_name) is not None
-        if not is_plain or "parametrizations" in base._modules:
+        if not is_plain or _parametrized_since(base):
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
@@ -122,6 +127,13 @@ def _check_turnable(model: nn.Module) -> None:
                     "set since it was adapted, which may still call the LoRA layer when it is gone",
                 )
             )
+
+
+def _parametrized_since(module: nn.Module) -> bool:
+    """Whether a turned module has been parametrized, otherwise than its class before was."""
+    before = vars(module)["_turned"].before
+    names = getattr(module, "parametrizations", ())  # what is parametrized is read by a property
+    return any(not hasattr(before, name) for name in names)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

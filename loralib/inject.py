@@ -65,12 +65,14 @@ from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
     Target,
+    as_layers,
     as_targets,
     by_pattern,
     check_exclusions,
     find,
     first_names_of_targets,
     is_any,
+    matched_stacks,
 )
 from .text import called, listed
 from .trained import forget_frozen, note_trained
@@ -124,9 +126,9 @@ def add_lora(
         targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
             head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
-            as "experts.down_proj", by targets that match no module; they take no dropout and no
-            DoRA. Known linear layers with quantized weights take no DoRA and no initialization
-            that is made of the weight, and are not merged.
+            as "experts.down_proj", by targets that match no module with parameters of its own; they
+            take no dropout and no DoRA. Known linear layers with quantized weights take no DoRA
+            and no initialization that is made of the weight, and are not merged.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has
@@ -181,8 +183,9 @@ def add_lora(
     to_train = as_targets(() if modules_to_train is None else modules_to_train, "modules_to_train")
     targets = as_targets(targets)
     check_has_modules(model)
+    layers = None if layers is None else as_layers(layers)
     names = _adapted_names(model, targets, exclude, layers)
-    trained = find(model, to_train, what="modules_to_train") if to_train else []
+    trained = find(model, to_train, with_stacks=False) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *lora_layers(model)])
     settings = _settings_by_name(
@@ -203,7 +206,7 @@ def add_lora(
         )
     if ALL_LINEAR in targets:
         warn_of_guessed_head(model, exclude)
-        warn_of_stacks(model)
+    warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
     if is_first and modules_to_train is None:
         warn_of_task_head(model)
     warn_of_numbers(targets, names)

@@ -20,7 +20,7 @@ from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
 from .quantized_layers import is_quantized_linear, needs_weight, stops_gradients
 from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
-from .targets import Target, matches, means, text_of
+from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
 
@@ -340,7 +340,7 @@ def check_rank(
             way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
         else:
             alike = [n for n, other in largest.items() if other == most]
-            target = _shortest_target(name, alike, largest)
+            target = shortest_target(name, alike, largest)
             way_out = f"lower it, or there alone: rank_pattern={{{target}: {most}}}"
         raise ValueError(
             f"r = {rank} is larger than a dimension of {called(name)}: {most}; {way_out}"
@@ -359,14 +359,6 @@ def _largest_ranks(
         name: _largest_rank(module, settings[name]) if stack is None else min(stack.shape[1:])
         for name, (module, stack) in held.items()
     }
-
-
-def _shortest_target(name: str, alike: Collection[str], others: Iterable[str]) -> str:
-    """The shortest target, as it is written, that means a module and only such as are alike."""
-    others, parts = set(others) - set(alike), name.split(".")
-    ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
-    fitting = (end for end in ends if not any(matches(each, end) for each in others))
-    return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
 
 
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
@@ -403,7 +395,7 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f"{called(name)} is not a linear layer, whose slices enable_lora could select: leave "
-            "it out of enable_lora"
+            "it out of enable_lora, where more of the linear layers' names means these alone"
         )
     if not any(settings.enable_lora) or out % slices:
         raise ValueError(

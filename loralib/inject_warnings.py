@@ -8,12 +8,13 @@ from torch import nn
 
 from .adaptation import is_linear
 from .bypassed import bypassed
+from .initialization import starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .quantized_layers import is_packed_in_evaluation
-from .stacks import stacked_weights
-from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches
+from .stacks import stack_named
+from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
 from .text import called, in_short, listed
 
 logger = logging.getLogger(__name__)
@@ -38,39 +39,55 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     )
 
 
-def warn_of_stacks(model: nn.Module) -> None:
-    """Says that "all-linear" leaves out most of the weights, where these are stacks of matrices.
+def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
+    """Says that targets leave out most of the weights, where these are stacks of matrices.
 
-    Recent versions of upstream's Transformers hold the experts of a layer so.
+    Recent versions of upstream's Transformers hold the experts of a layer so, and versions before
+    as linear layers, which such targets meant.
+
+    Args:
+        model: it has been adapted.
+        matched: the stacks that the targets match, see `matched_stacks`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
+    weights = {name: model.get_parameter(name) for name in matched}
     left = {
         name: weight.numel()
-        for name, weight in stacked_weights(model).items()
+        for name, weight in weights.items()
         if not weight.requires_grad and id(weight) not in adapted
     }
     if sum(left.values()) <= sum(adapted.values()):
         return
+    modules = [name for name, _ in model.named_modules()]
+    targets = dict.fromkeys(shortest_target(name, left, modules, least=2) for name in left)
     logger.warning(
-        "'%s' leaves out %s, which hold more than all that it adapts, but as stacks of matrices: "
-        "to adapt these as well, add %s to targets",
-        ALL_LINEAR,
+        "the targets leave out %s, which hold more than all that is adapted, but as stacks of "
+        "matrices: add %s to targets to adapt these as well, or to exclude, if they are to stay "
+        "frozen",
         in_short(left, at_most=2),
-        in_short(_ends(left), quote="'"),
+        in_short(targets),
     )
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Says with which layers' weights the model computes without calling the layers."""
+    """Says with which layers' weights, and stacks, the model computes without calling modules."""
     found = bypassed(model, names)
-    if found:
-        logger.warning(
-            "%s computes with the weight of %s itself, and by its source never calls it: an update "
-            "has no effect there; leave out %s",
-            listed({*found.values()}),
-            in_short(found, at_most=2),
-            in_short(_ends(found), quote="'"),
-        )
+    stacks = [name for name in found if stack_named(model, name) is not None]
+    layers = [name for name in found if name not in stacks]
+    for of_kind, what, called_instead in (
+        (layers, "the weight of ", "it"),
+        (stacks, "", "the module that has it"),
+    ):
+        if of_kind:
+            logger.warning(
+                "%s computes with %s%s itself, and by its source never calls %s: an update has no "
+                "effect there; leave out %s",
+                listed({found[name] for name in of_kind}),
+                what,
+                in_short(of_kind, at_most=2),
+                called_instead,
+                in_short(_ends(of_kind), quote="'"),
+            )
 
 
 def warn_of_packing(model: nn.Module) -> None:
@@ -90,12 +107,13 @@ def warn_of_packing(model: nn.Module) -> None:
 def warn_of_kinds(model: nn.Module) -> None:
     """Says that a model has LoRA of several kinds, before it is trained in vain."""
     layers = lora_layers(model).values()
-    for setting in ("variant", "initialization", "freeze_A"):
+    for setting in ("variant", "initialization"):
         kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
-        if len(kinds) > 1:
+        is_recorded = setting == "initialization" and not any(map(starts_from_weight, kinds))
+        if len(kinds) > 1 and not is_recorded:
             logger.warning(
-                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, as "
-                "no file can hold it; the merged model can be saved",
+                "the model's LoRA has several values of %s now, %s: save_adapter refuses that, so "
+                "give all calls of add_lora the same, or save the merged model",
                 setting,
                 listed(kinds),
             )

@@ -532,12 +532,7 @@ def _is_from_here(function: Callable[..., Any]) -> bool:
 
 
 def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
-    """Whether a class computes by a forward that is not this package's.
-
-    That of an attention's projection, which the attention computes with, has none.
-    """
-    if kind.forward is nn.Module.forward:
-        return not any(_is_from_here(each) for each in kind.__mro__ if each is not LoRALayer)
+    """Whether a class computes by a forward that is not this package's."""
     return not _is_from_here(kind.forward)
 
 

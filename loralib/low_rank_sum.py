@@ -4,7 +4,8 @@
 
 which holds no gradient of W's size, and costs r / in more than x @ W. What else PyTorch's functions
 and a tensor's own methods do with it is done with the sum itself, as a tensor. It is no tensor to
-what asks `isinstance(w, torch.Tensor)`, and an `autograd.Function` that is given it fails.
+what asks `isinstance(w, torch.Tensor)`. An `autograd.Function` would take it for a constant, and
+give the factors no gradients: where these are trained, that is an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ _MATMULS = {
 }
 # `torch._grouped_mm` takes rows of whole blocks of memory.
 _GROUPED_BYTES = 16
+_HAS_FORWARD_DERIVATIVES = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
 
 
 class LowRankSum:
@@ -44,29 +46,45 @@ class LowRankSum:
         self.weight, self.left, self.right = weight, left, right
         self._of_each: dict[bool, list[LowRankSum]] = {}
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W, L and R, to compute with.
+
+        Raises:
+            RuntimeError: an `autograd.Function` does, of which L and R would get no gradients.
+        """
+        is_trained = self.left.requires_grad or self.right.requires_grad
+        if is_trained and _is_in_function():
+            raise RuntimeError(
+                "an autograd.Function computes with experts that have LoRA, which would get no "
+                "gradients: choose another implementation (experts_implementation='grouped_mm'); "
+                "or checkpoint the module as a whole, if this is a checkpoint within its forward"
+            )
+        return self.weight, self.left, self.right
+
     @property
     def tensor(self) -> Tensor:
         """The sum itself, through which gradients reach the factors."""
-        with without_autocast(self.weight.device.type):
-            return self.weight + self.left @ self.right
+        weight, left, right = self.parts()
+        with without_autocast(weight.device.type):
+            return weight + left @ right
 
     def _matrix(self, index: int) -> "LowRankSum":
         """That of one matrix of a stack: of all of them at once, autograd writes one gradient."""
-        has_grad = torch.is_grad_enabled()
+        has_grad, parts = torch.is_grad_enabled(), self.parts()
         if has_grad not in self._of_each:
-            parts = (each.unbind() for each in (self.weight, self.left, self.right))
-            self._of_each[has_grad] = [LowRankSum(*one) for one in zip(*parts, strict=True)]
+            unbound = (each.unbind() for each in parts)
+            self._of_each[has_grad] = [LowRankSum(*one) for one in zip(*unbound, strict=True)]
         return self._of_each[has_grad][index]
 
     @property
     def mT(self) -> "LowRankSum":
         """The transposed sum, Wᵀ + Rᵀ Lᵀ."""
-        return LowRankSum(self.weight.mT, self.right.mT, self.left.mT)
+        weight, left, right = self.parts()
+        return LowRankSum(weight.mT, right.mT, left.mT)
 
     def to(self, *args: Any, **kwargs: Any) -> "LowRankSum":
         """As that of a tensor."""
-        parts = (self.weight, self.left, self.right)
-        return LowRankSum(*(each.to(*args, **kwargs) for each in parts))
+        return LowRankSum(*(each.to(*args, **kwargs) for each in self.parts()))
 
     def transpose(self, dim0: int, dim1: int) -> "LowRankSum | Tensor":
         """As that of a tensor."""
@@ -81,7 +99,7 @@ class LowRankSum:
             index = int(index)
         if isinstance(index, int):
             return self._matrix(index)
-        return LowRankSum(self.weight[index], self.left[index], self.right[index])
+        return LowRankSum(*(each[index] for each in self.parts()))
 
     def __matmul__(self, other: Any) -> Any:
         own: Any = self
@@ -124,6 +142,15 @@ class LowRankSum:
         return func(*_plain(args), **_plain(kwargs)) if found is None else found
 
 
+def _is_in_function() -> bool:
+    """Whether an `autograd.Function` runs its forward, and gives the gradients itself.
+
+    It switches forward derivatives off as well, which `torch.no_grad` does not.
+    """
+    is_recorded = torch.is_grad_enabled() or _HAS_FORWARD_DERIVATIVES()
+    return not (is_recorded or torch.is_inference_mode_enabled())
+
+
 # What Python's operators ask of the class itself, by what their methods are called.
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
@@ -158,18 +185,19 @@ def _product(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
     if len(args) < 2 or isinstance(args[0], LowRankSum) is isinstance(args[1], LowRankSum):
         return None
     x, y = args[:2]
+    weight, left, right = (y if isinstance(y, LowRankSum) else x).parts()
     if func is F.linear and isinstance(y, LowRankSum):
-        more = F.linear(F.linear(x, y.right), y.left)
-        return F.linear(x, y.weight, *args[2:], **kwargs) + more
+        return F.linear(x, weight, *args[2:], **kwargs) + F.linear(F.linear(x, right), left)
     if _is_grouped(func, args, kwargs):
-        (left, right), ends, product = _padded(y), args[2:], partial(func, **kwargs)
-        return product(x, y.weight, *ends) + product(product(x, left, *ends), right, *ends)
+        ends, product = args[2:], partial(func, **kwargs)
+        left, right = _padded(left, right)
+        return product(x, weight, *ends) + product(product(x, left, *ends), right, *ends)
     # Of a vector and a stack, a product with a factor would be taken for another one.
     if func not in _MATMULS or len(args) > 2 or kwargs or min(x.dim(), y.dim()) < 2:
         return None
     if isinstance(y, LowRankSum):
-        return func(x, y.weight) + func(func(x, y.left), y.right)
-    return func(x.weight, y) + func(x.left, func(x.right, y))
+        return func(x, weight) + func(func(x, left), right)
+    return func(weight, y) + func(left, func(right, y))
 
 
 def _is_grouped(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -179,9 +207,8 @@ def _is_grouped(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
     return is_one and args[1].weight.dim() == 3 and all(each is None for each in others)
 
 
-def _padded(of_stack: LowRankSum) -> tuple[Tensor, Tensor]:
+def _padded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """The factors with a rank whose rows are whole blocks of memory; zeros are added."""
-    left, right = of_stack.left, of_stack.right
     more = -left.shape[-1] % (_GROUPED_BYTES // left.element_size())
     return (F.pad(left, (0, more)), F.pad(right, (0, 0, 0, more))) if more else (left, right)
 

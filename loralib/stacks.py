@@ -31,7 +31,7 @@ def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     own = module._parameters
     if not own or isinstance(module, nn.modules.conv._ConvNd):
         return {}
-    return {n: p for n, p in own.items() if p is not None and _is_stack(p) and "lora_" not in n}
+    return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
 
 
 def _is_stack(parameter: Tensor) -> bool:
@@ -75,9 +75,3 @@ def layer_of_stack(parameter: str) -> str:
 def stack_of_layer(layer: str) -> str:
     """The reverse of `layer_of_stack`."""
     return layer.removesuffix(_ENDING)
-
-
-def is_layer_of_stack(model: nn.Module, name: str) -> bool:
-    """Whether a name is that of a LoRA layer of a stack which a model has, adapted or not."""
-    stack = stack_of_layer(name)
-    return stack != name and stack_named(model, stack) is not None

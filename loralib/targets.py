@@ -2,8 +2,8 @@
 
 A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is, or
 as its LoRA layer is, ``experts.down_proj_lora``. A target means stacks only where it matches no
-module: where linear layers are called "down_proj" as well, that means these alone. An exclusion
-leaves out all that it matches.
+module with parameters of its own: where linear layers are called "down_proj" as well, that means
+these alone. An exclusion, and a key of values by pattern, is of all that it matches.
 
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
@@ -23,6 +23,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .experts import AdaptedStack
 from .stacks import layer_of_stack, stacks_in
 from .text import called, in_short, listed, shown
 
@@ -42,14 +43,17 @@ def matches(name: str, target: Target) -> bool:
 
 
 def means(name: str, target: Target, stacks: Collection[str]) -> bool:
-    """Whether a target means a module or a stack; a stack also by the name of its LoRA layer.
+    """Whether a target matches a module or a stack; a stack also by the name of its LoRA layer.
 
     Args:
         name: its name.
         target: other than "all-linear".
         stacks: the names that are those of stacks.
     """
-    return matches(name, target) or (name in stacks and matches(layer_of_stack(name), target))
+    if matches(name, target) or name not in stacks:
+        return matches(name, target)
+    layer = layer_of_stack(name)
+    return layer not in stacks and matches(layer, target)
 
 
 def text_of(target: Target) -> str:
@@ -129,12 +133,15 @@ def first_names_of_targets(model: nn.Module) -> dict[str, str]:
 
 
 def _modules_and_stacks(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """As `first_names`, and the same of a model's stacks of matrices."""
+    """As `first_names`, and the same of a model's stacks of matrices.
+
+    Their LoRA layers are not among the modules: by these names the stacks are meant.
+    """
     first: dict[nn.Module, str] = {}
     modules, stacks = dict[str, str](), dict[str, str]()
     for name, module in model.named_modules(remove_duplicate=False):
         first_name = first.setdefault(module, name)
-        if name:
+        if name and not isinstance(module, AdaptedStack):
             modules[name] = first_name
         for last in stacks_in(module):
             stacks[_joined(name, last)] = _joined(first_name, last)
@@ -174,7 +181,7 @@ def find(
     exclude: Target | Iterable[Target] = (),
     layers: Iterable[int] | None = None,
     is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
-    what: str = "targets",
+    with_stacks: bool = True,
 ) -> list[str]:
     """The names of the modules that are meant, in the model's order, and then those of stacks.
 
@@ -185,18 +192,17 @@ def find(
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
         is_linear: what counts as a linear layer for "all-linear".
-        what: what the targets are called; others than "targets" mean whole modules, of any kind.
+        with_stacks: False where whole modules are meant, of any kind, and nothing else.
 
     Raises:
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
             names. Or a module is meant by one of its names and left out by another.
     """
     modules, stacks = _modules_and_stacks(model)
-    if what != "targets":
+    if not with_stacks:
         stacks = {}
     first = modules | stacks
     names = list(first)
-    layers = None if layers is None else as_layers(layers)
     left_out = _left_out(names, stacks, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
     for target in as_targets(targets):
@@ -206,17 +212,14 @@ def find(
             if not found:
                 raise ValueError(_no_linear_layer(linear, guessed_head(model, is_linear)))
         else:
-            named = _matched(modules, target) or _matched_stacks(stacks, target)
+            named = _named(model, modules, stacks, target)
             found = named - left_out
             if named and not found:
-                raise ValueError(
-                    _all_left_out(target, named, _matched_stacks(stacks, target) - left_out)
-                )
+                others = _matched(stacks, target, stacks) - left_out
+                raise ValueError(_all_left_out(target, named, modules, others))
             if not found:
-                linear = all_linear(model, is_linear) if what == "targets" else []
-                parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
-                likely = _largest_first(model, linear, stacks)
-                raise ValueError(_nothing_matches(target, names, likely, linear, parameters))
+                linear = all_linear(model, is_linear) if with_stacks else []
+                raise ValueError(_means_nothing(model, target, names, linear, stacks))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -225,13 +228,46 @@ def find(
     return [name for name in names if name in firsts]
 
 
-def _matched(names: Iterable[str], target: Target) -> set[str]:
-    return {name for name in names if matches(name, target)}
+def _named(
+    model: nn.Module, modules: Iterable[str], stacks: Collection[str], target: Target
+) -> set[str]:
+    """The names that a target means: those of modules, or else of stacks.
+
+    Modules without parameters of their own, such as the activation beside upstream's experts, are
+    no reason to mean no stack.
+    """
+    named = _matched(modules, target)
+    if any(model.get_submodule(name)._parameters for name in named):
+        return named
+    return _matched(stacks, target, stacks) or named
 
 
-def _matched_stacks(stacks: Collection[str], target: Target) -> set[str]:
-    """Those of stacks' names that a target matches, as they are or as their LoRA layers'."""
-    return {name for name in stacks if means(name, target, stacks)}
+def matched_stacks(
+    model: nn.Module,
+    targets: Iterable[Target],
+    exclude: Iterable[Target] = (),
+    layers: Iterable[int] | None = None,
+) -> list[str]:
+    """The names of the stacks that targets match, also where they mean modules alone.
+
+    "all-linear" matches all of them. Those that are excluded, or within an excluded module, are
+    not among these.
+    """
+    modules, stacks = _modules_and_stacks(model)
+    left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    found = set[str]()
+    for target in targets:
+        found |= {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
+    found -= left_out
+    firsts = {stacks[name] for name in found if name.rpartition(".")[0] not in left_out}
+    return [name for name in stacks if name in firsts]
+
+
+def _matched(
+    names: Iterable[str], target: Target, stacks: Collection[str] = frozenset()
+) -> set[str]:
+    """Those of some names that a target matches; some may be those of stacks, see `means`."""
+    return {name for name in names if means(name, target, stacks)}
 
 
 def _check_names_agree(
@@ -264,7 +300,7 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
     modules, stacks = _modules_and_stacks(model)
     first = modules | stacks
     for target in exclude:
-        found = _matched(first, target) | _matched_stacks(stacks, target)
+        found = _matched(first, target, stacks)
         if {first[name] for name in found} & set(meant):
             continue
         for inner in meant:
@@ -344,15 +380,17 @@ def _left_out(
     names: Collection[str],
     stacks: Collection[str],
     exclude: Iterable[Target],
-    layers: Collection[int] | None,
+    layers: Iterable[int] | None,
 ) -> set[str]:
+    """The names of what exclusions match, and of what is outside of the layers to keep to."""
     left_out: set[str] = set()
     for target in exclude:
-        found = _matched(names, target) | _matched_stacks(stacks, target)
+        found = _matched(names, target, stacks)
         if not found:
-            raise ValueError(_nothing_matches(target, names))
+            raise ValueError(_nothing_matches(target, names) + _way_out(target, names))
         left_out |= found
     if layers is not None:
+        layers = as_layers(layers)
         numbers = {number for name in names if (number := layer_of(name)) is not None}
         for layer in layers:
             if layer not in numbers:
@@ -362,36 +400,78 @@ def _left_out(
     return left_out
 
 
-def _all_left_out(target: Target, left_out: Collection[str], stacks: Collection[str]) -> str:
+def _all_left_out(
+    target: Target, left_out: Collection[str], modules: Iterable[str], stacks: Collection[str]
+) -> str:
     """Why a target means nothing that matches some modules.
 
     Args:
         target: it.
         left_out: the names of these, which are all left out.
+        modules: the names of all modules.
         stacks: those of stacks that it would mean if it meant no module.
     """
-    instead = f"; to adapt the stack {min(stacks)}, give more of its name" if stacks else ""
+    instead = ""
+    if stacks:
+        stack = min(stacks)
+        target_of_it = shortest_target(stack, stacks, modules, least=2)
+        instead = f"; the stack {stack} is meant by {target_of_it}"
     return (
         f"'{text_of(target)}' matches only modules that are left out, such as {min(left_out)}: "
         f"leave it out of targets as well{instead}"
     )
 
 
-def _nothing_matches(
+def shortest_target(
+    name: str, alike: Collection[str], others: Iterable[str], least: int = 1
+) -> str:
+    """The shortest target, as it is written, that matches a name and only such as are alike.
+
+    Args:
+        name: it.
+        alike: the names that it may match as well.
+        others: the names that it must not match, but for those.
+        least: of how many parts; two say whose a stack is, as "experts.down_proj".
+    """
+    others, parts = set(others) - set(alike), name.split(".")
+    least = min(least, len(parts))
+    ends = (".".join(parts[-count:]) for count in range(least, len(parts) + 1))
+    fitting = (end for end in ends if not _matched(others, end))
+    return next((f"'{end}'" for end in fitting), f"re.compile('{name}')")
+
+
+def _means_nothing(
+    model: nn.Module,
     target: Target,
     names: Collection[str],
-    likely: Collection[str] = (),
-    linear: Collection[str] = (),
-    parameters: Collection[str] = (),
+    linear: Collection[str],
+    stacks: Collection[str],
 ) -> str:
-    """Why a target that matches no name means nothing; it names what is likely to be meant.
+    """Why a target means nothing; it names what is likely to be meant.
+
+    Args:
+        model: the model.
+        target: it.
+        names: of the model's modules and stacks.
+        linear: those of linear layers.
+        stacks: those of stacks.
+    """
+    parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
+    only = f", only parameters such as {min(parameters)}" if parameters else ""
+    what = _nothing_matches(target, names, _largest_first(model, linear, stacks), only)
+    return what + _way_out(target, names, linear)
+
+
+def _nothing_matches(
+    target: Target, names: Collection[str], likely: Collection[str] = (), only: str = ""
+) -> str:
+    """That a target or an exclusion matches no name; and names like it.
 
     Args:
         target: it.
         names: of the model's modules and stacks.
-        likely: what else may be meant than names like the target, see `_largest_first`.
-        linear: those of linear layers.
-        parameters: the names of parameters that it would mean.
+        likely: what else may be meant than names like it, see `_largest_first`.
+        only: what it matches instead.
     """
     text, ends = text_of(target), sorted(_ends(names))
     offered: dict[str, None] = {}
@@ -401,9 +481,7 @@ def _nothing_matches(
     rest = [] if near else [end for end in ends if end not in map(_last, likely)]
     offered |= dict.fromkeys([*likely, *rest])
     has = in_short(offered or names, at_most=8) or "none"
-    only = f", only parameters such as {min(parameters)}" if parameters else ""
-    way_out = _way_out(target, names, linear)
-    return f"'{text}' matches no module of the model{only}; it has {has}{way_out}"
+    return f"'{text}' matches no module of the model{only}; it has {has}"
 
 
 def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str]) -> list[str]:
@@ -433,7 +511,7 @@ def _ends(names: Iterable[str]) -> dict[str, None]:
     return dict.fromkeys(end for end in ends if not end.isdigit())
 
 
-def _way_out(target: Target, names: Iterable[str], linear: Collection[str]) -> str:
+def _way_out(target: Target, names: Iterable[str], linear: Collection[str] = ()) -> str:
     """How a target that matches nothing is written where it is of another kind; or nothing."""
     if isinstance(target, str) and _is_expression(target, names):
         return f"; a regular expression is re.compile('{target}')"

@@ -26,6 +26,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
 
 
+def without_checkpoint(module: nn.Module) -> nn.Module:
+    """The module within a wrapper that computes it again for the backward pass.
+
+    For what is called with weights alone: if these are frozen, PyTorch's reentrant checkpoint gives
+    no gradients to the module's own parameters.
+    """
+    kind = type(module).__name__
+    return getattr(module, _WRAPPERS[kind]) if kind == "CheckpointWrapper" else module
+
+
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The model, within this block without wrappers, its own and those of its modules."""

@@ -55,8 +55,8 @@ ROOMS = {
         "steps",
         "trained",
     },
-    "adapted_layers": {"functional", "layers", "lora_layer", "nn"},
-    "bypassed": {"targets", "wrappers"},
+    "adapted_layers": {"functional", "layers", "lora_layer", "nn", "wrappers"},
+    "bypassed": {"in_place", "stacks", "targets", "wrappers"},
     "stacks": set(),
     "low_rank_sum": {"functional"},
     "quantized_layers": {
@@ -68,8 +68,8 @@ ROOMS = {
         "text",
         "wrappers",
     },
-    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks"},
-    "targets": {"stacks", "text"},
+    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
+    "targets": {"experts", "stacks", "text"},
     "adaptation": {
         "adapted_layers",
         "errors",
@@ -101,6 +101,7 @@ ROOMS = {
     "inject_warnings": {
         "adaptation",
         "bypassed",
+        "initialization",
         "inject_checks",
         "lora_layer",
         "model_checks",

@@ -243,12 +243,14 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
             f"{source}: the {weight_name} of {name} is computed from other tensors, as by "
             "weight_norm or pruning: make it a plain parameter first"
         )
-    parameter = f"{name}.{weight_name}"
-    is_known = is_linear(module) or isinstance(module, (nn.Embedding, *_CONVOLUTIONS))
-    if not is_known and is_targeted_parameter(adapter.peft_config, parameter):
+    is_known = is_linear(module) or name in embeddings or isinstance(module, _CONVOLUTIONS)
+    own = (f"{name}.{each}" for each in module._parameters)
+    targeted = [each for each in own if is_targeted_parameter(adapter.peft_config, each)]
+    if targeted and not is_known:
         raise CheckpointError(
-            f"{source}: adapts {parameter}, a parameter of a {type(module).__name__}, which has no "
-            "LoRA here: merge it with PEFT, by its merge_and_unload()"
+            f"{source}: adapts {targeted[0]}, a parameter of a module of the class "
+            f"{type(module).__name__}, which has no such LoRA here: merge it with PEFT, by its "
+            "merge_and_unload()"
         )
     dimensions = adapter.tensors[f"{name}.lora_A"].dim()
     what = "a linear layer" if dimensions == 2 else f"a convolution in {dimensions - 2}-D"

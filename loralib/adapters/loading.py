@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
+from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
@@ -28,7 +29,7 @@ from ..model_checks import (
     tensors_of,
 )
 from ..nn.positions import lora_reaches_positions, shared_projections
-from ..stacks import is_layer_of_stack, layer_of_stack, stack_of_layer, stacked_weights
+from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
@@ -58,7 +59,8 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
     """What a model's LoRA was built with, by the names that `LoraMetadata` has for it.
 
     Args:
-        model: it has LoRA layers; they may differ in rank and alpha alone.
+        model: it has LoRA layers; they may differ in rank and alpha, and in what is of no effect
+            once they are trained.
 
     Raises:
         CheckpointError: they differ in more, or their scaling is not what alpha and rank make.
@@ -80,6 +82,7 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})
     alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
     embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
+    of_stacks = map(layer_of_stack, stacked_weights(model))
     return {
         "rank": rank,
         "alpha": alpha,
@@ -88,11 +91,11 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "variant": _common(layers, "variant", "lora"),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        "initialization": _common(layers, "initialization", "default"),
-        "freeze_A": _common(layers, "freeze_A", False),
+        "initialization": _initialization(layers),
+        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
         "embeddings": embeddings,
         "slices": _own_slices(layers),
-        "stacks": tuple(n for n in map(layer_of_stack, stacked_weights(model)) if n in layers),
+        "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
     }
 
 
@@ -102,10 +105,18 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
-            f"the model's LoRA is of several kinds, which no file can hold: {name} has {setting} "
-            f"{value}, others have {common}; merge the model, and save that"
+            f"the model's LoRA is of several kinds, of which an adapter records one: {name} has "
+            f"{setting} {value}, others have {common}; merge the model, and save that"
         )
     return None if common == default else common
+
+
+def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
+    """That of all layers; None where they differ and nothing that is trained depends on it."""
+    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
+    if len(values) == 1 or any(map(starts_from_weight, values)):
+        return _common(layers, "initialization", "default")
+    return None
 
 
 def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:
@@ -367,10 +378,11 @@ def _settings_of(
     metadata, settings = adapter.lora, {}
     for name, adapted in weights.items():
         dropout = metadata.dropout or 0.0
+        has_dropout = takes_dropout(model, name, adapted.module) and not adapted.is_stack
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
             lora_alpha=metadata.alpha_of(name),
-            lora_dropout=dropout if takes_dropout(model, name, adapted.module) else 0.0,
+            lora_dropout=dropout if has_dropout else 0.0,
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
@@ -384,17 +396,16 @@ def _settings_of(
 def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
     """Whether the update under this name can have dropout: those of attentions' projections cannot.
 
-    Nor can an embedding's, and that of a stack of matrices.
+    Nor can an embedding's; nor a stack's, of which only its LoRA layer tells.
 
     Args:
         model: the model.
         name: of the update.
-        module: the one whose weight it is of.
+        module: the one whose weight it is of, or that has the update.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
-    takes_weights = takes_weights or is_layer_of_stack(model, name)
-    return not isinstance(module, nn.Embedding) and not takes_weights
+    return not takes_weights and not isinstance(module, nn.Embedding | AdaptedStack)
 
 
 def _check_present(

@@ -207,7 +207,7 @@ def _with_stacks(
             )
         around = [f"{owner}{'.base_layer' * more}" for more in reversed(range(len(names)))]
         lost = [n for n, module in zip(names, around, strict=True) if module not in modules]
-        if lost and {*modules} <= {*around}:
+        if lost:
             raise CheckpointError(
                 f"{source}: lacks the update of {listed(lost)}, which {CONFIG_NAME} says is adapted"
             )

@@ -93,6 +93,7 @@ def save_adapter(
             _left_behind,
             _without_effect,
             _of_several_dropouts,
+            _of_frozen_and_trained_A,
             *((_taken_for_experts, _refused_by_peft) if format == "peft" else ()),
         ):
             remark = remark_on(plain, adapter)
@@ -117,8 +118,8 @@ def adapter_of(
     Raises:
         ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
             offloaded or has been quantized since.
-        CheckpointError: its LoRA layers are of several kinds, which no file holds; or the weight
-            of one is trained as well.
+        CheckpointError: its LoRA layers are of several kinds, of which an adapter records one; or
+            the weight of one is trained as well.
     """
     check_model(model)
     with without_wrappers(model) as plain:
@@ -289,6 +290,17 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
     return (
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
         f"{max(dropouts):g} is recorded: if training continues from the file, all of them get that"
+    )
+
+
+def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
+    """Says that layers differ in whether A is trained, of which files record one."""
+    frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
+    if len(frozen) < 2:
+        return None
+    return (
+        "A is frozen in some of its layers, which is not recorded: if training continues from the "
+        "file, all A are trained"
     )
 
 

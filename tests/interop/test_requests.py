@@ -35,10 +35,13 @@ def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
     model = transformers.MixtralForCausalLM(config)
     assert len(lora.add_lora(model, "all-linear", r=R)) == 8
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("'all-linear' leaves out model.layers.0.mlp.experts.")
+    assert line.startswith("the targets leave out model.layers.0.mlp.experts.")
     said = lora.save_adapter(model, tmp_path / "adapter")
     assert not any("PEFT with Transformers 5" in line for line in said)
-    assert line.endswith("add 'experts.gate_up_proj', 'experts.down_proj' to targets")
+    assert "add 'experts.gate_up_proj', 'experts.down_proj' to targets" in line
+    names = lora.add_lora(model, "experts.*", r=R)  # not the activation beside them
+    ends = ["gate_up_proj_lora", "down_proj_lora"]
+    assert [name.rpartition(".")[2] for name in names] == 2 * ends
 
 
 def qwen3_next() -> nn.Module:

@@ -66,6 +66,9 @@ class Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.randn(count, 8, 8))
 
+    def forward(self, x):
+        return x @ self.up[0].mT
+
 
 def with_experts(count):
     blocks = [{"q": nn.Linear(8, 8), "experts": Experts(count)} for _ in range(3)]
@@ -78,18 +81,105 @@ def with_experts(count):
         (4, {}, True),
         (4, {"modules_to_train": "experts"}, False),
         (4, {"targets": "q"}, False),
+        (4, {"exclude": "experts.up"}, False),
+        (4, {"exclude": "experts"}, False),
+        (4, {"targets": ["all-linear", "experts.up"]}, False),
         (1, {}, False),
     ],
 )
 def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count, settings, warns):
     model = with_experts(count)
-    assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) == 3
+    assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) >= 3
     said = [record.getMessage() for record in caplog.records]
     assert said == warns * [
-        "'all-linear' leaves out layers.0.experts.up, layers.1.experts.up … and 1 more, which hold "
-        "more than all that it adapts, but as stacks of matrices: to adapt these as well, add "
-        "'experts.up' to targets"
+        "the targets leave out layers.0.experts.up, layers.1.experts.up … and 1 more, which hold "
+        "more than all that is adapted, but as stacks of matrices: add 'experts.up' to targets to "
+        "adapt these as well, or to exclude, if they are to stay frozen"
     ]
+
+
+def with_shared(**more):
+    """As DeepSeek-V3: linear layers that are called as the experts' stacks."""
+    model = with_experts(4)
+    for layer in model["layers"]:
+        layer["shared"] = nn.ModuleDict({"up": nn.Linear(8, 8), **more})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"targets": "up"}, (0, 1, 2)),
+        ({"targets": ["q", "*up"]}, (0, 1, 2)),
+        ({"targets": "up", "layers": iter([1])}, (1,)),
+        ({"targets": "shared.up"}, ()),
+        ({"targets": ["up", "experts.up"]}, ()),
+        ({"targets": ["up", "0.experts.up"]}, (1, 2)),
+        ({"targets": "up", "exclude": "experts.up"}, ()),
+        ({"targets": "up", "exclude": "1.experts.up"}, (0, 2)),
+        ({"targets": "up", "exclude": "experts"}, ()),
+        ({"targets": "up", "modules_to_train": "experts"}, ()),
+        ({"targets": "q"}, ()),
+    ],
+)
+def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings, left):
+    """What adapted the experts while they were linear layers; said more exactly, it is meant."""
+    model = with_shared()
+    names = lora.add_lora(model, **{"r": 2, **settings})
+    stacks = [f"layers.{layer}.experts.up" for layer in left]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(left)
+    assert all(f"leave out {', '.join(stacks[:2])}" in line for line in said)
+    assert all(f"and {len(left) - 2} more" in line for line in said if len(left) > 2)
+    assert all("add 'experts.up' to targets" in line for line in said)
+    caplog.clear()
+    if left:
+        lora.remove_lora(model)
+        model.requires_grad_(True)
+        again = lora.add_lora(model, "up", r=2, exclude="experts.up")
+        assert not [each for each in again if "experts" in each]
+        assert not caplog.records
+        second = lora.add_lora(model, "experts.up", r=2, layers=left)
+        assert sorted(second) == [f"{stack}_lora" for stack in stacks]
+        assert not caplog.records
+    assert names
+
+
+def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
+    model = with_shared()
+    lora.add_lora(model, "experts.up", r=2, layers=[0, 1])
+    lora.add_lora(model, "q", r=2)
+    lora.add_lora(model, "shared.up", r=2, layers=[2])
+    assert not caplog.records
+    assert len(lora.add_lora(model, "up", r=2, layers=[0, 1])) == 2
+    assert not caplog.records
+
+
+def test_a_stack_of_the_model_itself_has_a_name_of_one_part(caplog):
+    model = Experts(4)
+    model.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])
+    lora.add_lora(model, "all-linear", r=2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the targets leave out up, which hold more than all")
+    assert "add 'up' to targets" in said
+    lora.remove_lora(model)
+    assert lora.add_lora(model, ["all-linear", "up"], r=2) == ("layers.0.q", "up_lora")
+
+
+def test_a_few_weights_that_are_left_out_are_not_worth_a_line(caplog):
+    model = with_shared(more=nn.ModuleDict({"up": nn.Linear(64, 64)}))
+    lora.add_lora(model, "up", r=2)
+    assert not caplog.records
+
+
+def test_stacks_that_share_their_name_s_end_with_linear_layers_are_named_so_that_they_are_meant(
+    caplog,
+):
+    model = nn.ModuleDict({"a": with_experts(4), "b": nn.ModuleDict({"experts": nn.ModuleDict()})})
+    model["b"]["experts"]["up"] = nn.Linear(8, 8)
+    lora.add_lora(model, ["q", "experts.up"], r=2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "add '0.experts.up', '1.experts.up', '2.experts.up' to targets" in said
 
 
 def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):

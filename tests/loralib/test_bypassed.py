@@ -41,6 +41,12 @@ that goes on at the margin"""
         return self.other(x @ self.proj.weight.view(2, 2, 4).flatten(0, 1).t())
 
 
+class ReadsAndAsks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.proj.weight)
+        return self.other(y.to(self.proj.weight.dtype))
+
+
 class ReadsInAnotherMethod(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.other(self.project(x))
@@ -123,7 +129,7 @@ class SharesIt(nn.Module):
         return F.linear(self.part(x), self.proj.weight)
 
 
-NEVER_CALLED = [Reads, ReadsAView, ReadsInAnotherMethod, ReadsDecorated, Inherits]
+NEVER_CALLED = [Reads, ReadsAView, ReadsAndAsks, ReadsInAnotherMethod, ReadsDecorated, Inherits]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
     *(CallsByProperty, CallsChildren, SharesIt),
@@ -135,7 +141,7 @@ def said_of(model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         lora.add_lora(model, targets, r=2)
-    return [line for r in caplog.records if "never calls it" in (line := r.getMessage())]
+    return [line for r in caplog.records if "by its source never calls" in (line := r.getMessage())]
 
 
 @pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
@@ -197,6 +203,25 @@ class Outer(nn.Module):
         return self.block.other(F.linear(x, self.block.proj.weight))
 
 
+class UsesAMethod(Outer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block.project(x) + self.block.proj.weight.abs().sum()
+
+
+class Moves(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.proj.to(x.device)(x)) + self.proj.weight.abs().sum()
+
+
+class Recurs(Outer):
+    """One of its own methods is not one of the layer's."""
+
+    def forward(self, x: Tensor, is_outer: bool = True) -> Tensor:
+        if is_outer:
+            return self.forward(x, False)
+        return self.block.other(F.linear(x, self.block.proj.weight))
+
+
 class CallsBlock(Outer):
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x) + self.block.proj.weight.abs().sum()
@@ -204,8 +229,116 @@ class CallsBlock(Outer):
 
 def test_a_module_further_out_may_read_it(caplog):
     assert said_of(Outer(Net()), caplog)[0].startswith("Outer computes with the weight of block.pr")
+    assert said_of(Recurs(Net()), caplog)
     assert not said_of(Outer(Net()), caplog, "other")
     assert not said_of(CallsBlock(Net()), caplog)
+
+
+def test_a_method_of_a_module_may_call_it(caplog):
+    block: Any = Net()
+    block.__class__ = type("Block", (Net,), {"project": lambda self, x: self.proj(x)})
+    assert not said_of(UsesAMethod(block), caplog)
+    assert not said_of(Moves(), caplog)
+
+
+# ---- stacks of matrices ----
+
+
+class Experts(nn.Module):
+    """Has a gate as DeepSeek's, with whose weight it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3, bias=False)
+        self.up = nn.Parameter(torch.randn(3, 4, 4))
+        self.down = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = F.linear(x, self.gate.weight).softmax(-1)
+        return torch.einsum("te,eoi,epo,ti->tp", shares, self.up, self.down, x)
+
+    def route(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Block(nn.Module):
+    """The others here are like it but for their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.experts = nn.Linear(4, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.proj(x))
+
+
+class ReadsStack(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.experts.down.shape == self.experts.up.shape
+        return self.proj(x) @ self.experts.up[0].mT
+
+
+class ReadsStackAndCalls(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts.up.abs().sum()
+
+
+class ReadsStackAndUsesAMethod(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts.route(x) + self.experts.up.abs().sum()
+
+
+class HandsOn(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.experts.up, self.experts)
+        return parts[1](x) * parts[0].sum()
+
+
+@pytest.mark.parametrize("also", [[], ["experts.down"]])
+@pytest.mark.parametrize(
+    "kind", [ReadsStack, Block, ReadsStackAndCalls, ReadsStackAndUsesAMethod, HandsOn]
+)
+def test_it_is_said_where_a_stack_s_update_gets_no_gradient(kind: type[nn.Module], also, caplog):
+    model: Any = nn.Sequential(kind())
+    said = said_of(model, caplog, ["proj", "experts.up", *also])
+    model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    is_read = kind is ReadsStack
+    assert said == is_read * [
+        "ReadsStack computes with 0.experts.up itself, and by its source never calls the module "
+        "that has it: an update has no effect there; leave out 'experts.up'"
+    ]
+    assert is_read == (model[0].experts.up_lora.lora_B.grad is None)
+
+
+def test_layers_and_stacks_are_named_with_the_modules_that_read_them(caplog):
+    model = nn.Sequential(ReadsStack(), Block(), Reads())
+    targets = ["experts.up", "gate", "2.proj"]
+    of_layers, of_stack = said_of(model, caplog, targets)
+    assert of_layers.startswith("Experts, Reads computes with the weight of ")
+    assert of_stack.startswith("ReadsStack computes with 0.experts.up itself")
+
+
+def test_a_stack_s_module_that_is_called_in_another_place_has_an_update(caplog):
+    model = nn.Sequential(ReadsStack(), Block())
+    model[1].experts = model[0].experts
+    assert not said_of(model, caplog, ["experts.up"])
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[["gate"]], [["gate", "up"]], [["up"], ["gate"]], [["down"], ["up"], ["gate", "proj"]]],
+)
+def test_a_layer_beside_an_adapted_stack_is_seen_as_before(calls, caplog):
+    """The module has become one of another class, with properties."""
+    model = Block()
+    *first, last = calls
+    for targets in first:
+        assert not said_of(model, caplog, targets)
+    rank = r"of experts\.gate: 3; by its source, Experts never calls it, so"
+    with pytest.raises(ValueError, match=rank):
+        lora.add_lora(model, last, r=4)
+    (said,) = said_of(model, caplog, last)
+    assert said.startswith("Experts computes with the weight of experts.gate itself, and by its s")
 
 
 def test_a_forward_that_is_set_counts_and_not_the_one_before(caplog, monkeypatch):

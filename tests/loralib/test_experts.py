@@ -1,6 +1,7 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -32,7 +33,11 @@ from stacked_experts import (
     with_sums,
 )
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
 from loralib.errors import UnsupportedLayerError
@@ -109,6 +114,34 @@ OTHERS = {
     "compared from the left": lambda w, x: (x.new_zeros(()) < w) * w,
     "sizes": lambda w, x: torch.tensor([*w.shape, w.size(1), w.dim(), len(w), w.ndim]).to(w.dtype),
 }
+
+
+def test_the_sum_is_computed_in_its_own_precision():
+    parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
+    whole = LowRankSum(*parts).tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(LowRankSum(*parts).tensor, whole)
+
+
+def test_experts_that_are_called_by_experts_do_not_hide_theirs():
+    class Inner(Experts):
+        def forward(self, x, outer):
+            return x @ self.gate_up_proj[0].mT @ outer()
+
+    class Outer(Experts):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x, lambda: self.gate_up_proj[1])
+
+    outer = Outer()
+    lora.add_lora(outer, "gate_up_proj", r=R)
+    out = randomised(outer)(tokens())
+    out.sum().backward()
+    assert all(each.gate_up_proj_lora.lora_A.grad.any() for each in (outer, outer.inner))
+    close(lora.merge(copy.deepcopy(outer))(tokens()), out)
 
 
 def test_what_is_read_without_gradients_takes_none_from_what_follows():
@@ -221,6 +254,8 @@ class Mixture(nn.Module):
         shared = nn.ModuleDict({"down_proj": nn.Linear(WIDTH, WIDTH)})
         first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
         self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
+        for layer in self.layers:
+            layer["experts"].act_fn = nn.Tanh()  # which upstream's have, and targets match as well
 
 
 LINEAR = ("layers.0.shared.down_proj",)
@@ -246,11 +281,46 @@ QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
         ({"targets": "experts.down_proj", "layers": [1]}, DOWN[1:]),
         ({"targets": DOWN}, DOWN),
         ({"targets": "down_proj_lora", "exclude": DOWN[0]}, DOWN[1:]),
+        ({"targets": "experts.*", "exclude": "act_fn"}, BOTH),
+        ({"targets": ["q_proj", "experts.*"]}, (*QUERIES, *BOTH)),
+        ({"targets": re.compile(r"layers\.0\.experts\..*"), "exclude": "*act_fn"}, BOTH[:2]),
     ],
 )
 def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected):
     names = lora.add_lora(Mixture(), **{"r": R, **settings})
     assert sorted(names) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"layers": [0]}, {"layers": [1]}, BOTH[2:]),
+        ({"exclude": "gate_up_proj"}, {"exclude": ["down_proj"]}, BOTH[::2]),
+        ({"targets": DOWN[:1]}, {"exclude": "layers.0.*"}, BOTH[2:]),
+        ({"targets": "gate_up_proj"}, {"exclude": "gate_up_proj_lora"}, DOWN),
+        ({"targets": DOWN[:1]}, {"targets": "down_proj_lora", "layers": [1]}, DOWN[1:]),
+    ],
+)
+@pytest.mark.parametrize("target", ["experts.*", re.compile(r".*\.experts\..*proj.*")])
+def test_a_second_call_means_the_stacks_that_are_left(target, first, second, expected):
+    """Layers that the first has added have the names of stacks, and hide no others."""
+    model = Mixture()
+    lora.add_lora(model, **{"targets": target, "r": R, **first})
+    assert lora.add_lora(model, **{"targets": target, "r": R, **second}) == expected
+    with pytest.raises(ValueError, match="has LoRA already"):
+        lora.add_lora(model, target)
+
+
+def test_a_name_of_a_stack_is_not_that_of_another_s_layer():
+    def build():
+        owner = owned_by(nn.Module, **FORWARD)
+        owner["owner"].stack_lora = nn.Parameter(torch.randn(2, 4, 4))
+        return owner
+
+    for names in (["stack_lora"], ["owner.stack_lora"], ["stack_lora_lora"]):
+        assert lora.add_lora(build(), names, r=R) == ("owner.stack_lora_lora",)
+    with pytest.raises(UnsupportedLayerError, match=r"^owner\.stack belongs to .* 'stack_lora'"):
+        lora.add_lora(build(), ["stack", "stack_lora"], r=R)
 
 
 def test_the_names_that_are_returned_are_those_of_another_model():
@@ -259,6 +329,16 @@ def test_the_names_that_are_returned_are_those_of_another_model():
     assert lora.add_lora(model, names, r=R) == names
     with pytest.raises(ValueError, match="has LoRA already"):
         lora.add_lora(model, names[1:2], r=R)
+
+
+def test_a_pattern_s_key_is_of_all_that_it_matches():
+    """As an exclusion is; a target that means both has to say so."""
+    model, both = Mixture(), ["down_proj", "experts.down_proj"]
+    names = lora.add_lora(model, both, r=R, rank_pattern={"down_proj": 3})
+    assert sorted(names) == sorted((*LINEAR, *DOWN))
+    assert {model.get_submodule(name).r for name in names} == {3}
+    with pytest.raises(ValueError, match="matches only modules that are left out"):
+        lora.add_lora(Mixture(), both, r=R, exclude="down_proj")
 
 
 @pytest.mark.parametrize("pattern", [DOWN[0], "0.experts.down_proj_lora", "0.experts.down_proj"])
@@ -280,8 +360,12 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
             lora.add_lora(Mixture(), ["experts.*", "q_proj"], r=R, rank_pattern={key: 3})
     with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'down_proj_lora' sets"):
         lora.add_lora(Mixture(), "experts.*", r=R, rank_pattern={"down_proj_lora": 9})
-    with pytest.raises(ValueError, match=r"is not a linear layer, .*: leave it out of enable_lora"):
-        lora.add_lora(Mixture(), "experts.*", enable_lora={DOWN[0]: [True, False]})
+    message = r"is not a linear layer, .*: leave it out of enable_lora, where more of the linear l"
+    for key in (DOWN[0], "down_proj"):
+        with pytest.raises(ValueError, match=message):
+            lora.add_lora(Mixture(), [*LINEAR, *DOWN], enable_lora={key: [True, False]})
+    slices = {"shared.down_proj": [True, False]}
+    assert len(lora.add_lora(Mixture(), [*LINEAR, *DOWN], r=R, enable_lora=slices)) == 3
 
 
 def restored(state):
@@ -304,7 +388,8 @@ def test_copies_and_pickles():
     torch.save(model, file)
     file.seek(0)
     copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-    for one in (*copies, pickle.loads(pickle.dumps(model))):
+    pickled = (pickle.dumps(model, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1))
+    for one in (*copies, *map(pickle.loads, pickled)):
         assert torch.equal(one(x), expected)
         nn.init.zeros_(one.layers[0]["experts"].down_proj_lora.lora_B)
         assert not torch.equal(one(x), expected)
@@ -341,7 +426,7 @@ def test_a_full_graph_is_refused_with_what_to_do_instead():
 def test_gradient_checkpointing_and_transforms():
     model, x = adapted("bmm"), tokens()
     expected = model(x)
-    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    out = checkpoint(model, x, use_reentrant=False)
     close(out, expected)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(out.square().sum(), trained.values())
@@ -391,21 +476,107 @@ def test_tensors_that_stand_in_for_the_parameters():
         replica(tokens())
 
 
-def test_a_kernel_is_not_given_a_sum():
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight[0].mT
+class Saves(torch.autograd.Function):
+    """As a kernel of one's own may be written that computes elsewhere."""
 
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+
+class Keeps(torch.autograd.Function):
+    """x Wᵀ, with a gradient of the weight where one is needed."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_weight = grad.mT @ ctx.saved_tensors[0] if ctx.needs_input_grad[1] else None
+        return grad @ ctx.weight, of_weight
+
+
+def in_part(x, weight):
+    return checkpoint(lambda x: x @ weight.mT, x, use_reentrant=True)
+
+
+def fused(compute):
     class Fused(Experts):
         def forward(self, x):
-            return Kernel.apply(x, self.gate_up_proj)
+            with torch.inference_mode():
+                self.largest = self.gate_up_proj[0].abs().max()
+            return compute(x, self.gate_up_proj[0])
 
     experts = Fused()
     lora.add_lora(experts, "gate_up_proj", r=R)
-    with pytest.raises(TypeError, match="LowRankSum"):
-        experts(tokens().requires_grad_())
+    return randomised(experts)
+
+
+@pytest.mark.parametrize(
+    ("compute", "kind", "message"),
+    [
+        (Saves.apply, TypeError, "LowRankSum"),
+        (Keeps.apply, RuntimeError, "an autograd.Function computes with experts that have LoRA, "),
+        (lambda x, w: Keeps.apply(x, w.mT.mT), RuntimeError, "would get no gradients: choose"),
+        (in_part, RuntimeError, "checkpoint the module as a whole, if this is a checkpoint within"),
+    ],
+    ids=["saves", "keeps", "keeps the transposed", "checkpoint"],
+)
+def test_a_function_that_would_give_the_update_no_gradients_is_an_error(compute, kind, message):
+    experts, x = fused(compute), tokens().requires_grad_()
+    with pytest.raises(kind, match=message):
+        experts(x)
+
+
+class Records(torch.autograd.Function):
+    """x Wᵀ, of which autograd gives the gradients of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            ctx.out = x.detach() @ weight.mT
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.out.backward(grad)
+        return grad.new_zeros(len(grad), WIDTH), None
+
+
+def test_a_function_in_which_autograd_records():
+    one, other = fused(Records.apply), fused(F.linear)
+    for experts in (one, other):
+        experts(tokens().requires_grad_()).sum().backward()
+    close(one.gate_up_proj_lora.lora_A.grad, other.gate_up_proj_lora.lora_A.grad)
+    assert other.gate_up_proj_lora.lora_A.grad.any()
+
+
+@pytest.mark.parametrize("compute", [Keeps.apply, in_part], ids=["function", "checkpoint"])
+def test_a_function_computes_with_updates_that_are_not_trained(compute):
+    experts, x = fused(compute), tokens().requires_grad_()
+    expected = tokens() @ lora.merge(copy.deepcopy(experts)).gate_up_proj[0].mT
+    with torch.no_grad():
+        close(experts(x), expected)
+    with torch.inference_mode():
+        close(experts(x), expected)
+    frozen = experts.requires_grad_(False)(x)
+    close(frozen, expected)
+    frozen.sum().backward()
+    assert x.grad.any()
+
+
+def test_a_reentrant_checkpoint_of_the_module():
+    model, x = adapted("bmm"), tokens().requires_grad_()
+    model(x).square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    for p, grad in zip((p for p in model.parameters() if p.requires_grad), grads, strict=True):
+        close(p.grad, grad)
 
 
 def test_no_kernel_gets_the_address_of_the_weight_alone():
@@ -431,7 +602,7 @@ class Loading:
 
     def drop(self, layer, args, out):
         layer._parameters.update(self.empty)
-        return out.to("cpu", non_blocking=False)
+        return tuple(each.to("cpu", non_blocking=False) for each in out)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -490,6 +661,11 @@ REFUSED = {
     "twice": (adapted, {}, "down_proj has LoRA already"),
     "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as it is while"),
     "no forward": (lambda: owned_by(nn.Module), {"targets": "stack"}, "computes nothing with it"),
+    "a kernel": (
+        lambda: nn.ModuleDict({"q": nn.Linear(4, 4), "conv": nn.Conv1d(4, 4, 3)}),
+        {"targets": "conv.weight"},
+        r"'conv\.weight' matches no module",
+    ),
     "its own attribute": (
         lambda: owned_by(nn.Module, **FORWARD, stack_lora=1),
         {"targets": "stack"},
@@ -508,8 +684,8 @@ REFUSED = {
     "linear layers that are left out": (
         Mixture,
         {"layers": [1]},
-        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; to "
-        r"adapt the stack layers\.1\.experts\.down_proj, give more of its name",
+        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; the "
+        r"stack layers\.1\.experts\.down_proj is meant by 'experts\.down_proj'$",
     ),
     "a layer": (Model, {"exclude": "experts"}, r"exclude 'experts' leaves out none of the targets"),
 }
@@ -536,25 +712,65 @@ def test_a_tied_stack_is_adapted_if_it_may_be_untied():
     assert one.down_proj is not other.down_proj
 
 
-def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):
-    model = adapted(targets="gate_up_proj")
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("before", [(), ("gate_up_proj",)], ids=["plain", "adapted"])
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call):
+    model, x = adapted(targets=["q", *before], layers=3), tokens()
+    if before:
+        apply_activation_checkpointing(model)
     state, classes = model.state_dict(), [type(module) for module in model.modules()]
-    add, calls = AdaptedStack._add_update, []
+    expected, add, calls = model(x), AdaptedStack._add_update, []
 
     def fail(self, dtype=None):
         calls.append(self)
-        if len(calls) == 2:
+        if len(calls) == call:
             raise MemoryError
         add(self, dtype)
 
     monkeypatch.setattr(AdaptedStack, "_add_update", fail)
     with pytest.raises(MemoryError):
-        lora.add_lora(model, ["q", "down_proj"], r=R)
+        lora.add_lora(model, "down_proj", r=R)
     assert model.state_dict().keys() == state.keys()
     assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(x), expected)
     monkeypatch.undo()
     lora.remove_lora(model)
-    assert {type(m) for m in model.modules()} == {type(m) for m in build().modules()}
+    assert {type(m) for m in build().modules()} <= {type(m) for m in model.modules()}
+    assert not any("Adapted" in type(m).__name__ for m in model.modules())
+
+
+def test_a_stack_that_is_registered_after_others_were_adapted():
+    class Growing(Experts):
+        def forward(self, x):
+            return super().forward(x) + x @ self.late[1]
+
+    experts = Growing()
+    lora.add_lora(experts, "down_proj", r=R)
+    experts.late = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+    assert lora.add_lora(experts, "late", r=R) == ("late_lora",)
+    out = randomised(experts)(tokens())
+    out.sum().backward()
+    assert all(getattr(experts, f"{n}_lora").lora_A.grad.any() for n in ("down_proj", "late"))
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is Growing
+
+
+def test_the_forward_looks_like_the_module_s_own():
+    """Upstream's Trainer drops the columns of a data set that the signature does not name."""
+    experts = Experts()
+    signature, source = inspect.signature(experts.forward), inspect.getsource(experts.forward)
+    lora.add_lora(experts, "down_proj", r=R)
+    assert inspect.signature(experts.forward) == signature
+    assert inspect.getsource(experts.forward) == source
+    assert experts.forward.__doc__ == Experts.forward.__doc__
+
+
+def test_experts_in_evaluation_get_updates_in_evaluation():
+    model = build().eval()
+    lora.add_lora(model, STACKS, r=R)
+    assert not any(module.training for module in model.modules())
+    assert lora_layers(model)
 
 
 def test_a_parametrized_stack_is_an_error():
@@ -564,6 +780,28 @@ def test_a_parametrized_stack_is_an_error():
         experts(tokens())
     with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
         lora.remove_lora(experts)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_another_parameter_that_was_parametrized_before():
+    experts = Experts()
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    kind = type(experts)
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
+        lora.merge(experts)
+    parametrize.remove_parametrizations(experts, "down_proj_bias", leave_parametrized=False)
+    close(experts(tokens()), out)
+    lora.remove_lora(experts)
+    assert type(experts) is kind
+    assert parametrize.is_parametrized(experts, "down_proj")
 
 
 def test_a_forward_that_was_set_is_the_owner_s():

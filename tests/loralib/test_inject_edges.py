@@ -3,6 +3,7 @@
 import pytest
 import torch
 from any_models import AnyModel, ids, names_of, unchanged_by
+from stacked_experts import Experts
 from torch import nn
 
 import loralib as lora
@@ -160,6 +161,16 @@ def test_a_decomposition_that_fails_leaves_everything_as_it_was():
     model[1].weight.data[0, 0] = float("nan")
     message = "1: its weight has no decomposition"
     unchanged_by(model, message, ["0", "1"], r=2, initialization="pissa")
+    model = nn.Sequential(model, Experts())  # whose turn comes after the layers'
+    unchanged_by(model, rf"0\.{message}", ["0.1", "down_proj"], r=2, initialization="pissa")
+    assert type(model[1]) is Experts
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_stack_s_update_is_in_the_mode_of_its_module(is_trained):
+    model = nn.Sequential(Experts()).train(is_trained)
+    (name,) = lora.add_lora(model, "down_proj", r=2)
+    assert model.get_submodule(name).training is is_trained
 
 
 def test_names_by_which_lora_is_known_belong_to_lora():

@@ -1,5 +1,8 @@
 """Models whose parameters are sharded: refused where they have to be whole, gathered, started."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -10,10 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loralib as lora
+from loralib.adapted_layers import AdaptedProjection as Projection
 
 
 @pytest.fixture
@@ -170,7 +175,25 @@ class Experts(nn.Module):
         return torch.bmm(x.unflatten(0, (3, -1)), self.stack.mT).flatten(0, 1)
 
 
-@pytest.mark.parametrize("shard", [fsdp_1, fsdp_2])
+def fsdp_1_of_updates(model, mesh):
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=lambda part: isinstance(part, Projection))
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu
+    )
+
+
+def fsdp_2_of_updates(model, mesh):
+    for part in list(model.modules()):
+        if isinstance(part, Projection):
+            fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+OF_UPDATES = [fsdp_1_of_updates, fsdp_2_of_updates]
+
+
+@pytest.mark.parametrize("shard", [fsdp_1, fsdp_2, *OF_UPDATES])
 def test_experts_are_trained_when_they_are_sharded(mesh, shard):
     torch.manual_seed(0)
     model, x = nn.Sequential(Experts(), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 8)
@@ -190,3 +213,38 @@ def test_experts_are_trained_when_they_are_sharded(mesh, shard):
         torch.testing.assert_close(model.eval()(x), expected)
     with pytest.raises(ValueError, match="is sharded over several processes: gather the model"):
         lora.merge(model)
+
+
+@pytest.mark.parametrize("shard", OF_UPDATES)
+def test_projections_of_an_attention_that_are_sharded_apart_from_it(mesh, shard):
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, kdim=8, vdim=4)}), torch.randn(6, 8)
+    lora.add_lora(model, "a", r=2)
+    attention, call = model["a"], (x, x, x[:, :4])
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        nn.init.normal_(attention.get_submodule(name).lora_B, std=0.1)
+    expected, _ = attention(*call)
+    (grad,) = torch.autograd.grad(expected.square().sum(), attention.v_proj.lora_A)
+    attention = shard(attention, mesh)
+    out, _ = attention(*call)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    (found,) = (
+        p.grad for name, p in attention.named_parameters() if "v_proj" in name and "A" in name
+    )
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    torch.testing.assert_close(found.view_as(grad), grad)
+
+
+def test_an_out_proj_that_is_sharded_apart_from_its_attention_is_an_error(mesh):
+    """Without LoRA it is an error of PyTorch's."""
+    model, x = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), torch.randn(6, 8)
+    lora.add_lora(model, "a", r=2)
+    apart = copy.deepcopy(model)["a"]
+    apart.out_proj = FullyShardedDataParallel(
+        apart.out_proj, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    fully_shard(model["a"].out_proj, mesh=mesh)
+    for attention in (apart, model["a"]):
+        with pytest.raises(RuntimeError, match="is wrapped or sharded apart from it, which comp"):
+            attention(x, x, x)

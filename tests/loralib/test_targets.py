@@ -11,6 +11,7 @@ from loralib.adaptation import is_linear
 from loralib.targets import (
     as_targets,
     by_pattern,
+    check_exclusions,
     find,
     guessed_head,
     layer_of,
@@ -121,8 +122,12 @@ def test_all_linear_layers_but_the_head(model):
         ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
         ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
         ({"targets": "query"}, r"; it has up, down, linear1, .*, q_proj, v_proj, .*; 'all-l"),
+        (
+            {"targets": "q_proj", "exclude": r"k|.*v_proj"},
+            r"; a regular expression is re\.compile\(",
+        ),
         ({"targets": "q_proj", "exclude": "zzz"}, r"; it has c_attn, conv1, .* more$"),
-        ({"targets": "haed", "what": "modules_to_train"}, r"; it has head$"),
+        ({"targets": "haed", "with_stacks": False}, r"; it has head$"),
         ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
         (
             {"targets": "all-linear", "exclude": ["layers.*", "encoder.*"]},
@@ -212,6 +217,32 @@ def test_what_holds_most_weights_comes_first_and_stacks_are_told_from_layers(
     with pytest.raises(ValueError, match=rf"; it has {re.escape(offered)}; 'all-linear' takes all"):
         find(model, target)
     assert find(model, "experts.down_proj") == ["0.experts.down_proj", "1.experts.down_proj"]
+
+
+def test_stacks_are_not_meant_where_whole_modules_are():
+    model = nn.Sequential(Experts(has_shared=False))
+    message = r", only parameters such as 0\.experts\.down_proj; it has q_proj$"
+    with pytest.raises(ValueError, match=message):
+        find(model, "experts.down_proj", with_stacks=False)
+    assert find(model, "*xperts*", with_stacks=False) == ["0.experts"]
+    assert find(model, "*xperts.*") == ["0.experts.gate_up_proj", "0.experts.down_proj"]
+
+
+def test_a_stack_that_is_left_is_named_by_what_means_it_alone():
+    model = Experts(has_shared=False).experts
+    model.x = nn.ModuleDict({"down_proj": nn.Linear(2, 2)})
+    left_out = r"left out, such as x\.down_proj: .*; the stack down_proj is meant by "
+    with pytest.raises(ValueError, match=left_out + r"re\.compile\('down_proj'\)$"):
+        find(model, "down_proj", exclude="x.*")
+    assert find(model, re.compile("down_proj"), exclude="x.*") == ["down_proj"]
+
+
+def test_exclusions_by_the_names_of_stacks_layers_are_checked_as_others():
+    model = nn.Sequential(Experts(has_shared=True))
+    meant = ["0.down_proj", "0.experts.down_proj"]
+    check_exclusions(model, [re.compile(r"0\.experts(\.down_proj_lora)?")], meant)
+    with pytest.raises(ValueError, match=r"' leaves out none of the targets; 0\.experts\.d"):
+        check_exclusions(model, [re.compile(r"0\.experts")], meant)
 
 
 def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_offered():

@@ -3,15 +3,23 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from compare import assert_same_bits
 from small_nets import Net, bank_of, close, drawn
+from stacked_experts import adapted, randomised, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.optim.swa_utils import AveragedModel
 
 import loralib as lora
+from loralib.adapted_layers import AdaptedProjection
 from loralib.errors import NeedsMergingError
 from loralib.wrappers import unwrapped
 
@@ -111,3 +119,106 @@ def test_a_bank_for_a_model_that_was_compiled_and_run(tmp_path, way):
     with bank.use("a0"):
         close(run(x), plain[0])
     close(run(x), plain[1])
+
+
+class Attends(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **sizes)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x.view(3, -1, 8)
+        other = x[..., : self.attention.kdim]
+        return self.last(self.attention(x, other, other)[0])
+
+
+def attends(**sizes):
+    torch.manual_seed(0)
+    model = Attends(**sizes)
+    # Of moderate size: softmax multiplies the rounding of large scores.
+    lora.add_lora(model, ["attention", "last"], r=2, lora_alpha=2)
+    return randomised(model)
+
+
+class Around(nn.Module):
+    """Somebody's own wrapper."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def __getattr__(self, name):
+        own = super().__getattr__
+        return own(name) if name in self._modules else getattr(own("module"), name)
+
+
+def with_wrapped(model, wrap):
+    """The model, in which what gives updates to the module around it is wrapped."""
+    for owner in list(model.modules()):
+        for name, child in owner._modules.items():
+            if isinstance(child, AdaptedProjection) or name == "out_proj":
+                owner._modules[name] = wrap(child)
+    return model
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+def checkpointed(model, **settings):
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=partial(checkpoint_wrapper, **settings)
+    )
+    return model
+
+
+OF_MODELS = {
+    "checkpoints": checkpointed,
+    "reentrant checkpoints": partial(checkpointed, checkpoint_impl=CheckpointImpl.REENTRANT),
+    "compiled": partial(with_wrapped, wrap=partial(torch.compile, backend="eager")),
+    "compiled in place": partial(with_wrapped, wrap=compiled_in_place),
+    "another": partial(with_wrapped, wrap=Around),
+}
+WITHIN = {
+    "experts": adapted,
+    "experts in one product": partial(adapted, "bmm", True),
+    "attention": attends,
+    "attention of several sizes": partial(attends, kdim=4, vdim=4),
+}
+
+
+@pytest.mark.parametrize("wrap", OF_MODELS)
+@pytest.mark.parametrize("make", WITHIN)
+def test_updates_that_are_wrapped_apart_from_the_module_that_computes_with_them(make, wrap):
+    """Their modules would compute without them, and they would get no gradients."""
+    model, x = WITHIN[make](), tokens().requires_grad_()
+    expected = model(x)
+    expected.square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    wrapped = OF_MODELS[wrap](WITHIN[make]())
+    if "attention" in make and wrap == "another":
+        with pytest.raises(RuntimeError, match="is wrapped or sharded apart from it, which co"):
+            wrapped(x)
+        return
+    out = wrapped(x)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    found = [p.grad for p in wrapped.parameters() if p.requires_grad]
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped.eval()(x), expected)
+    torch.testing.assert_close(lora.merge(wrapped)(x), expected)
+
+
+def test_an_attention_s_plain_out_proj_may_be_in_any_wrapper():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})
+    lora.add_lora(model, "a", exclude="out_proj", r=2)
+    x = torch.randn(3, 8)
+    expected, _ = randomised(model)["a"](x, x, x)
+    model["a"].out_proj = Around(model["a"].out_proj)
+    torch.testing.assert_close(model["a"](x, x, x)[0], expected)

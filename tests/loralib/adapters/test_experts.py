@@ -119,6 +119,13 @@ def without_inner(tensors, config):
         del tensors[name]
 
 
+def without_outermost(tensors, config):
+    """As if another parameter had been adapted after these, whose update is gone."""
+    inner_first = sorted((n for n in tensors if "layers.1.experts." in n), key=len, reverse=True)
+    for name in inner_first:
+        tensors[name.replace(".lora_", ".base_layer.lora_")] = tensors.pop(name)
+
+
 def without_any(tensors, config):
     for name in [name for name in tensors if "layers.1.experts." in name]:
         del tensors[name]
@@ -174,9 +181,42 @@ def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
     assert lora.load_adapter(linear, folder) == ("router", "q")
     for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
         with pytest.raises(
-            CheckpointError, match=r"adapts router\.weight, .* Router, which has no LoRA here: "
+            CheckpointError, match=r"adapts router\.weight, .* Router, which has no such LoRA h"
         ):
             load(router, folder)
+
+
+@pytest.mark.parametrize("what", ["an embedding", "one expert"])
+def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path, what):
+    """An embedding has LoRA of another layout; what is not a stack has none."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.randn(1, WIDTH, WIDTH))
+
+    layers = nn.ModuleDict({"part": nn.Linear(WIDTH, WIDTH), "q": nn.Linear(WIDTH, WIDTH)})
+    lora.add_lora(layers, ["q", "part"], r=R)
+    lora.save_adapter(randomised(layers), tmp_path / "a")
+    model = lora.merge(copy.deepcopy(layers))
+    model["part"] = nn.Embedding(WIDTH, WIDTH) if what == "an embedding" else Experts()
+    (parameter,) = (name for name, _ in model["part"].named_parameters())
+
+    def of_parameters(tensors, config):
+        config |= {"target_modules": ["q"], "target_parameters": [f"part.{parameter}"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_parameters)
+    kind = type(model["part"]).__name__
+    message = rf"adapts part\.{parameter}, a .* {kind}, which has no such LoRA here: merge it with"
+    with pytest.raises(CheckpointError, match=message):
+        lora.load_adapter(model, folder)
+
+    def of_modules(tensors, config):
+        config |= {"target_modules": ["q", "part"], "target_parameters": ["q.weight"]}
+
+    folder = as_peft_writes(tmp_path / "a", of_modules)
+    with pytest.raises(CheckpointError, match=r"part is not a linear layer of the model"):
+        lora.load_adapter(model, folder)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -193,6 +233,7 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
         (of_another_rank, "which are not several of the rank 5"),
         (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
         (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
+        (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
         (with_names_that_are_none, "target_parameters is 'experts"),
@@ -231,6 +272,40 @@ def test_dropout_of_other_modules_is_not_pefts(tmp_path):
         close(again.eval()(tokens()), model.eval()(tokens()))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
     assert config["lora_dropout"] == 0
+
+
+class Beside(nn.Module):
+    """A linear layer that is called as the LoRA layer of the stack beside it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.w_lora = nn.Linear(WIDTH, WIDTH)
+        self.v = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.w_lora(x) + x @ self.w[0] + x @ self.v[1]
+
+
+@pytest.mark.parametrize("name", ["a", "a.safetensors"])
+def test_a_linear_layer_that_is_called_as_a_stack_s(tmp_path, name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"beside": Beside()})
+    plain = copy.deepcopy(model)
+    names = lora.add_lora(model, "beside.w_lora", r=R, lora_dropout=0.1)
+    lora.save_adapter(randomised(model), tmp_path / name)
+    again = copy.deepcopy(plain)
+    assert lora.load_adapter(again, tmp_path / name) == names
+    assert again["beside"].w_lora.lora_dropout.p == 0.1
+    merge_into(plain, lora.read_adapter(tmp_path / name))
+    for other in (again.eval(), plain):
+        close(other["beside"](tokens()), model.eval()["beside"](tokens()))
+    if name == "a":
+        return
+    lora.add_lora(model, "beside.v", r=R)
+    said = lora.save_adapter(randomised(model), tmp_path / name)
+    assert not any("dropouts from" in line for line in said)
+    assert lora.read_adapter(tmp_path / name).lora.stacks == ("beside.v_lora",)
 
 
 def test_a_bank_refuses_what_it_cannot_see(tmp_path):

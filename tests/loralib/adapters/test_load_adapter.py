@@ -316,7 +316,7 @@ def test_a_model_without_lora(tmp_path):
     [
         (lora.Conv2d(2, 3, 3, r=2), "0 is a loralib Conv2d, whose factors are in the release's"),
         (lora.Linear(4, 4, r=2, variant="dora"), "of several kinds"),
-        (lora.Linear(4, 4, r=2, freeze_A=True), "of several kinds"),
+        (lora.Linear(4, 4, r=2, initialization="pissa"), "of several kinds"),
     ],
 )
 def test_layers_that_no_format_describes(tmp_path, layer, message):

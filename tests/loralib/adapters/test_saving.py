@@ -236,6 +236,47 @@ def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
     assert sum("dropouts" in record.getMessage() for record in caplog.records) == warns
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "recorded"),
+    [
+        ({"initialization": "orthogonal"}, {}, (None, None)),
+        ({}, {"initialization": "orthogonal"}, (None, None)),
+        ({"initialization": "orthogonal"}, {"initialization": "orthogonal"}, ("orthogonal", None)),
+        ({"freeze_A": True}, {}, (None, None)),
+        ({"freeze_A": True}, {"freeze_A": True}, (None, True)),
+    ],
+)
+@pytest.mark.parametrize("file", ["a", "a.safetensors", "a.bin"])
+def test_what_a_trained_update_does_not_depend_on_may_differ(
+    tmp_path, file, first, second, recorded
+):
+    """How A and B began, and whether A is trained."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    model, plain, x = build(), build(), torch.randn(3, 8)
+    lora.add_lora(model, "0", r=2, **first)
+    lora.add_lora(model, "2", r=2, **second)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    remarks = lora.save_adapter(model, tmp_path / file)
+    said = [each for each in remarks if "A is frozen in some of its layers" in each]
+    assert len(said) == (first.get("freeze_A") != second.get("freeze_A"))
+    if file != "a.bin":  # which records neither
+        metadata = lora.read_adapter(tmp_path / file).lora
+        assert (metadata.initialization, metadata.freeze_A) == recorded
+    lora.load_adapter(plain, tmp_path / file, lora_alpha=16)
+    assert torch.equal(plain(x), model(x))
+    again = build()
+    lora.add_lora(again, "0", r=2, **first)
+    lora.add_lora(again, "2", r=2, **second)
+    lora.load_adapter(again, tmp_path / file, lora_alpha=16)  # into what it was trained in
+    assert torch.equal(again(x), model(x))
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persistent):
     def build():
