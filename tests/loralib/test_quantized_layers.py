@@ -411,6 +411,9 @@ def test_layers_that_would_be_packed_without_lora_are_warned_of(caplog):
     assert "bitsandbytes packs layers.1.up when the model is evaluated" in caplog.text
     caplog.clear()
     lora.add_lora(model, "layers.1.up")
+    elsewhere = nn.ModuleDict({"a": Linear4bit(8, 8), "b": Linear4bit(8, 8).to("meta")})
+    elsewhere["b"].support_avx512bf16_for_cpu = True
+    lora.add_lora(elsewhere, "a")
     assert caplog.text == ""
 
 
