@@ -87,6 +87,17 @@ def quantized(tensor: Tensor) -> str | None:
     return None
 
 
+def unreadable(tensor: Tensor) -> str | None:
+    """As `quantized`, of any tensor of a model: integers in a buffer, as of a mask, are values."""
+    is_packed = isinstance(tensor, nn.Parameter) and tensor.element_size() < 2
+    return quantized(tensor) if tensor.is_floating_point() or is_packed else None
+
+
+def package_and_name(kind: type) -> tuple[str, str]:
+    """By what a class of another package is known here, which is not imported for that."""
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
 _OWN_WAYS = {"__torch_dispatch__", "__torch_function__"}
 
 
