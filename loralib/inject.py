@@ -54,7 +54,6 @@ from .inject_warnings import (
     warn_of_guessed_head,
     warn_of_kinds,
     warn_of_numbers,
-    warn_of_packing,
     warn_of_stacks,
     warn_of_task_head,
 )
@@ -212,7 +211,6 @@ def add_lora(
         warn_of_task_head(model)
     warn_of_numbers(targets, names)
     warn_of_bypassed(model, names)
-    warn_of_packing(model)
     if not is_first:
         warn_of_kinds(model)
     return adapted

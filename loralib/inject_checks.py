@@ -18,7 +18,12 @@ from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
-from .quantized_layers import is_quantized_linear, needs_weight, stops_gradients
+from .quantized_layers import (
+    check_unpacked,
+    is_quantized_linear,
+    needs_weight,
+    stops_gradients,
+)
 from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
@@ -39,6 +44,7 @@ _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
+    check_unpacked(model)
     if torch.is_inference_mode_enabled():
         raise ValueError("LoRA cannot be trained in inference mode: call it outside")
     for name, module in model.named_modules():

@@ -12,7 +12,6 @@ from .initialization import starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
-from .quantized_layers import is_packed_in_evaluation
 from .stacks import stack_named
 from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_target
 from .text import called, in_short, listed
@@ -88,20 +87,6 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
                 called_instead,
                 in_short(_ends(of_kind), quote="'"),
             )
-
-
-def warn_of_packing(model: nn.Module) -> None:
-    """Says which layers without LoRA stop passing gradients once a model was evaluated.
-
-    LoRA of the layers before them would then not be trained; those with LoRA are kept from it.
-    """
-    packed = [name for name, module in model.named_modules() if is_packed_in_evaluation(module)]
-    if packed:
-        logger.warning(
-            "on this CPU bitsandbytes packs %s when the model is evaluated, and then they pass no "
-            "gradients: adapt them as well, or set support_avx512bf16_for_cpu = False on each",
-            in_short(packed, at_most=2),
-        )
 
 
 def warn_of_kinds(model: nn.Module) -> None:

@@ -65,11 +65,9 @@ def stops_gradients(layer: nn.Module) -> str | None:
     Returns:
         What is wrong, and what to do; None where they do.
     """
-    weight: Any = layer.weight
     if is_quantized_class(type(layer)):
-        if not getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-            return None
-        return "has been packed for evaluation on this CPU: load the model again, adapt it before"
+        return None
+    weight: Any = layer.weight
     x = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.enable_grad():
         if F.linear(x.requires_grad_(), weight).requires_grad:
@@ -77,15 +75,41 @@ def stops_gradients(layer: nn.Module) -> str | None:
     return "is for inputs that are quantized as well: quantize weights alone"
 
 
-def is_packed_in_evaluation(layer: nn.Module) -> bool:
-    """Whether bitsandbytes will repack a layer's weight in evaluation mode, as on some CPUs.
+# On some CPUs bitsandbytes repacks a 4-bit weight in evaluation mode, where this attribute of the
+# layer is true. From then on the layer passes no gradients, and `state_dict()` unpacks the weight
+# to other numbers.
+_PACKS = "support_avx512bf16_for_cpu"
 
-    From then on the layer passes no gradients, and is rounded anew.
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Lets no layer of a model be packed, adapted or not: gradients pass through all of them."""
+    for module in model.modules():
+        if is_quantized_linear(module) and vars(module).get(_PACKS):
+            vars(module)["_packs"] = vars(module)[_PACKS]
+            setattr(module, _PACKS, False)
+
+
+def let_pack(model: nn.Module) -> None:
+    """Undoes `keep_unpacked`."""
+    for module in model.modules():
+        if "_packs" in vars(module):
+            setattr(module, _PACKS, vars(module).pop("_packs"))
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Checks that no layer of a model is packed; to be called before any `state_dict()`.
+
+    Raises:
+        ValueError: one is.
     """
-    if not is_quantized_class(type(layer)):
-        return False
-    weight: Any = layer.weight
-    return weight.is_cpu and bool(getattr(layer, "support_avx512bf16_for_cpu", False))
+    for name, module in model.named_modules():
+        state = getattr(module._parameters.get("weight"), "quant_state", None)
+        if is_quantized_linear(module) and getattr(state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"the weight of {called(name) or 'the layer'} has been packed for evaluation on "
+                "this CPU: load the model again, and give it its LoRA or its bank before it is "
+                "evaluated"
+            )
 
 
 def needs_weight(variant: str, initialization: str) -> str | None:
@@ -113,9 +137,6 @@ class QuantizedLayer(LoRALayer):
 
     _kind: ClassVar[type[nn.Module]]
     _lora: ClassVar[type[Linear]]
-
-    # See `is_packed_in_evaluation`.
-    support_avx512bf16_for_cpu = property(lambda self: False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """(…, in_features) -> (…, out_features)."""

@@ -29,6 +29,7 @@ from ..model_checks import (
     tensors_of,
 )
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..quantized_layers import check_unpacked
 from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
@@ -350,6 +351,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
     check_no_peft_layers(model)
     check_whole(model, "an adapter is loaded")
+    check_unpacked(model)
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     touched = besides.keys() | adapter.base_weights.keys()

@@ -35,7 +35,7 @@ from ..arguments import as_names, check_model
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
-from ..quantized_layers import is_quantized_linear
+from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked
 from ..text import in_short, shown
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
@@ -57,8 +57,9 @@ class AdapterBank:
     model. A model may have two banks; their blocks cannot be nested.
 
     Raises:
-        ValueError: the model has LoRA layers or is sharded; or it is an `nn.DataParallel`, which
-            computes in threads of its own.
+        ValueError: the model has LoRA layers, is sharded, or has been packed by bitsandbytes for
+            evaluation on a CPU; or it is an `nn.DataParallel`, which computes in threads of its
+            own.
     """
 
     def __init__(self, model: nn.Module):
@@ -68,6 +69,8 @@ class AdapterBank:
         check_whole(model, "it gets a bank")
         for name in lora_layers(unwrapped(model)):
             raise ValueError(f"{name} has LoRA already: build the model without LoRA, or merge it")
+        check_unpacked(model)
+        keep_unpacked(model)  # for good: another bank may have the model as well
         self._model = model
         self._key = _Key()
         self._fingerprint: str | None = None  # of the model, when the first adapter is added

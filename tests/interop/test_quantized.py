@@ -243,21 +243,35 @@ def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
     assert type(plain.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
-def test_layers_without_lora_are_packed_by_bitsandbytes(checkpoint: Path, caplog: Any):
-    """On some CPUs: what the warning says, and its way out."""
+def test_training_goes_on_after_an_evaluation(checkpoint: Path, tmp_path: Path):
+    """For which bitsandbytes packs the layers of a base on some CPUs, those without LoRA too."""
     model = load(checkpoint, "nf4")
     lora.add_lora(model, "q_proj", r=R)
     draw((item for item in model.named_parameters() if "lora_" in item[0]), "packed")
-    others = [m for m in model.modules() if type(m) is bnb.nn.Linear4bit]
-    is_packed = bool(others[0].support_avx512bf16_for_cpu)
-    assert ("when the model is evaluated, and then they pass no" in caplog.text) == is_packed
-    for each in others:
-        each.support_avx512bf16_for_cpu = False
-    _, grads = step(model)
+    output, grads = step(model)
     with torch.no_grad():
         model.eval()(IDS)
-    _, again = step(model.train())
-    assert all(torch.equal(again[name], grad) for name, grad in grads.items())
+    lora.save_adapter(model, tmp_path / "a")
+    again, again_grads = step(model.train())
+    assert torch.equal(again, output)
+    assert all(torch.equal(again_grads[name], grad) for name, grad in grads.items())
+
+
+def test_a_base_that_was_evaluated_before(checkpoint: Path, tmp_path: Path):
+    trained = load(checkpoint, "nf4")
+    lora.add_lora(trained, "q_proj", r=R)
+    lora.save_adapter(trained, tmp_path / "a")
+    base = load(checkpoint, "nf4").eval()
+    with torch.no_grad():
+        base(IDS)
+    state = base.model.layers[0].mlp.up_proj.weight.quant_state
+    if not getattr(state, "packing_format_for_cpu", False):
+        lora.load_adapter(base, tmp_path / "a")
+        return
+    with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
+        lora.load_adapter(base, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
+        lora.AdapterBank(base)
 
 
 def test_hooks_of_a_device_map(checkpoint: Path):

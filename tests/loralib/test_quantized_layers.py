@@ -386,35 +386,81 @@ def test_a_layer_without_gradients_is_an_error():
         model(torch.ones(1, 8).requires_grad_())
 
 
-def test_a_weight_that_was_packed_for_evaluation_is_refused():
+PACKED = r"the weight of layers.0.up has been packed for evaluation on this CPU: load the model ag"
+
+
+def packed():
+    """A net in which bitsandbytes has packed a weight, and may not be asked for its state."""
     model = Net("bitsandbytes")
     layer_of(model).weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
-    message = "the weight of layers.0.up passes no gradients .* has been packed for evaluation"
-    unchanged_by(model, message, "up", kind=UnsupportedLayerError)
+    layer_of(model)._save_to_state_dict = None
+    return model
 
 
-def test_a_layer_does_not_pack_its_weight_while_it_is_adapted():
+@pytest.mark.parametrize("targets", ["up", "layers.1.down"])
+def test_a_base_that_was_packed_for_evaluation_is_refused(tmp_path, targets):
+    trained = adapted("bitsandbytes", targets)
+    for name in ("a", "a.safetensors"):
+        lora.save_adapter(trained, tmp_path / name)
+        with pytest.raises(ValueError, match=PACKED):
+            lora.load_adapter(packed(), tmp_path / name)
+    with pytest.raises(ValueError, match=PACKED):
+        lora.add_lora(packed(), targets)
+    with pytest.raises(ValueError, match=PACKED):
+        lora.AdapterBank(packed())
+
+
+def packing():
+    """The net as it is on CPUs for which bitsandbytes packs, but for one layer."""
     model = Net("bitsandbytes")
-    layer_of(model).support_avx512bf16_for_cpu = True
-    lora.add_lora(model, "up")
-    assert not layer_of(model).support_avx512bf16_for_cpu
-    assert not layer_of(copy.deepcopy(model)).support_avx512bf16_for_cpu
-    lora.remove_lora(model)
-    assert layer_of(model).support_avx512bf16_for_cpu
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = name != "layers.1.down"
+    return model
 
 
-def test_layers_that_would_be_packed_without_lora_are_warned_of(caplog):
-    model = Net("bitsandbytes")
-    for layer in model.layers:
-        layer["up"].support_avx512bf16_for_cpu = True
-    lora.add_lora(model, ["layers.0.up", "down"])
-    assert "bitsandbytes packs layers.1.up when the model is evaluated" in caplog.text
-    caplog.clear()
+def those_that_pack(model):
+    layers = (m for m in model.modules() if isinstance(m, Linear4bit))
+    return [layer.support_avx512bf16_for_cpu for layer in layers]
+
+
+def adapt(model, _):
     lora.add_lora(model, "layers.1.up")
-    elsewhere = nn.ModuleDict({"a": Linear4bit(8, 8), "b": Linear4bit(8, 8).to("meta")})
-    elsewhere["b"].support_avx512bf16_for_cpu = True
-    lora.add_lora(elsewhere, "a")
-    assert caplog.text == ""
+
+
+def load(model, path):
+    lora.save_adapter(adapted("bitsandbytes", "layers.0.up"), path)
+    lora.load_adapter(model, path)
+
+
+@pytest.mark.parametrize("give", [adapt, load])
+def test_no_layer_of_a_model_with_lora_is_packed(tmp_path, give, caplog):
+    model = packing()
+    give(model, tmp_path / "a")
+    assert "packs" not in caplog.text
+    assert not any(those_that_pack(model))
+    assert not any(those_that_pack(copy.deepcopy(model)))
+    lora.add_lora(model, "down")
+    lora.remove_lora(model)
+    assert those_that_pack(model) == [True, True, True, False]
+    before = [vars(module).keys() for module in packing().modules()]
+    assert [vars(module).keys() for module in model.modules()] == before
+
+
+def test_no_layer_of_a_model_with_a_bank_is_packed():
+    model = packing()
+    bank = lora.AdapterBank(model)
+    assert not any(those_that_pack(model))
+    bank.close()
+    assert not any(those_that_pack(model))  # it may have another bank
+
+
+def test_a_layer_with_lora_can_be_told_that_it_is_not_to_pack():
+    model = packing()
+    adapt(model, None)
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
 
 
 class Unknown(Linear4bit):
