@@ -160,6 +160,17 @@ class QuantizedLayer(LoRALayer):
         self._in_effect = False
         return self
 
+    def merged_layer(self) -> nn.Module:
+        """There is none: nothing is merged into a quantized weight.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(not_merged(""))
+
+    def _merge(self) -> Tensor:
+        raise ValueError(not_merged(""))
+
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.frozen_weight.device)
 

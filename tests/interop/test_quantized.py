@@ -221,14 +221,14 @@ def test_copies_banks_and_removing_it(checkpoint: Path, kind: str, tmp_path: Pat
         for each in copies:
             assert torch.equal(each(IDS).logits, expected)
         for names in ("a", ["a", "a"]):
-            # While it is served, nothing keeps bitsandbytes from packing weights.
             with bank.use(names):
                 assert_close(base(IDS).logits, expected, ROUNDING[torch.bfloat16])
         bank.close()
         for each in (model, *copies):
             lora.remove_lora(each)
             assert [type(m) for m in each.modules()] == [type(m) for m in base.modules()]
-            assert torch.equal(each(IDS).logits, base(IDS).logits)
+            # In evaluation bitsandbytes packs it again, on some CPUs.
+            assert torch.equal(each.train()(IDS).logits, base.train()(IDS).logits)
 
 
 @EACH

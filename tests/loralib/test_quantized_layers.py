@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.errors import CheckpointError, UnsupportedLayerError
+from loralib.in_place import merged_copy
 from loralib.quantized_layers import QuantizedLayer
 
 R, ALPHA = 2, 6
@@ -106,8 +107,13 @@ def test_slices(package):
     settings = {"enable_lora": {"up": [True, False, False, True]}}
     model = adapted(package, **settings)
     assert isinstance(layer_of(model), lora.MergedLinear)
-    expected = step(reference(model, **settings), inputs().double())
+    other = reference(model, **settings)
+    expected = step(other, inputs().double())
     assert_close(step(model, inputs()), expected)
+    product = layer_of(model).merge_AB()
+    assert product.shape == (16, 8)
+    assert product.dtype == torch.float32
+    assert_close({"B A": product}, {"B A": layer_of(other).merge_AB()})
 
 
 @EACH
@@ -305,6 +311,10 @@ def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, c
         lora.merge(model)
     with pytest.raises(ValueError, match=message.format("the layer")):
         lora.merge(layer_of(model))
+    layer = layer_of(model)
+    for merge in (layer.merged_layer, layer._merge, lambda: merged_copy(layer)):
+        with pytest.raises(ValueError, match=message.format("the layer")):
+            merge()
     with pytest.raises(CheckpointError, match=message.format("layers.0.down")):
         merge_into(Net(package), lora.read_adapter(tmp_path / "a"))
     lora.save_adapter(model, tmp_path / "b")
