@@ -539,6 +539,20 @@ def test_a_part_without_a_shape_yet_is_not_called_quantized():
     unchanged_by(model, message, "a", r=R, modules_to_train="head")
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.complex64])
+def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
+    plain_one, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    other.load_state_dict(plain_one.state_dict())
+    other[0].table = nn.Parameter(torch.ones(8, 8, dtype=dtype), requires_grad=False)
+    found = []
+    for name, model in (("a", plain_one), ("b", other)):
+        lora.add_lora(model, "0", r=R)
+        lora.save_adapter(model, tmp_path / f"{name}.safetensors")
+        adapter = lora.read_adapter(tmp_path / f"{name}.safetensors")
+        found.append(adapter.lora.base_fingerprint)
+    assert found[0] == found[1] is not None
+
+
 def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8))
     model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
