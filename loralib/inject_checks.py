@@ -286,13 +286,15 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 
 def _check_trainable(model: nn.Module, trained: str) -> None:
     """Checks that the parameters of a module in modules_to_train are there, and not quantized."""
-    for name, parameter in model.get_submodule(trained).named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
-        if reason := quantized(parameter):
+    part = model.get_submodule(trained)
+    if any(map(is_lazy, part.parameters())):
+        raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
+    for name, module in part.named_modules():
+        if is_quantized_linear(module) and (reason := quantized(module.get_parameter("weight"))):
             raise ValueError(
-                f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
-                "out of modules_to_train, or load the model with that part in bfloat16"
+                f"{called(trained)} cannot be trained as it is: its "
+                f"{name + '.' if name else ''}weight is {reason}; leave it out of "
+                "modules_to_train, or load the model with that part in bfloat16"
             )
 
 

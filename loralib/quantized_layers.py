@@ -55,8 +55,9 @@ def is_quantized_linear(module: nn.Module) -> bool:
     """Whether this is a linear layer with a quantized weight that can have LoRA, or has it."""
     if isinstance(module, QuantizedLayer) or is_quantized_class(type(module)):
         return True
-    weight = module._parameters.get("weight")
-    return isinstance(module, nn.Linear) and package_and_name(type(weight)) in _WEIGHTS
+    if not isinstance(module, nn.Linear):
+        return False
+    return package_and_name(type(module._parameters.get("weight"))) in _WEIGHTS
 
 
 def stops_gradients(layer: nn.Module) -> str | None:
@@ -103,8 +104,10 @@ def check_unpacked(model: nn.Module) -> None:
         ValueError: one is.
     """
     for name, module in model.named_modules():
+        if not is_quantized_linear(module):
+            continue
         state = getattr(module._parameters.get("weight"), "quant_state", None)
-        if is_quantized_linear(module) and getattr(state, "packing_format_for_cpu", False):
+        if getattr(state, "packing_format_for_cpu", False):
             raise ValueError(
                 f"the weight of {called(name) or 'the layer'} has been packed for evaluation on "
                 "this CPU: load the model again, and give it its LoRA or its bank before it is "

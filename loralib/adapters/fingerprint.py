@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ..wrappers import unreadable
+from ..wrappers import is_packed, unreadable
 from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
@@ -82,8 +83,14 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """A model's state, in which parameters are of their own class."""
-    return model.state_dict(keep_vars=True)
+    """A model's state, in which packed weights are of their own class, by which they are known."""
+    state = model.state_dict(keep_vars=True)
+    return {name: _as_saved(each) for name, each in state.items()}
+
+
+def _as_saved(each: Any) -> Any:
+    is_kept = not isinstance(each, Tensor) or is_lazy(each) or is_packed(each)
+    return each if is_kept else each.detach()
 
 
 def possible_fingerprints(
@@ -119,7 +126,7 @@ def possible_fingerprints(
 
 def _with_tied(model: nn.Module, names: Collection[str]) -> set[str]:
     """These names of tensors, and the others that a model has for the same tensors."""
-    state = state_of(model)
+    state = model.state_dict(keep_vars=True)
     meant = {id(state[name]) for name in names if name in state}
     return {name for name, tensor in state.items() if id(tensor) in meant}
 

@@ -360,6 +360,31 @@ def test_it_is_not_trained_as_it_is(package):
     unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_what_is_trained_is_not_called_quantized_by_its_dtype(dtype):
+    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.Linear(8, 3)})
+    model["head"].table = nn.Parameter(torch.ones(3).to(dtype))
+    lora.add_lora(model, "a", r=R, modules_to_train="head")
+    assert model["head"].table.requires_grad
+
+
+def test_a_layer_that_is_quantized_is_not_trained_itself():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
+    message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
+    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, make):
+    model = nn.ModuleDict({"a": make(nn.Linear(8, 8)), "b": nn.Linear(8, 8)})
+    with pytest.raises(UnsupportedLayerError, match=r"^a is a torch.jit.*, which has no LoRA lay"):
+        lora.add_lora(model, "a", r=R)
+    lora.add_lora(model, "b", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
+
+
 @EACH
 def test_ranks_are_held_against_what_is_packed(package):
     unchanged_by(Net(package), "r = 9 is larger than a dimension of layers.0.up: 8", "up", r=9)
