@@ -340,12 +340,32 @@ def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
     trained = plain(Net(package))
     lora.add_lora(trained, "all-linear", r=R, **settings)
     lora.save_adapter(trained, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=message):
+    message = rf"a.safetensors: has the {reader}, which needs the weight of layers.0.*, and that is"
+    with pytest.raises(CheckpointError, match=message) as refused:
         lora.load_adapter(Net(package), tmp_path / "a.safetensors")
+    assert ("as a PEFT folder" in str(refused.value)) == ("initialization" in settings)
     if "variant" in settings:
         bank = lora.AdapterBank(Net(package))
         with pytest.raises(CheckpointError, match=r"has DoRA on layers.0.*, which needs the wei"):
             bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+
+
+@EACH
+@pytest.mark.parametrize("initialization", ["pissa", "olora"])
+def test_the_way_of_what_reads_the_weight_into_a_quantized_base(tmp_path, package, initialization):
+    """As the error says."""
+    base = plain(Net(package))
+    lora.add_lora(base, "all-linear", r=R, initialization=initialization)
+    with torch.no_grad():
+        for name in NAMES:
+            base.get_submodule(name).lora_B.mul_(1.5)
+    lora.save_adapter(base, tmp_path / "a.safetensors")
+    lora.write_adapter(tmp_path / "a", lora.read_adapter(tmp_path / "a.safetensors"), "peft")
+    model = Net(package)
+    untrained = model(inputs())
+    lora.load_adapter(model, tmp_path / "a")
+    assert_close({"out": model(inputs())}, {"out": base(inputs())})
+    assert not torch.allclose(model(inputs()), untrained, atol=1e-2)
 
 
 @EACH
