@@ -23,7 +23,9 @@ from .experts import AdaptedStack, adapted_stacks, with_stacks
 from .in_place import turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
+from .quantized_layers import around, is_quantized_class, is_quantized_linear
 from .stacks import Stack, layer_of_stack, stacks_in
+from .wrappers import package_and_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +71,16 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     kind = type(module)
     if kind is nn.MultiheadAttention or _is_without_update(module):
         return _adapt_attention
-    if is_conv1d(module):
+    if is_conv1d(module) or is_quantized_class(kind):
         return _adapt_linear
     if scales_rows(module):
         return _adapt_with(ScaledEmbedding)
     for plain, build in _BUILDERS.items():
-        # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
-        # model uses what it has besides.
+        # A subclass is as good, unless it computes in its own way, or the model uses what it has
+        # besides.
         if not issubclass(kind, plain) or of_its_own(kind, plain):
             continue
-        if computes_as(kind, plain) or _name_of(kind) in _PRODUCTS:
+        if computes_as(kind, plain) or package_and_name(kind) in _PRODUCTS:
             return build
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
@@ -116,14 +118,10 @@ _PRODUCTS = {("transformers", "FalconLinear"), ("timm", "Linear")}
 
 def scales_rows(embedding: nn.Module) -> bool:
     """Whether this is upstream's embedding that scales its rows, as BART and Gemma have it."""
-    package, name = _name_of(type(embedding))
+    package, name = package_and_name(type(embedding))
     is_one = package == "transformers" and name.endswith("ScaledWordEmbedding")
     # T5Gemma 2's has another parameter, which is one row's.
     return is_one and embedding._parameters.keys() == {"weight"}
-
-
-def _name_of(kind: type[nn.Module]) -> tuple[str, str]:
-    return kind.__module__.partition(".")[0], kind.__name__
 
 
 def _adapt_linear(module: Any, settings: LayerSettings) -> None:
@@ -131,7 +129,10 @@ def _adapt_linear(module: Any, settings: LayerSettings) -> None:
     sliced = len(settings.enable_lora) > 1
     if fan_in_fan_out:
         in_features, out_features = module.weight.shape
-    turn_with(module, MergedLinear if sliced else Linear, settings)
+    kind: type[Any] = MergedLinear if sliced else Linear
+    if is_quantized_linear(module):
+        kind = around(type(module), kind)
+    turn_with(module, kind, settings)
     module.fan_in_fan_out = fan_in_fan_out
     if fan_in_fan_out:
         module.in_features, module.out_features = in_features, out_features

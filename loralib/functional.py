@@ -163,7 +163,8 @@ class Delta:
         """`expand_into` for `torch.func`, whose vmap has no rules for what is in place."""
         for block in self.blocks():
             around = block.columns.start, out.shape[1] - block.columns.stop
-            out = out + F.pad(F.linear(z[:, block.rows] * self.scaling, block.B), around)
+            part = F.linear(z[:, block.rows] * self.scaling, block.B)
+            out = out + (F.pad(part, around) if any(around) else part)
         return out
 
     def product(self) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .adapted_layers import AdaptedProjection
-from .lora_layer import LoRALayer
+from .lora_layer import LoRALayer, lora_layers
+from .quantized_layers import keep_unpacked, let_pack
 from .wrappers import drop_set_forward, has_own_forward, own_forward_message
 
 
@@ -160,7 +161,12 @@ _FAST_PATH: dict[type[nn.Module], tuple[str, object]] = {
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Lets PyTorch's encoders call their children, where these have LoRA."""
+    """Lets PyTorch's encoders call their children, where these have LoRA.
+
+    And keeps quantized layers of a model with LoRA from the fast path that bitsandbytes has.
+    """
+    if lora_layers(model):
+        keep_unpacked(model)
     for module in model.modules():
         for kind, (name, off) in _FAST_PATH.items():
             if not isinstance(module, kind) or "_fast_path" in vars(module):
@@ -171,7 +177,8 @@ def leave_fast_path(model: nn.Module) -> None:
 
 
 def take_fast_path(model: nn.Module) -> None:
-    """Undoes what was done for LoRA in PyTorch's encoders."""
+    """Undoes what was done for LoRA in PyTorch's encoders, and in quantized layers."""
+    let_pack(model)
     for module in model.modules():
         for kind, (name, _) in _FAST_PATH.items():
             if isinstance(module, kind) and "_fast_path" in vars(module):

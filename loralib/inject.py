@@ -11,6 +11,8 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
     nn.Embedding                  Embedding
     nn.Conv1d, 2d, 3d             AdaptedConv1d, 2d, 3d           A a convolution, B one of 1 × 1
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
+    a quantized linear layer      the same, and a Linear or       in float32 beside the layer's own
+                                  MergedLinear as well            product, see quantized_layers.py
     a stack of matrices, as of    a frozen parameter beside an    one of each matrix, see experts.py
     the experts of a mixture      AdaptedStack
 """
@@ -125,7 +127,8 @@ def add_lora(
             head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
             as "experts.down_proj", by targets that match no module with parameters of its own; they
-            take no dropout and no DoRA.
+            take no dropout and no DoRA. Known linear layers with quantized weights take no DoRA
+            and no initialization that is made of the weight, and are not merged.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has

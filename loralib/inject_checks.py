@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
@@ -16,6 +18,12 @@ from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
+from .quantized_layers import (
+    check_unpacked,
+    is_quantized_linear,
+    needs_weight,
+    stops_gradients,
+)
 from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
@@ -27,6 +35,8 @@ _LORA_ATTRIBUTES = {
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
 
+_WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
+
 # What is always true of a target: one that names this module alone has to go, and one that names
 # others as well may stay with an exclusion.
 _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
@@ -34,6 +44,7 @@ _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
+    check_unpacked(model)
     if torch.is_inference_mode_enabled():
         raise ValueError("LoRA cannot be trained in inference mode: call it outside")
     for name, module in model.named_modules():
@@ -127,7 +138,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
-        raise UnsupportedLayerError(f"{what} has no shape yet: call the model once before add_lora")
+        raise UnsupportedLayerError(f"{what} {_WITHOUT_SHAPE}")
     try:
         builder_of(module)
     except UnsupportedLayerError as error:
@@ -146,7 +157,10 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if not weights:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
     for weight in weights:
-        _check_dtype(what, weight)
+        if is_quantized_linear(module):
+            _check_quantized(what, module, settings)
+        else:
+            _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
 
 
@@ -156,7 +170,9 @@ def _check_no_own_forward(name: str, module: nn.Module) -> None:
             own_forward_message(
                 name,
                 module,
-                "as a device map's hooks give it: adapt the model before it is dispatched",
+                "as a device map's hooks give it: adapt the model before it is dispatched; or "
+                "remove them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it "
+                "again",
                 "set on it, which would compute without LoRA",
             )
         )
@@ -169,6 +185,21 @@ def _check_dtype(what: str, weight: Tensor) -> None:
         )
     if reason := quantized(weight):
         raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
+
+
+def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a linear layer with a quantized weight can be adapted with these settings."""
+    reader = needs_weight(settings.variant, settings.initialization)
+    if reader is not None:
+        raise ValueError(
+            f"the weight of {what} is quantized, and {reader} needs it: choose another, load the "
+            f"base in float16 or bfloat16, or {_LEAVE_OUT}"
+        )
+    if reason := stops_gradients(layer):
+        raise UnsupportedLayerError(
+            f"the weight of {what} passes no gradients to the layers before it, as it {reason}, or "
+            f"{_LEAVE_OUT}"
+        )
 
 
 def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
@@ -222,6 +253,9 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """The sizes of a weight as a matrix (out, in)."""
+    if is_quantized_linear(module):  # whose weight may be packed
+        layer: Any = module
+        return layer.out_features, layer.in_features
     out, inner = weight.shape[0], math.prod(weight.shape[1:])
     return (inner, out) if is_conv1d(module) else (out, inner)
 
@@ -233,6 +267,7 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
     for whole in trained:
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
+        _check_trainable(model, whole)
         parts = set(model.get_submodule(whole).parameters())
         others = sharing(model, parts, whole_parts)
         if others:
@@ -247,6 +282,20 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                     "whose weight is frozen: leave the one out of modules_to_train, or the other "
                     "out of targets"
                 )
+
+
+def _check_trainable(model: nn.Module, trained: str) -> None:
+    """Checks that the parameters of a module in modules_to_train are there, and not quantized."""
+    part = model.get_submodule(trained)
+    if any(map(is_lazy, part.parameters())):
+        raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
+    for name, module in part.named_modules():
+        if is_quantized_linear(module) and (reason := quantized(module.get_parameter("weight"))):
+            raise ValueError(
+                f"{called(trained)} cannot be trained as it is: its "
+                f"{name + '.' if name else ''}weight is {reason}; leave it out of "
+                "modules_to_train, or load the model with that part in bfloat16"
+            )
 
 
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
@@ -380,7 +429,14 @@ def check_owner(model: nn.Module, name: str) -> None:
     class where that is adapted.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
-    if not isinstance(owner, nn.MultiheadAttention) or isinstance(owner, MultiheadAttention):
+    if not isinstance(owner, nn.MultiheadAttention):
+        return
+    if is_quantized_linear(model.get_submodule(name)):
+        raise UnsupportedLayerError(
+            f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
+            f"computes with it itself: {_LEAVE_OUT}"
+        )
+    if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
     if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):

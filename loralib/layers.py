@@ -316,7 +316,8 @@ class MergedLinear(_SlicedLinear):
 
         Rows of slices without an update are zero. Gradients reach A and B.
         """
-        blank = self.weight.new_zeros(self.out_features // len(self.enable_lora), self.in_features)
+        rows = self.out_features // len(self.enable_lora)
+        blank = self._zeros((rows, self.in_features), None)
         blocks = Delta(*self._factors(), 1.0, self._starts).blocks()
         products = (block.B @ block.A for block in blocks)
         return self._as_matrix(

@@ -249,16 +249,20 @@ class LoRALayer:
     ) -> None:
         """Creates the update's parameters, zero, in the base weight's dtype, and freezes that."""
         weight = self.frozen_weight
-        self.lora_A = nn.Parameter(weight.new_zeros(shape_A, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_zeros(shape_B, dtype=dtype))
+        self.lora_A = nn.Parameter(self._zeros(shape_A, dtype))
+        self.lora_B = nn.Parameter(self._zeros(shape_B, dtype))
         self.lora_A.requires_grad = not self.freeze_A
         if variant_of(self.variant).has_magnitude:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(shape_B[0], dtype=dtype))
+            self.lora_magnitude_vector = nn.Parameter(self._zeros(shape_B[:1], dtype))
         if starts_from_weight(self.initialization):
             for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
-                self.register_buffer(name, weight.new_zeros(shape, dtype=dtype))
+                self.register_buffer(name, self._zeros(shape, dtype))
         weight.requires_grad = False
         mark_layer(self)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        """Zeros beside the base weight, and of its kind; by default in its dtype."""
+        return self.frozen_weight.new_zeros(shape, dtype=dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As any module's; those of LoRA are marked for optimizers' steps, whoever sets them."""

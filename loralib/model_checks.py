@@ -5,12 +5,21 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import Tensor, nn
 
 from .lora_layer import lora_layers
-from .wrappers import is_managed, is_sharded, quantized
+from .wrappers import is_managed, is_sharded, unreadable
 
 
-def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The frozen weights of a model's LoRA layers, and what errors call them."""
+def weights_with_updates(
+    model: nn.Module, but_for: type | tuple[type, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The frozen weights of a model's LoRA layers, and what errors call them.
+
+    Args:
+        model: the model.
+        but_for: classes of layers that are left out.
+    """
     for name, layer in lora_layers(model).items():
+        if isinstance(layer, but_for):
+            continue
         weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
@@ -76,5 +85,5 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
                 f"{name} is on the meta device: load the model's weights first, or remove the "
                 f"hooks that offload them, before {what}"
             )
-        if tensor.is_floating_point() and (reason := quantized(tensor)):
+        if reason := unreadable(tensor):
             raise ValueError(f"{name} is {reason}: load plain weights before {what}")

@@ -15,6 +15,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
+from .quantized_layers import QuantizedLayer, not_merged
 from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
 
@@ -250,6 +251,9 @@ def merge(module: nn.Module) -> nn.Module:
             "the model has no LoRA to merge: load its adapter first, unless it is merged already"
         )
     check_whole(module, "LoRA is merged")
+    for name, layer in lora_layers(module).items():
+        if isinstance(layer, QuantizedLayer):
+            raise ValueError(not_merged(name))
     check_there(weights_with_updates(module), "merging")
     for part in module.modules():
         if isinstance(part, LoRALayer) and not is_in_place(part):

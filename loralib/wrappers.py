@@ -87,6 +87,22 @@ def quantized(tensor: Tensor) -> str | None:
     return None
 
 
+def unreadable(tensor: Tensor) -> str | None:
+    """As `quantized`, of any tensor of a model: integers, as of a mask, are values as a rule."""
+    return quantized(tensor) if tensor.is_floating_point() or is_packed(tensor) else None
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether this is the weight of a layer of bitsandbytes, with numbers packed into others."""
+    return package_and_name(type(tensor)) in _PACKED
+
+
+def package_and_name(kind: type) -> tuple[str, str]:
+    """By what a class of another package is known here, which is not imported for that."""
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
+_PACKED = {("bitsandbytes", "Params4bit"), ("bitsandbytes", "Int8Params")}
 _OWN_WAYS = {"__torch_dispatch__", "__torch_function__"}
 
 

@@ -28,6 +28,7 @@ from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
 from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
+from ..quantized_layers import is_quantized_linear, not_merged
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
 from ..text import called
@@ -194,6 +195,9 @@ class AdaptedWeight:
         """The weight's shape as the delta has it: that of a kernel, (out, in), or of several."""
         if self.is_stack:
             return tuple(matrices(self.module, self.weight).shape)
+        if is_quantized_linear(self.module):  # whose weight may be packed
+            layer: Any = self.module
+            return layer.out_features, layer.in_features
         is_kernel = self.weight.dim() > 2
         return tuple((self.weight if is_kernel else out_in(self.module, self.weight)).shape)
 
@@ -337,7 +341,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
             or in several places, of which PEFT has adapted one alone, or as a convolution whose
             update PEFT computes in another way; or it holds several updates of one module.
-        ValueError: such a module's weight has no values, or is quantized.
+        ValueError: such a module's weight has no values, or is quantized in a way that is unknown.
     """
     modules: dict[str, AdaptedWeight] = {}
     first = first_names(model)
@@ -356,7 +360,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         if reason:
             raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)
-        check_there([(f"the weight of {name}", adapted.weight)], "it gets an adapter")
+        if not is_quantized_linear(module):
+            check_there([(f"the weight of {name}", adapted.weight)], "it gets an adapter")
         theirs, ours = adapted.shape_of_delta(adapter.tensors[f"{name}.lora_A"]), adapted.shape
         if theirs != ours:
             raise CheckpointError(
@@ -402,6 +407,9 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     """
     modules = adapted_modules(model, adapter)
     check_all_there(model, adapter, modules)
+    for name, adapted in modules.items():
+        if is_quantized_linear(adapted.module):
+            raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     base = _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ..wrappers import quantized
+from ..wrappers import is_packed, unreadable
 from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
@@ -59,7 +60,7 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
     None where `has_no_fingerprint` says so.
     """
     names = _with_tied(model, trained)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
+    state = {name: t for name, t in state_of(model).items() if name not in names}
     return None if has_no_fingerprint(state) else fingerprint(state)
 
 
@@ -78,7 +79,18 @@ def has_no_fingerprint(state: Mapping[str, Any]) -> bool:
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values, and plain ones: it is not offloaded, quantized or lazy."""
     has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
-    return has_values and (not tensor.is_floating_point() or quantized(tensor) is None)
+    return has_values and unreadable(tensor) is None
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """A model's state, in which packed weights are of their own class, by which they are known."""
+    state = model.state_dict(keep_vars=True)
+    return {name: _as_saved(each) for name, each in state.items()}
+
+
+def _as_saved(each: Any) -> Any:
+    is_kept = not isinstance(each, Tensor) or is_lazy(each) or is_packed(each)
+    return each if is_kept else each.detach()
 
 
 def possible_fingerprints(
@@ -95,7 +107,7 @@ def possible_fingerprints(
         adapted: the names of the modules that the adapter adapts.
         brought: the names of the tensors that it brings besides.
     """
-    state = model.state_dict()
+    state = state_of(model)
     if any(in_known_backbone(name) for name in state):
         state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
     if has_no_fingerprint(state):

@@ -29,6 +29,7 @@ from ..model_checks import (
     tensors_of,
 )
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
 from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
 from ..text import listed
 from ..trained import note_trained, note_untied, noted
@@ -350,12 +351,14 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
     check_no_peft_layers(model)
     check_whole(model, "an adapter is loaded")
+    check_unpacked(model)
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     touched = besides.keys() | adapter.base_weights.keys()
     check_there(tensors_of(model, touched), "it gets an adapter")
     present = lora_layers(model)
     settings = _settings_of(model, adapter, weights)
+    _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter, besides)
     check_all_there(model, adapter, weights)
@@ -369,6 +372,24 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
         freeze_base(model)
     _copy(model, adapter)
     return tuple(name for name in lora_layers(model) if name in weights)
+
+
+def _check_quantized(
+    adapter: Adapter, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
+) -> None:
+    """Checks that an adapter needs no weight that is quantized."""
+    for name, own in settings.items():
+        reader = needs_weight(own.variant, own.initialization)
+        if reader is None or not is_quantized_linear(weights[name].module):
+            continue
+        way_out = "load the base in float16 or bfloat16"
+        if needs_weight(own.variant, "default") is None:
+            way_out += ", or write the adapter as a PEFT folder, which holds plain LoRA: "
+            way_out += "lora.write_adapter(path, lora.read_adapter(source), 'peft')"
+        raise CheckpointError(
+            f"{adapter.source}: has {reader}, which needs the weight of {name}, and that is "
+            f"quantized: {way_out}"
+        )
 
 
 def _settings_of(

@@ -25,6 +25,7 @@ from ..model_checks import (
     tensors_of,
     weights_with_updates,
 )
+from ..quantized_layers import QuantizedLayer
 from ..stacks import stacked_weights
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
@@ -71,7 +72,7 @@ def save_adapter(
 
     Raises:
         ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
-            offloaded or quantized; or base, task or labels are something else.
+            offloaded or has been quantized since; or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -116,7 +117,7 @@ def adapter_of(
 
     Raises:
         ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
-            offloaded or quantized.
+            offloaded or has been quantized since.
         CheckpointError: its LoRA layers are of several kinds, of which an adapter records one; or
             the weight of one is trained as well.
     """
@@ -141,7 +142,7 @@ def _adapter_of(
     state = model.state_dict()
     _check_layers(layers)
     besides, untied = _trained_besides(model, state), untied_from(model)
-    check_there(weights_with_updates(model), "it is saved")
+    check_there(weights_with_updates(model, but_for=QuantizedLayer), "it is saved")
     check_there(tensors_of(model, besides), "it is saved")
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}

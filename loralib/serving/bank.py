@@ -35,6 +35,7 @@ from ..arguments import as_names, check_model
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
+from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked
 from ..text import in_short, shown
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
@@ -56,8 +57,9 @@ class AdapterBank:
     model. A model may have two banks; their blocks cannot be nested.
 
     Raises:
-        ValueError: the model has LoRA layers or is sharded; or it is an `nn.DataParallel`, which
-            computes in threads of its own.
+        ValueError: the model has LoRA layers, is sharded, or has been packed by bitsandbytes for
+            evaluation on a CPU; or it is an `nn.DataParallel`, which computes in threads of its
+            own.
     """
 
     def __init__(self, model: nn.Module):
@@ -67,6 +69,8 @@ class AdapterBank:
         check_whole(model, "it gets a bank")
         for name in lora_layers(unwrapped(model)):
             raise ValueError(f"{name} has LoRA already: build the model without LoRA, or merge it")
+        check_unpacked(model)
+        keep_unpacked(model)  # for good: another bank may have the model as well
         self._model = model
         self._key = _Key()
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
@@ -106,7 +110,7 @@ class AdapterBank:
             TypeError: it is something else, such as a path, or the two are exchanged.
             ValueError: the name is not a string, or is empty, or there is one of this name; the
                 bank is closed; modules or weights that adapters change are not what they were; or
-                what the adapter changes is offloaded or quantized.
+                what the adapter changes is offloaded, or quantized in a way that is unknown.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()
@@ -386,6 +390,8 @@ def _add_deltas(
     if routing.positions:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
+    if out.requires_grad and any(d and is_quantized_linear(d.module) for d in deltas):
+        out = out.clone()  # a package's own function may forbid what is in place
     # An embedding's input has no columns, and may be one row number.
     x, added_to = (x[None], out[None]) if x.dim() == 0 else (x, out)
     tokens = x if x.is_floating_point() else x.unsqueeze(-1)

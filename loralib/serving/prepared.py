@@ -21,10 +21,12 @@ from ..adapters.fingerprint import (
     has_no_fingerprint,
     last_projection,
     possible_fingerprints,
+    state_of,
 )
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
+from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
 
 
@@ -143,7 +145,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
 
     For other families see `possible_fingerprints`.
     """
-    state = model.state_dict()
+    state = state_of(model)
     of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
     if not of_backbone or has_no_fingerprint(of_backbone):
         return None
@@ -206,6 +208,11 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             )
         if isinstance(adapted.module, nn.MultiheadAttention):
             raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
+        if is_quantized_linear(adapted.module) and adapted.delta.has_magnitude:
+            raise CheckpointError(
+                f"{source}: has DoRA on {name}, which needs the weight, and that is quantized: "
+                "load the base in float16 or bfloat16"
+            )
         kind = type(adapted.module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
             if not issubclass(kind, plain):

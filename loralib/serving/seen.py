@@ -132,13 +132,13 @@ class _Weight:
     """A module's weight, as it was when adapters were prepared for it.
 
     Args:
-        module: it, with a weight that can be read.
+        module: it.
     """
 
     def __init__(self, module: Any):
         self._module = module
         self._note(module.weight)
-        self._sample = sampled(module.weight).clone()
+        self._sample = sampled(module.weight).clone() if is_readable(module.weight) else None
 
     def _note(self, weight: Tensor) -> None:
         self._weight, self._writes = weight, _writes_to(weight)
@@ -155,7 +155,7 @@ class _Weight:
             return False
         if is_sharded(weight) or is_transformed(weight) or not is_readable(weight):
             return False
-        if not same_when_rounded(sampled(weight), self._sample):
+        if self._sample is None or not same_when_rounded(sampled(weight), self._sample):
             return True
         self._note(weight)
         return False

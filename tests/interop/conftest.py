@@ -5,7 +5,10 @@ import os
 
 import pytest
 
-PEERS = ("transformers", "peft", "timm", "torchvision", "diffusers", "accelerate")
+PEERS = (
+    *("transformers", "peft", "timm", "torchvision", "diffusers", "accelerate"),
+    *("bitsandbytes", "torchao"),
+)
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

@@ -1,0 +1,204 @@
+"""LoRA on linear layers whose weights are quantized (QLoRA): other packages compute with these.
+
+    h  =  the layer's own forward (x)  +  s · B A dropout(x)
+
+A and B are float32; the input is cast to it, or under autocast to its dtype, and the sum has the
+dtype of what the layer's own forward gives. The quantized weight is never read here: it is not
+merged, in evaluation either, and what is made of a weight (DoRA, PiSSA, OLoRA) is refused.
+
+    known                                        from           what it is
+    Linear4bit, LinearNF4, LinearFP4,            bitsandbytes   classes with a forward of their own
+    Linear8bitLt
+    Int8Tensor, IntxUnpackedToInt8Tensor,        torchao        weights of a plain `nn.Linear`, with
+    Float8Tensor, NF4Tensor                                     which `F.linear` computes
+
+They are known by package and name, and were tried (tests/interop/test_quantized.py). Of others it
+is unknown what they compute, and whether gradients reach their input.
+
+Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023), arXiv:2305.14314.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .functional import variant_of
+from .initialization import starts_from_weight
+from .layers import Linear
+from .lora_layer import LoRALayer
+from .nn.products import check_dense, product_dtype
+from .text import called
+from .wrappers import package_and_name
+
+_LAYERS = {
+    ("bitsandbytes", "Linear4bit"),
+    ("bitsandbytes", "LinearNF4"),
+    ("bitsandbytes", "LinearFP4"),
+    ("bitsandbytes", "Linear8bitLt"),
+}
+_WEIGHTS = {
+    ("torchao", "Int8Tensor"),
+    ("torchao", "IntxUnpackedToInt8Tensor"),
+    ("torchao", "Float8Tensor"),
+    ("torchao", "NF4Tensor"),
+}
+
+
+def is_quantized_class(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class are quantized linear layers, by what they are called."""
+    return package_and_name(kind) in _LAYERS
+
+
+def is_quantized_linear(module: nn.Module) -> bool:
+    """Whether this is a linear layer with a quantized weight that can have LoRA, or has it."""
+    if isinstance(module, QuantizedLayer) or is_quantized_class(type(module)):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    return package_and_name(type(module._parameters.get("weight"))) in _WEIGHTS
+
+
+def stops_gradients(layer: nn.Module) -> str | None:
+    """Why gradients would not reach a layer's input, of which PyTorch says nothing.
+
+    Returns:
+        What is wrong, and what to do; None where they do.
+    """
+    if is_quantized_class(type(layer)):
+        return None
+    weight: Any = layer.weight
+    x = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    with torch.enable_grad():
+        if F.linear(x.requires_grad_(), weight).requires_grad:
+            return None
+    return "is for inputs that are quantized as well: quantize weights alone"
+
+
+# On some CPUs bitsandbytes repacks a 4-bit weight in evaluation mode, where this attribute of the
+# layer is true. From then on the layer passes no gradients, and `state_dict()` unpacks the weight
+# to other numbers.
+_PACKS = "support_avx512bf16_for_cpu"
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Lets no layer of a model be packed, adapted or not: gradients pass through all of them."""
+    for module in model.modules():
+        if is_quantized_linear(module) and vars(module).get(_PACKS):
+            vars(module)["_packs"] = vars(module)[_PACKS]
+            setattr(module, _PACKS, False)
+
+
+def let_pack(model: nn.Module) -> None:
+    """Undoes `keep_unpacked`."""
+    for module in model.modules():
+        if "_packs" in vars(module):
+            setattr(module, _PACKS, vars(module).pop("_packs"))
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Checks that no layer of a model is packed; to be called before any `state_dict()`.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, module in model.named_modules():
+        if not is_quantized_linear(module):
+            continue
+        state = getattr(module._parameters.get("weight"), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"the weight of {called(name) or 'the layer'} has been packed for evaluation on "
+                "this CPU: load the model again, and give it its LoRA or its bank before it is "
+                "evaluated"
+            )
+
+
+def needs_weight(variant: str, initialization: str) -> str | None:
+    """What of these settings reads the weight, where one does."""
+    if variant_of(variant).has_magnitude:
+        return f"the variant '{variant}'"
+    if starts_from_weight(initialization):
+        return f"the initialization '{initialization}'"
+    return None
+
+
+def not_merged(name: str) -> str:
+    """The text of an error about an update that is to be merged into a quantized weight."""
+    return (
+        f"the weight of {called(name) or 'the layer'} is quantized, and nothing is merged into it: "
+        "save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
+    )
+
+
+class QuantizedLayer(LoRALayer):
+    """What a quantized linear layer becomes, beside a `Linear` or `MergedLinear` of this library.
+
+    See the module's head. The class is made by `around`.
+    """
+
+    _kind: ClassVar[type[nn.Module]]
+    _lora: ClassVar[type[Linear]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        (x,) = (*args, *kwargs.values())
+        check_dense(x)
+        out = self._kind.forward(self, *args, **kwargs)
+        if x.requires_grad and not out.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"this {self._kind.__name__} passes no gradients to the layers before it, which "
+                "their LoRA would be missing: quantize its weight in another way"
+            )
+        dtype = product_dtype(self.lora_A)
+        delta = self._delta(dtype)
+        z = F.linear(self.lora_dropout(x.reshape(-1, x.shape[-1]).to(dtype)), delta.A)
+        total = delta.expanded(out.reshape(-1, out.shape[-1]), z)
+        return total.to(out.dtype).view(out.shape)
+
+    def train(self, mode: bool = True) -> "QuantizedLayer":
+        """As that of `LoRALayer`, but for the merged weight, of which there is none."""
+        super().train(mode)
+        self._in_effect = False
+        return self
+
+    def merged_layer(self) -> nn.Module:
+        """There is none: nothing is merged into a quantized weight.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(not_merged(""))
+
+    def _merge(self) -> Tensor:
+        raise ValueError(not_merged(""))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.frozen_weight.device)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """A class that is made at run time is made again where the module is read or copied."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (self._kind, self._lora), reduced[2]
+
+
+_classes: dict[tuple[type[nn.Module], type[Linear]], type[nn.Module]] = {}
+
+
+def around(kind: type[nn.Module], lora: type[Any]) -> type[nn.Module]:
+    """The class that quantized layers of a class become: with LoRA, and their own forward.
+
+    Args:
+        kind: the layers' class.
+        lora: `Linear` or `MergedLinear`.
+    """
+    if (kind, lora) not in _classes:
+        own = {"_kind": kind, "_lora": lora, "__module__": __name__}
+        _classes[kind, lora] = type(f"Adapted{kind.__name__}", (QuantizedLayer, lora, kind), own)
+    return _classes[kind, lora]
+
+
+def _new(kind: type[nn.Module], lora: type[Any]) -> nn.Module:
+    adapted = around(kind, lora)
+    return adapted.__new__(adapted)

@@ -1,0 +1,612 @@
+"""LoRA on linear layers with quantized weights, against dequantized weights in float64."""
+
+import copy
+import logging
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+from any_models import unchanged_by
+from compare import assert_close_to_rounding
+from quantized_linears import LAYERS, Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.errors import CheckpointError, UnsupportedLayerError
+from loralib.in_place import merged_copy
+from loralib.quantized_layers import QuantizedLayer
+
+R, ALPHA = 2, 6
+NAMES = tuple(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down"))
+# Sums of 6 + 8 + 16 + 8 + 16 + 8 + 8 products follow each other, with updates' of R.
+TERMS = 100
+
+EACH = pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("lora_A", "lora_B")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def adapted(package, targets="all-linear", **settings):
+    model = Net(package)
+    lora.add_lora(model, targets, **{"r": R, "lora_alpha": ALPHA, **settings})
+    return randomised(model)
+
+
+def reference(model, **settings):
+    """The net with dequantized weights and the same LoRA, in float64."""
+    net = plain(model).double()
+    lora.add_lora(net, NAMES, **{"r": R, "lora_alpha": ALPHA, **settings})
+    own = {name: t for name, t in model.state_dict().items() if "lora_" in name}
+    assert net.load_state_dict(own, strict=False).unexpected_keys == []
+    return net
+
+
+def inputs():
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+
+
+def step(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if "lora_" in name}
+    return {"out": out.detach(), "x": x.grad, **grads}
+
+
+def assert_close(ours, theirs, dtype=torch.float32):
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        magnitude = float(expected.detach().abs().max())
+        assert magnitude > 0, name
+        assert_close_to_rounding(
+            ours[name].double(), expected.double(), TERMS, dtype, 8 * magnitude
+        )
+
+
+def values(tensor):
+    return tensor.integers if isinstance(tensor, Int8Tensor) else tensor
+
+
+def layer_of(model):
+    return model.layers[0]["up"]
+
+
+@EACH
+@pytest.mark.parametrize("variant", ["lora", "rslora"])
+def test_outputs_and_gradients_are_those_of_the_formula(package, variant):
+    model = adapted(package, variant=variant)
+    assert [n for n, m in model.named_modules() if isinstance(m, QuantizedLayer)] == list(NAMES)
+    expected = step(reference(model, variant=variant), inputs().double())
+    assert_close(step(model, inputs()), expected)
+    with torch.no_grad():  # in evaluation as well, which has no merged copy
+        assert_close({"out": model.eval()(inputs())}, {"out": expected["out"]})
+    assert not layer_of(model).merged
+
+
+@EACH
+def test_an_update_of_zero_leaves_every_bit(package):
+    model = Net(package)
+    expected = model(inputs())
+    lora.add_lora(model, "all-linear")
+    assert torch.equal(model(inputs()), expected)
+
+
+@EACH
+def test_slices(package):
+    settings = {"enable_lora": {"up": [True, False, False, True]}}
+    model = adapted(package, **settings)
+    assert isinstance(layer_of(model), lora.MergedLinear)
+    other = reference(model, **settings)
+    expected = step(other, inputs().double())
+    assert_close(step(model, inputs()), expected)
+    product = layer_of(model).merge_AB()
+    assert product.shape == (16, 8)
+    assert product.dtype == torch.float32
+    assert_close({"B A": product}, {"B A": layer_of(other).merge_AB()})
+
+
+@EACH
+def test_dropout_is_on_the_update_alone(package):
+    model = adapted(package, lora_dropout=0.5).train()
+    layer, x = layer_of(model), torch.randn(4000, 8)
+    with torch.no_grad():
+        own = layer._kind.forward(layer, x)
+        updates = torch.stack([layer(x) - own for _ in range(20)])
+        exact = layer.eval()(x) - own
+    assert not torch.equal(updates[0], updates[1])
+    error = (updates.mean(dim=(0, 1)) - exact.mean(0)).abs().max()
+    assert error < 6 * updates.std() / len(updates) ** 0.5 / len(x) ** 0.5
+
+
+@EACH
+def test_a_base_in_bfloat16(package):
+    model = Net(package).bfloat16()
+    lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
+    randomised(model)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+    ours = step(model, inputs().bfloat16())
+    assert ours["out"].dtype == torch.bfloat16
+    assert_close(ours, step(reference(model), inputs().double()), torch.bfloat16)
+
+
+@EACH
+def test_the_update_is_rounded_once(package):
+    model = Net(package).bfloat16()
+    lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
+    layer, x = layer_of(randomised(model)), torch.randn(50, 8).bfloat16()
+    with torch.no_grad():
+        own = layer._kind.forward(layer, x)
+        update = layer.scaling * (x.double() @ (layer.lora_B @ layer.lora_A).double().T)
+        out, total = layer(x), own.double() + update
+    assert out.dtype == torch.bfloat16
+    # A half of bfloat16's last place; float32's own rounding decides a few of those in the middle.
+    assert ((out - total).abs() <= 1.001 * total.abs() * 2**-8).all()
+
+
+@EACH
+def test_autocast(package):
+    model = adapted(package)
+    layer, x = layer_of(model), torch.randn(3, 8)
+    seen = []
+    layer.lora_dropout = lambda rows: seen.append(rows.dtype) or rows
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert seen == [torch.bfloat16]
+    wide = layer.double()(x.double())
+    assert_close({"out": out}, {"out": wide}, torch.bfloat16)
+
+
+@EACH
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing(package, is_reentrant):
+    model = adapted(package)
+    expected = step(model, inputs())
+    model.zero_grad()
+    own = model.forward
+    checkpointed = copy.copy(model)
+    checkpointed.forward = lambda x: checkpoint(own, x, use_reentrant=is_reentrant)
+    found = step(checkpointed, inputs())
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@EACH
+def test_training_changes_lora_alone(package):
+    model = adapted(package, modules_to_train="head")
+    state = copy.deepcopy(model).state_dict()
+    before = {name: tensor for name, tensor in state.items() if "lora_" not in name}
+    optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=1e-2, lora_plus_ratio=4))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs()).square().sum().backward()
+        optimizer.step()
+    lora.mark_only_lora_as_trainable(model, bias="lora_only")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    biases = {f"layers.{each}.up.bias" for each in (0, 1)}
+    assert trained == biases | {f"{name}.lora_{part}" for name in NAMES for part in "AB"}
+    for name, tensor in model.state_dict().items():
+        if name in before and not name.startswith("head."):
+            assert torch.equal(values(tensor), values(before[name])), name
+
+
+@EACH
+def test_biases_that_were_trained_are_saved(tmp_path, package):
+    model = adapted(package, bias="lora_only")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer["up"].bias.add_(1)
+    lora.save_adapter(model, tmp_path / "a")
+    loaded = Net(package)
+    lora.load_adapter(loaded, tmp_path / "a")
+    assert torch.equal(loaded(inputs()), model(inputs()))
+
+
+@EACH
+def test_a_quantized_head_takes_no_other(tmp_path, package):
+    trained = plain(Net(package))
+    lora.add_lora(trained, "layers.0.up", r=R, modules_to_train="head")
+    lora.save_adapter(trained, tmp_path / "a")
+    model = Net(package)
+    model.head = LAYERS[package](8, 3)
+    bank, adapter = lora.AdapterBank(model), lora.read_adapter(tmp_path / "a")
+    message = r"head.weight is quantized \(.*\): load plain weights before it gets an adapter"
+    for take in (lambda: lora.load_adapter(model, tmp_path / "a"), lambda: bank.add("a", adapter)):
+        with pytest.raises(ValueError, match=message):
+            take()
+
+
+@EACH
+def test_removing_it(package):
+    model, plain = Net(package), Net(package)
+    parts, weights = list(model.modules()), list(model.parameters())
+    lora.add_lora(model, "all-linear")
+    assert list(model.modules()) == parts
+    lora.remove_lora(model)
+    assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]
+    assert [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in plain.modules()]
+    assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(model(inputs()), plain(inputs()))
+
+
+@EACH
+def test_copies_and_pickles(package, monkeypatch):
+    for name, kinds in (
+        ("bitsandbytes", ()),
+        ("bitsandbytes.nn", ()),
+        ("bitsandbytes.nn.modules", (Linear4bit, Params4bit)),
+        ("torchao", ()),
+        ("torchao.quantization", (Int8Tensor,)),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update({kind.__name__: kind for kind in kinds})
+        monkeypatch.setitem(sys.modules, name, module)
+    model = adapted(package)
+    expected = model(inputs())
+    read = pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model, protocol=0))
+    for each in (copy.deepcopy(model), *read):
+        assert type(layer_of(each)) is type(layer_of(model))
+        assert torch.equal(each(inputs()), expected)
+        nn.init.zeros_(layer_of(each).lora_B)
+        assert not torch.equal(each(inputs()), expected)
+        lora.remove_lora(each)
+        assert type(layer_of(each)) is type(layer_of(Net(package)))
+    assert torch.equal(model(inputs()), expected)
+
+
+@EACH
+@pytest.mark.parametrize("name", ["a", "a.safetensors"])
+def test_adapters_and_banks(tmp_path, package, name, caplog):
+    slices = {"up": [True, False]} if "." in name else None  # which PEFT lacks
+    model = adapted(package, modules_to_train="head", enable_lora=slices)
+    nn.init.normal_(model.head.weight)
+    expected = model.eval()(inputs())
+    lora.save_adapter(model, tmp_path / name)
+    adapter = lora.read_adapter(tmp_path / name)
+    assert adapter.lora.base_fingerprint is None
+    loaded = Net(package)
+    assert lora.load_adapter(loaded, tmp_path / name) == NAMES
+    assert "cannot check that its base is this model" in caplog.text
+    assert torch.equal(loaded.eval()(inputs()), expected)
+    base = Net(package)
+    before = base(inputs())
+    bank = lora.AdapterBank(base)
+    bank.add("a", adapter)
+    for names in ("a", ["a"] * 5):
+        with bank.use(names):
+            out = base(inputs())
+        assert_close({"out": out}, {"out": expected})
+    assert torch.equal(base(inputs()), before)
+    layer_of(base).weight = layer_of(plain(base)).weight
+    with pytest.raises(ValueError, match=r"the weight of layers.0.up has changed"):
+        bank.use("a").__enter__()
+
+
+@EACH
+def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, caplog):
+    """And the way out of the latter: the same adapter on the plain base."""
+    base = plain(Net(package))
+    trained = copy.deepcopy(base)
+    lora.add_lora(trained, "all-linear", r=R, lora_alpha=ALPHA)
+    lora.save_adapter(randomised(trained), tmp_path / "a")
+    assert lora.read_adapter(tmp_path / "a").lora.base_fingerprint is not None
+    model = Net(package)
+    lora.load_adapter(model, tmp_path / "a")
+    assert "a model in float16, or quantized or offloaded in part, has no finger" in caplog.text
+    with torch.no_grad():
+        assert_close({"out": model(inputs())}, {"out": trained(inputs())})
+    message = "the weight of {} is quantized, and nothing is merged into it: save the adapter, load"
+    with pytest.raises(ValueError, match=message.format("layers.0.up")):
+        lora.merge(model)
+    with pytest.raises(ValueError, match=message.format("the layer")):
+        lora.merge(layer_of(model))
+    layer = layer_of(model)
+    for merge in (layer.merged_layer, layer._merge, lambda: merged_copy(layer)):
+        with pytest.raises(ValueError, match=message.format("the layer")):
+            merge()
+    with pytest.raises(CheckpointError, match=message.format("layers.0.down")):
+        merge_into(Net(package), lora.read_adapter(tmp_path / "a"))
+    lora.save_adapter(model, tmp_path / "b")
+    lora.load_adapter(base, tmp_path / "b")
+    lora.merge(base)
+    with torch.no_grad():
+        assert_close({"out": base(inputs())}, {"out": model(inputs())})
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("settings", "reader"),
+    [
+        ({"variant": "dora"}, "variant 'dora'"),
+        ({"variant": "rslora+dora"}, r"variant 'rslora\+dora'"),
+        ({"initialization": "pissa"}, "initialization 'pissa'"),
+        ({"initialization": "olora"}, "initialization 'olora'"),
+    ],
+)
+def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
+    message = rf"the weight of layers.0.\w+ is quantized, and the {reader} needs it: choose another"
+    unchanged_by(Net(package), message, "all-linear", r=R, **settings)
+    trained = plain(Net(package))
+    lora.add_lora(trained, "all-linear", r=R, **settings)
+    lora.save_adapter(trained, tmp_path / "a.safetensors")
+    message = rf"a.safetensors: has the {reader}, which needs the weight of layers.0.*, and that is"
+    with pytest.raises(CheckpointError, match=message) as refused:
+        lora.load_adapter(Net(package), tmp_path / "a.safetensors")
+    assert ("as a PEFT folder" in str(refused.value)) == ("initialization" in settings)
+    if "variant" in settings:
+        bank = lora.AdapterBank(Net(package))
+        with pytest.raises(CheckpointError, match=r"has DoRA on layers.0.*, which needs the wei"):
+            bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+
+
+@EACH
+@pytest.mark.parametrize("initialization", ["pissa", "olora"])
+def test_the_way_of_what_reads_the_weight_into_a_quantized_base(tmp_path, package, initialization):
+    """As the error says."""
+    base = plain(Net(package))
+    lora.add_lora(base, "all-linear", r=R, initialization=initialization)
+    with torch.no_grad():
+        for name in NAMES:
+            base.get_submodule(name).lora_B.mul_(1.5)
+    lora.save_adapter(base, tmp_path / "a.safetensors")
+    lora.write_adapter(tmp_path / "a", lora.read_adapter(tmp_path / "a.safetensors"), "peft")
+    model = Net(package)
+    untrained = model(inputs())
+    lora.load_adapter(model, tmp_path / "a")
+    assert_close({"out": model(inputs())}, {"out": base(inputs())})
+    assert not torch.allclose(model(inputs()), untrained, atol=1e-2)
+
+
+@EACH
+def test_an_initialization_without_the_weight(package):
+    model = adapted(package, initialization="orthogonal", freeze_A=True)
+    assert not layer_of(model).lora_A.requires_grad
+
+
+@EACH
+def test_it_is_not_trained_as_it_is(package):
+    message = r"layers.1 cannot be trained as it is: its up.weight is quantized \(.*\); leave"
+    unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_what_is_trained_is_not_called_quantized_by_its_dtype(dtype):
+    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.Linear(8, 3)})
+    model["head"].table = nn.Parameter(torch.ones(3).to(dtype))
+    lora.add_lora(model, "a", r=R, modules_to_train="head")
+    assert model["head"].table.requires_grad
+
+
+def test_a_layer_that_is_quantized_is_not_trained_itself():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
+    message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
+    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, make):
+    model = nn.ModuleDict({"a": make(nn.Linear(8, 8)), "b": nn.Linear(8, 8)})
+    with pytest.raises(UnsupportedLayerError, match=r"^a is a torch.jit.*, which has no LoRA lay"):
+        lora.add_lora(model, "a", r=R)
+    lora.add_lora(model, "b", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
+
+
+@EACH
+def test_ranks_are_held_against_what_is_packed(package):
+    unchanged_by(Net(package), "r = 9 is larger than a dimension of layers.0.up: 8", "up", r=9)
+    message = r"enable_lora \[True, False, False\] does not fit layers.0.up: .* of 16 outputs"
+    unchanged_by(Net(package), message, "up", enable_lora={"up": [True, False, False]})
+
+
+@EACH
+def test_an_adapter_of_a_base_of_another_size(tmp_path, package):
+    model = nn.Sequential(nn.Linear(8, 8))
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a")
+    kind = type(layer_of(Net(package)))
+    other = with_int8(nn.Linear(8, 16)) if kind is nn.Linear else kind(8, 16)
+    with pytest.raises(CheckpointError, match=r"is \(8, 8\), the model's weight is \(16, 8\)"):
+        lora.load_adapter(nn.Sequential(other), tmp_path / "a")
+
+
+def test_a_weight_for_quantized_inputs_is_refused():
+    model = nn.Sequential(with_int8(nn.Linear(8, 8), is_of_inputs=True))
+    message = "the weight of module 0 passes no gradients to the layers before it, as it is for inp"
+    unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
+
+
+def test_a_layer_without_gradients_is_an_error():
+    model = nn.Sequential(with_int8(nn.Linear(8, 8)))
+    lora.add_lora(model, "0", r=R)
+    model[0].weight = with_int8(nn.Linear(8, 8), is_of_inputs=True).weight
+    model[0].bias = None
+    model(torch.ones(1, 8))  # nothing is before it
+    with torch.no_grad():
+        model(torch.ones(1, 8).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"this Linear passes no gradients to the layers before"):
+        model(torch.ones(1, 8).requires_grad_())
+
+
+PACKED = r"the weight of layers.0.up has been packed for evaluation on this CPU: load the model ag"
+
+
+def packed():
+    """A net in which bitsandbytes has packed a weight, and may not be asked for its state."""
+    model = Net("bitsandbytes")
+    layer_of(model).weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
+    layer_of(model)._save_to_state_dict = None
+    return model
+
+
+@pytest.mark.parametrize("targets", ["up", "layers.1.down"])
+def test_a_base_that_was_packed_for_evaluation_is_refused(tmp_path, targets):
+    trained = adapted("bitsandbytes", targets)
+    for name in ("a", "a.safetensors"):
+        lora.save_adapter(trained, tmp_path / name)
+        with pytest.raises(ValueError, match=PACKED):
+            lora.load_adapter(packed(), tmp_path / name)
+    with pytest.raises(ValueError, match=PACKED):
+        lora.add_lora(packed(), targets)
+    with pytest.raises(ValueError, match=PACKED):
+        lora.AdapterBank(packed())
+
+
+def packing():
+    """The net as it is on CPUs for which bitsandbytes packs, but for one layer."""
+    model = Net("bitsandbytes")
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = name != "layers.1.down"
+    return model
+
+
+def those_that_pack(model):
+    layers = (m for m in model.modules() if isinstance(m, Linear4bit))
+    return [layer.support_avx512bf16_for_cpu for layer in layers]
+
+
+def adapt(model, _):
+    lora.add_lora(model, "layers.1.up")
+
+
+def load(model, path):
+    lora.save_adapter(adapted("bitsandbytes", "layers.0.up"), path)
+    lora.load_adapter(model, path)
+
+
+@pytest.mark.parametrize("give", [adapt, load])
+def test_no_layer_of_a_model_with_lora_is_packed(tmp_path, give, caplog):
+    model = packing()
+    give(model, tmp_path / "a")
+    assert "packs" not in caplog.text
+    assert not any(those_that_pack(model))
+    assert not any(those_that_pack(copy.deepcopy(model)))
+    lora.add_lora(model, "down")
+    lora.remove_lora(model)
+    assert those_that_pack(model) == [True, True, True, False]
+    before = [vars(module).keys() for module in packing().modules()]
+    assert [vars(module).keys() for module in model.modules()] == before
+
+
+def test_no_layer_of_a_model_with_a_bank_is_packed():
+    model = packing()
+    bank = lora.AdapterBank(model)
+    assert not any(those_that_pack(model))
+    bank.close()
+    assert not any(those_that_pack(model))  # it may have another bank
+
+
+def test_a_layer_with_lora_can_be_told_that_it_is_not_to_pack():
+    model = packing()
+    adapt(model, None)
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
+
+
+class Unknown(Linear4bit):
+    """A class of the same package that nobody has tried."""
+
+
+Unknown.__module__ = "bitsandbytes.nn.modules"
+
+
+def test_unknown_classes_and_weights_stay_refused():
+    message = r"module 0 is a bitsandbytes.nn.modules.Unknown, which has no LoRA layer"
+    unchanged_by(nn.Sequential(Unknown(8, 8)), message, "0", kind=UnsupportedLayerError)
+    other = type("Int1Tensor", (Int8Tensor,), {"__module__": "torchao.quantization"})
+    layer = with_int8(nn.Linear(8, 8))
+    layer.weight = nn.Parameter(other(layer.weight.integers, layer.weight.scale), False)
+    message = r"the weight of module 0 is quantized \(a torchao.quantization.Int1Tensor\)"
+    unchanged_by(nn.Sequential(layer), message, "0", kind=UnsupportedLayerError)
+
+
+def test_the_output_of_an_attention_is_refused():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    with_int8(model["attention"].out_proj)
+    message = "attention.out_proj is quantized, and belongs to an nn.MultiheadAttention"
+    unchanged_by(model, message, "attention", r=R, kind=UnsupportedLayerError)
+    unchanged_by(model, message, "out_proj", r=R, kind=UnsupportedLayerError)
+    lora.add_lora(model, "attention", exclude="out_proj", r=R)
+    with pytest.raises(UnsupportedLayerError, match=message):
+        lora.add_lora(model, "out_proj", r=R)
+
+
+def test_all_linear_takes_the_last_for_the_head(caplog):
+    caplog.set_level(logging.WARNING)
+    model = nn.ModuleDict({name: Linear4bit(8, 8) for name in ("a", "b", "c")})
+    assert lora.add_lora(model, "all-linear", r=R) == ("a", "b")
+    assert "'all-linear' takes c, the last linear layer, for the head" in caplog.text
+
+
+@EACH
+def test_a_sparse_input_is_refused(package):
+    with pytest.raises(TypeError, match=r"a layer with LoRA is given a nested or sparse tensor"):
+        layer_of(adapted(package))(torch.eye(8).to_sparse())
+
+
+@EACH
+def test_it_is_adapted_without_gradients_too(package):
+    with torch.no_grad():
+        assert lora.add_lora(Net(package), "all-linear") == NAMES
+
+
+def test_a_layer_on_the_meta_device():
+    model = nn.Sequential(Linear4bit(8, 8).to("meta"))
+    lora.add_lora(model, "0", r=R)
+    assert model[0].lora_A.is_meta
+    assert model[0].lora_B.is_meta
+
+
+def test_a_quantized_embedding_is_refused():
+    model = nn.Sequential(with_int8(nn.Embedding(8, 8)))
+    message = r"the weight of module 0 is quantized \(a .*Int8Tensor\): leave it out"
+    unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
+
+
+def test_a_part_without_a_shape_yet_is_not_called_quantized():
+    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.LazyLinear(3)})
+    message = "head has no shape yet: call the model once before add_lora"
+    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.complex64])
+def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
+    plain_one, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    other.load_state_dict(plain_one.state_dict())
+    other[0].table = nn.Parameter(torch.ones(8, 8, dtype=dtype), requires_grad=False)
+    found = []
+    for name, model in (("a", plain_one), ("b", other)):
+        lora.add_lora(model, "0", r=R)
+        lora.save_adapter(model, tmp_path / f"{name}.safetensors")
+        adapter = lora.read_adapter(tmp_path / f"{name}.safetensors")
+        found.append(adapter.lora.base_fingerprint)
+    assert found[0] == found[1] is not None
+
+
+def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    model.places = nn.Parameter(torch.arange(4), requires_grad=False)
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
+
+
+@EACH
+def test_what_is_shown(package):
+    assert "r=2, lora_alpha=6" in repr(layer_of(adapted(package)))
