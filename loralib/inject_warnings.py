@@ -95,6 +95,11 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
             )
 
 
+def _ends(names: Iterable[str]) -> list[str]:
+    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
+    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+
+
 def warn_of_kinds(model: nn.Module) -> None:
     """Says that a model has LoRA of several kinds, before it is trained in vain."""
     layers = lora_layers(model).values()
@@ -108,11 +113,6 @@ def warn_of_kinds(model: nn.Module) -> None:
                 setting,
                 listed(kinds),
             )
-
-
-def _ends(names: Iterable[str]) -> list[str]:
-    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
-    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
 
 
 def warn_of_task_head(model: nn.Module) -> None:

@@ -81,6 +81,19 @@ class Model(nn.Module):
         return x
 
 
+class Mixture(nn.Module):
+    """As DeepSeek-V3, in which linear layers are called as the experts' stacks; in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        plain = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts()}
+        shared = nn.ModuleDict({"down_proj": nn.Linear(WIDTH, WIDTH)})
+        first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
+        self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
+        for layer in self.layers:
+            layer["experts"].act_fn = nn.Tanh()  # which upstream's have, and targets match as well
+
+
 def build(way="loop", is_transposed=False, layers=2):
     torch.manual_seed(0)
     return Model(way, is_transposed, layers)
@@ -129,3 +142,13 @@ def close(ours, theirs):
 
 def lora_layers(model):
     return [name for name, m in model.named_modules() if isinstance(m, lora.LoRALayer)]
+
+
+FORWARD = {"forward": lambda self, x: x @ self.stack}
+
+
+def owned_by(kind, **attributes):
+    """A model with one stack, in a module of a kind with these attributes."""
+    owner = type("Owner", (kind,), attributes)()
+    owner.stack = nn.Parameter(torch.randn(2, 4, 4))
+    return nn.ModuleDict({"q": nn.Linear(4, 4), "owner": owner})

@@ -1,0 +1,120 @@
+"""Which stacks of matrices targets, exclusions and patterns mean, beside modules of such names."""
+
+import re
+
+import pytest
+import torch
+from stacked_experts import FORWARD, STACKS, Mixture, R, build, owned_by
+from torch import nn
+
+import loralib as lora
+from loralib.errors import UnsupportedLayerError
+
+LINEAR = ("layers.0.shared.down_proj",)
+DOWN = tuple(f"layers.{layer}.experts.down_proj_lora" for layer in range(2))
+BOTH = tuple(f"layers.{layer}.experts.{name}_lora" for layer in range(2) for name in STACKS)
+QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"targets": "down_proj", "lora_dropout": 0.1}, LINEAR),
+        ({"targets": "*_proj", "variant": "dora"}, (*QUERIES, *LINEAR)),
+        ({"targets": re.compile(r".*_proj"), "lora_dropout": 0.1}, (*QUERIES, *LINEAR)),
+        ({"targets": "experts.down_proj"}, DOWN),
+        ({"targets": re.compile(r".*experts\..*")}, BOTH),
+        ({"targets": "gate_up_proj"}, BOTH[::2]),
+        ({"targets": ["down_proj", "experts.down_proj"]}, (*LINEAR, *DOWN)),
+        ({"targets": "experts.*_proj", "exclude": "gate_up_proj"}, DOWN),
+        ({"targets": "experts.*_proj", "exclude": "down_proj"}, BOTH[::2]),
+        ({"targets": "experts.*_proj", "exclude": [*BOTH[::2]]}, DOWN),
+        ({"targets": ["q_proj", "down_proj"], "exclude": ["experts.down_proj"]}, QUERIES + LINEAR),
+        ({"targets": "experts.down_proj", "layers": [1]}, DOWN[1:]),
+        ({"targets": DOWN}, DOWN),
+        ({"targets": "down_proj_lora", "exclude": DOWN[0]}, DOWN[1:]),
+        ({"targets": "experts.*", "exclude": "act_fn"}, BOTH),
+        ({"targets": ["q_proj", "experts.*"]}, (*QUERIES, *BOTH)),
+        ({"targets": re.compile(r"layers\.0\.experts\..*"), "exclude": "*act_fn"}, BOTH[:2]),
+    ],
+)
+def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected):
+    names = lora.add_lora(Mixture(), **{"r": R, **settings})
+    assert sorted(names) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"layers": [0]}, {"layers": [1]}, BOTH[2:]),
+        ({"exclude": "gate_up_proj"}, {"exclude": ["down_proj"]}, BOTH[::2]),
+        ({"targets": DOWN[:1]}, {"exclude": "layers.0.*"}, BOTH[2:]),
+        ({"targets": "gate_up_proj"}, {"exclude": "gate_up_proj_lora"}, DOWN),
+        ({"targets": DOWN[:1]}, {"targets": "down_proj_lora", "layers": [1]}, DOWN[1:]),
+    ],
+)
+@pytest.mark.parametrize("target", ["experts.*", re.compile(r".*\.experts\..*proj.*")])
+def test_a_second_call_means_the_stacks_that_are_left(target, first, second, expected):
+    """Layers that the first has added have the names of stacks, and hide no others."""
+    model = Mixture()
+    lora.add_lora(model, **{"targets": target, "r": R, **first})
+    assert lora.add_lora(model, **{"targets": target, "r": R, **second}) == expected
+    with pytest.raises(ValueError, match="has LoRA already"):
+        lora.add_lora(model, target)
+
+
+def test_a_name_of_a_stack_is_not_that_of_another_s_layer():
+    def build():
+        owner = owned_by(nn.Module, **FORWARD)
+        owner["owner"].stack_lora = nn.Parameter(torch.randn(2, 4, 4))
+        return owner
+
+    for names in (["stack_lora"], ["owner.stack_lora"], ["stack_lora_lora"]):
+        assert lora.add_lora(build(), names, r=R) == ("owner.stack_lora_lora",)
+    with pytest.raises(UnsupportedLayerError, match=r"^owner\.stack belongs to .* 'stack_lora'"):
+        lora.add_lora(build(), ["stack", "stack_lora"], r=R)
+
+
+def test_the_names_that_are_returned_are_those_of_another_model():
+    names = lora.add_lora(build(), ["q", *STACKS], r=R)
+    model = build()
+    assert lora.add_lora(model, names, r=R) == names
+    with pytest.raises(ValueError, match="has LoRA already"):
+        lora.add_lora(model, names[1:2], r=R)
+
+
+def test_a_pattern_s_key_is_of_all_that_it_matches():
+    """As an exclusion is; a target that means both has to say so."""
+    model, both = Mixture(), ["down_proj", "experts.down_proj"]
+    names = lora.add_lora(model, both, r=R, rank_pattern={"down_proj": 3})
+    assert sorted(names) == sorted((*LINEAR, *DOWN))
+    assert {model.get_submodule(name).r for name in names} == {3}
+    with pytest.raises(ValueError, match="matches only modules that are left out"):
+        lora.add_lora(Mixture(), both, r=R, exclude="down_proj")
+
+
+@pytest.mark.parametrize("pattern", [DOWN[0], "0.experts.down_proj_lora", "0.experts.down_proj"])
+def test_a_pattern_s_key_is_a_name_that_is_returned_as_well(pattern):
+    model = Mixture()
+    names = lora.add_lora(
+        model, ["experts.*", "q_proj"], r=R, rank_pattern={pattern: 3}, alpha_pattern={pattern: 5}
+    )
+    layers = {name: model.get_submodule(name) for name in names}
+    assert {n: (each.r, each.lora_alpha) for n, each in layers.items()} == {
+        **dict.fromkeys(names, (R, 16)),
+        DOWN[0]: (3, 5),
+    }
+
+
+def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refused():
+    for key in ("q_proj_lora", "up_proj_lora"):
+        with pytest.raises(ValueError, match=f"the pattern '{key}' matches none of the adapted"):
+            lora.add_lora(Mixture(), ["experts.*", "q_proj"], r=R, rank_pattern={key: 3})
+    with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'down_proj_lora' sets"):
+        lora.add_lora(Mixture(), "experts.*", r=R, rank_pattern={"down_proj_lora": 9})
+    message = r"is not a linear layer, .*: leave it out of enable_lora, where more of the linear l"
+    for key in (DOWN[0], "down_proj"):
+        with pytest.raises(ValueError, match=message):
+            lora.add_lora(Mixture(), [*LINEAR, *DOWN], enable_lora={key: [True, False]})
+    slices = {"shared.down_proj": [True, False]}
+    assert len(lora.add_lora(Mixture(), [*LINEAR, *DOWN], r=R, enable_lora=slices)) == 3
