@@ -381,7 +381,10 @@ def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
 
 
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
-    """Checks that the weight's rows have a direction, if DoRA is to adapt it."""
+    """Checks that the weight's rows have a direction, if DoRA is to adapt it.
+
+    New memory that a loader has yet to fill is left unchecked.
+    """
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
@@ -390,11 +393,19 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
         if weight is None or weight.is_meta:
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        if not rows.any(dim=1).all():
+        if not rows.any(dim=1).all() and _initializations_fill():
             raise ValueError(
                 f"{called(name)} has rows of zeros in its {part}, which have no direction for "
                 f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"
             )
+
+
+def _initializations_fill() -> bool:
+    """Whether random initializations work: a loader that fills the weights later leaves them out.
+
+    Those of Transformers 4 and Lightning do so, while a model class is called.
+    """
+    return bool(nn.init.uniform_(torch.zeros(1, device="cpu"), 1.0, 2.0))
 
 
 def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:

@@ -74,6 +74,25 @@ def gloo_interface():
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+@pytest.fixture(autouse=True)
+def determinism():
+    """A new process's: scripts set both for the process, which goes on to other tests here."""
+    import torch
+
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def empty_memory_shows(determinism):
+    """Memory that nothing was written to holds NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu"):
         import torch
@@ -125,15 +144,13 @@ class DeviceSettings:
 @pytest.fixture
 def device_settings():
     """`DeviceSettings`, all the other way about to begin with; what was set before comes back."""
-    import torch
 
-    before, fill = DeviceSettings.read(), torch.utils.deterministic.fill_uninitialized_memory
+    before = DeviceSettings.read()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     DeviceSettings.write(True, True, True, False)
     yield DeviceSettings
     DeviceSettings.write(*before.values())
-    torch.utils.deterministic.fill_uninitialized_memory = fill
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if workspace is not None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace

@@ -68,13 +68,6 @@ def _alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def _same_determinism():
-    """The DeBERTa recipes set it for the process, which goes on to other tests here."""
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def small_glue(tiny_glue, tmp_path_factory) -> Path:
     """All eight tasks: those of `tiny_glue`, and four more with the texts of its RTE."""
@@ -543,7 +536,6 @@ def weights_for(run_glue, small_glue, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_same_determinism")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_runs(run_glue, small_glue, weights_for, request, monkeypatch, started, name):
     base = request.getfixturevalue(SMALL_BASES[RECIPES[name].flags["model_name_or_path"]])

@@ -24,13 +24,6 @@ STARTS = [
 ]
 
 
-@pytest.fixture
-def empty_memory_shows():
-    torch.use_deterministic_algorithms(True)  # memory that is not filled holds NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("settings", STARTS, ids=str)
 @torch.no_grad()
 def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settings):
@@ -231,6 +224,25 @@ def test_a_model_that_is_adapted_where_random_initializations_do_nothing(setting
     lora.start_from_weights(model)
     close(model(x), expected)
     assert model[0].lora_A.any()
+
+
+@pytest.mark.parametrize("version", ["4.40", "quantizer", "mode"])
+@torch.no_grad()
+def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
+    base, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(3, 6)
+    way = WithoutInitialization() if version == "mode" else built_as_in_transformers(version)
+    with way:
+        model = nn.Sequential(nn.Linear(6, 6))
+        model[0].weight.zero_()
+        lora.add_lora(model, ["0"], r=2, variant="dora")
+    load_as_transformers_does(model, base.state_dict(), "4.40")
+    close(model(x), base(x))
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+    zeros = nn.Sequential(nn.Linear(6, 6))
+    zeros[0].weight.zero_()
+    with pytest.raises(ValueError, match="module 0 has rows of zeros in its weight"):
+        lora.add_lora(zeros, ["0"], r=2, variant="dora")
 
 
 class WithoutInitialization(TorchFunctionMode):
