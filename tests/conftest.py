@@ -144,7 +144,6 @@ class DeviceSettings:
 @pytest.fixture
 def device_settings():
     """`DeviceSettings`, all the other way about to begin with; what was set before comes back."""
-
     before = DeviceSettings.read()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
