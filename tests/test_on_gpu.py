@@ -37,9 +37,15 @@ def test_seen(kind, seeing_gpus):
     with Path(__file__).with_name("seen.txt").open("a") as file:
         print(kind, os.environ.get(name), seeing_gpus.get(name), file=file)
 """
-# Takes what it is given for GPUs.
+# Takes what it is given for GPUs, and holds the settings that conftest.py sets back.
 TORCH = """
 import os
+from types import SimpleNamespace
+
+utils = SimpleNamespace(deterministic=SimpleNamespace())
+
+def use_deterministic_algorithms(mode):
+    pass
 
 class cuda:
     is_available = staticmethod(lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "")
