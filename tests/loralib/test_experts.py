@@ -660,21 +660,51 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-def test_another_parameter_that_was_parametrized_before():
+def test_other_parameters_may_be_parametrized_before_and_since():
     experts = Experts()
     parametrize.register_parametrization(experts, "down_proj", Doubled())
-    kind = type(experts)
+    parametrize.register_parametrization(experts, "gate_up_proj_bias", Doubled())
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    out = randomised(experts)(tokens())
+    for undo in (lora.merge, lora.remove_lora):
+        plain = copy.deepcopy(experts)
+        undo(plain)
+        assert type(plain).__bases__ == (Experts,)
+        assert set(plain.parametrizations) == {"down_proj", "gate_up_proj_bias", "down_proj_bias"}
+        assert set(plain._parameters) == {"gate_up_proj"}
+        if undo is lora.merge:
+            close(plain(tokens()), out)
+    close(experts(tokens()), out)
+
+
+@pytest.mark.parametrize("is_doubled", [True, False])
+def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
+    """PyTorch takes its class away, and leaves that of the experts with LoRA."""
+    experts, names = Experts(), ("down_proj", "down_proj_bias")
+    for name in names:
+        parametrize.register_parametrization(experts, name, Doubled())
+    before = copy.deepcopy(experts)
     lora.add_lora(experts, "gate_up_proj", r=R)
     out = randomised(experts)(tokens())
-    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
-    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
-    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
-        lora.merge(experts)
-    parametrize.remove_parametrizations(experts, "down_proj_bias", leave_parametrized=False)
-    close(experts(tokens()), out)
-    lora.remove_lora(experts)
-    assert type(experts) is kind
-    assert parametrize.is_parametrized(experts, "down_proj")
+    for name in names:
+        assert isinstance(experts, Experts)
+        parametrize.remove_parametrizations(experts, name, leave_parametrized=is_doubled)
+    close(experts(tokens()), out if is_doubled else out / 2)
+    assert lora.add_lora(experts, "down_proj", r=R) == ("down_proj_lora",)
+    out = randomised(experts)(tokens())
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts) is Experts
+    before(tokens())  # whose class is another
+
+
+def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
+    experts = Experts()
+    experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts) is Experts
 
 
 def test_a_forward_that_was_set_is_the_owner_s():
