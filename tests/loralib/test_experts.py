@@ -119,6 +119,49 @@ OTHERS = {
 }
 
 
+def generator(self, x):
+    for weight in self.gate_up_proj:
+        yield x @ weight.mT
+
+
+async def coroutine(self, x):
+    return x @ self.gate_up_proj[0].mT
+
+
+async def async_generator(self, x):
+    yield x @ self.gate_up_proj[0].mT
+
+
+LATER = {
+    "generator": generator,
+    "generator expression": lambda self, x: (x @ self.gate_up_proj[e].mT for e in range(EXPERTS)),
+    "map": lambda self, x: map(lambda e: x @ self.gate_up_proj[e].mT, range(EXPERTS)),
+    "coroutine": coroutine,
+    "async_generator": async_generator,
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("what", LATER)
+def test_what_a_forward_leaves_to_be_computed_later_is_an_error(what):
+    """The parameters have their updates while it runs."""
+    layer = type("Later", (Experts,), {"forward": LATER[what]})()
+    lora.add_lora(layer, "gate_up_proj", r=R)
+    message = rf"the forward of Later returns .*, and without LoRA then \({what.split()[0]}\): "
+    with pytest.raises(RuntimeError, match=message):
+        layer(tokens())
+    lora.merge(layer)(tokens())
+
+
+def test_a_list_of_what_a_forward_computes_has_the_updates():
+    kind = type("Now", (Experts,), {"forward": lambda self, x: list(generator(self, x))})
+    layer = kind()
+    lora.add_lora(layer, "gate_up_proj", r=R)
+    out = randomised(layer)(tokens())
+    for ours, merged in zip(out, lora.merge(layer)(tokens()), strict=True):
+        close(ours, merged)
+
+
 def test_the_sum_is_computed_in_its_own_precision():
     parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
     whole = LowRankSum(*parts).tensor
