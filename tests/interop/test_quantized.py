@@ -209,6 +209,7 @@ def test_checkpointing_evaluation_and_back(checkpoint: Path, kind: str):
 @EACH
 def test_copies_banks_and_removing_it(checkpoint: Path, kind: str, tmp_path: Path):
     model = adapted(checkpoint, kind).eval()
+    assert repr(model.model.layers[0]).count(f", r={R}, lora_alpha={ALPHA}") == 7
     copies = [copy.deepcopy(model)]
     if "torchao" not in kind:  # whose plain layers cannot be pickled either
         copies.append(pickle.loads(pickle.dumps(model)))
