@@ -244,6 +244,18 @@ def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
     assert type(plain.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
+def test_dequantizing_drops_lora_and_the_adapter_brings_it_back(checkpoint: Path, tmp_path: Path):
+    model = adapted(checkpoint, "nf4")
+    lora.save_adapter(model, tmp_path / "a")
+    expected = model(IDS).logits
+    model.dequantize()
+    with pytest.raises(ValueError, match=r"the model has no LoRA to merge"):
+        lora.merge(model)
+    lora.load_adapter(model, tmp_path / "a")
+    assert_close(model(IDS).logits, expected)
+    assert_close(lora.merge(model)(IDS).logits, expected)
+
+
 def test_training_goes_on_after_an_evaluation(checkpoint: Path, tmp_path: Path):
     """For which bitsandbytes packs the layers of a base on some CPUs, those without LoRA too."""
     model = load(checkpoint, "nf4")
