@@ -141,16 +141,24 @@ LATER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("what", LATER)
 def test_what_a_forward_leaves_to_be_computed_later_is_an_error(what):
     """The parameters have their updates while it runs."""
-    layer = type("Later", (Experts,), {"forward": LATER[what]})()
+    made = []
+
+    class Later(Experts):
+        def forward(self, x):
+            made.append(LATER[what](self, x))
+            return made[-1]
+
+    layer = Later()
     lora.add_lora(layer, "gate_up_proj", r=R)
-    message = rf"the forward of Later returns .*, and without LoRA then \({what.split()[0]}\): "
+    message = rf"the forward of .*Later returns .*, and without LoRA then \({what.split()[0]}\): "
     with pytest.raises(RuntimeError, match=message):
         layer(tokens())
     lora.merge(layer)(tokens())
+    for each in filter(inspect.iscoroutine, made):
+        each.close()  # one that nobody awaits is warned of
 
 
 def test_a_list_of_what_a_forward_computes_has_the_updates():
@@ -739,6 +747,27 @@ def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
     close(lora.merge(experts)(tokens()), out)
     assert type(experts) is Experts
     before(tokens())  # whose class is another
+
+
+def test_a_stack_that_is_registered_since_leaves_what_is_parametrized():
+    experts = Experts()
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    experts.another = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+    assert lora.add_lora(experts, "another", r=R) == ("another_lora",)
+    close(experts(tokens()), 2 * out)
+    close(lora.merge(experts)(tokens()), 2 * out)
+
+
+def test_what_is_set_to_be_shown_of_experts_is_shown():
+    experts = Experts()
+    experts.extra_repr = lambda: "set"
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    assert "(set" in repr(experts).replace("\n  ", "")
+    lora.remove_lora(experts)
+    assert repr(experts) == "Experts(set)"
 
 
 def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
