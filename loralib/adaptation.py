@@ -20,7 +20,7 @@ from .adapted_layers import (
 )
 from .errors import UnsupportedLayerError
 from .experts import AdaptedStack, adapted_stacks, with_stacks
-from .in_place import turn_back, turn_into, was_turned
+from .in_place import class_of, set_class, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
 from .quantized_layers import around, is_quantized_class, is_quantized_linear
@@ -168,9 +168,9 @@ def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
     owner: Any = stack.owner
     name = stack.parameter
     if not was_turned(owner):
-        turn_into(owner, with_stacks(type(owner), stacks_in(owner)))
+        turn_into(owner, with_stacks(class_of(owner), stacks_in(owner)))
     elif name not in owner._stacks:  # registered since
-        owner.__class__ = with_stacks(type(owner), [name])
+        set_class(owner, with_stacks(class_of(owner), [name]))
     layer: Any = AdaptedStack(owner, name, **settings.of_layer())
     layer._add_update(_update_dtype(layer))
     layer.reset_lora_parameters()

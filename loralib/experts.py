@@ -11,7 +11,7 @@ its parent, by another of its methods, by another thread, or where a checkpoint 
 forward computes that again, which is an error.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import update_wrapper
@@ -112,6 +112,9 @@ _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
 )
 
 
+_COMPUTED_LATER = (Generator, Coroutine, AsyncGenerator, map)
+
+
 class _WithStacks(nn.Module):
     """What a module becomes of which parameters are adapted: see `with_stacks`."""
 
@@ -119,16 +122,27 @@ class _WithStacks(nn.Module):
     _stacks: ClassVar[tuple[str, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, in which the parameters have their updates."""
+        """As the module's own, in which the parameters have their updates.
+
+        Raises:
+            RuntimeError: it returns what has yet to be computed, in which they would have none.
+        """
         in_effect = {
             name: _in_effect(self, own_value(self, name), layer)
             for name, layer in adapted_stacks(self).items()
         }
         token = _running.set({**_running.get(), self: in_effect})
         try:
-            return super().forward(*args, **kwargs)
+            out = super().forward(*args, **kwargs)
         finally:
             _running.reset(token)
+        if isinstance(out, _COMPUTED_LATER):
+            raise RuntimeError(
+                f"the forward of {self._kind.__qualname__} returns what is computed when it has "
+                f"ended, and without LoRA then ({type(out).__name__}): compute all in it, and "
+                "return tensors, as a list where there are several"
+            )
+        return out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer, lora_layers
@@ -43,23 +44,45 @@ def turning(module: nn.Module) -> Iterator[None]:
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     """Makes a module one of another class, in a `turning` block that adds what that class needs."""
     drop_set_forward(module)
-    vars(module)["_turned"] = _Turned(type(module), frozenset())
-    module.__class__ = kind
+    vars(module)["_turned"] = _Turned(class_of(module), frozenset())
+    set_class(module, kind)
+    if isinstance(module, LoRALayer) and "extra_repr" in vars(module):
+        vars(module)["_set_extra_repr"] = vars(module).pop("extra_repr")
 
 
 def turn_back(module: nn.Module) -> None:
     """Undoes what was done in `turning` blocks: the class, and the attributes."""
     drop_set_forward(module)
     turned = vars(module)["_turned"]
+    if "_set_extra_repr" in vars(module):
+        vars(module).setdefault("extra_repr", vars(module)["_set_extra_repr"])
     for attributes in _attributes(module):
         for name in attributes.keys() & turned.added:
             del attributes[name]
-    module.__class__ = turned.before
+    set_class(module, turned.before)
 
 
 def was_turned(module: nn.Module) -> bool:
     """Whether this module is a LoRA layer that was a plain one before."""
     return "_turned" in vars(module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, below the one that PyTorch's parametrizations put over it."""
+    return type(module).__bases__[0] if _has_class_over(module) else type(module)
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Gives a module another class in the place of `class_of` it; its parametrizations stay."""
+    if _has_class_over(module):
+        over = {n: v for n, v in vars(type(module)).items() if n not in ("__dict__", "__weakref__")}
+        kind = type(f"Parametrized{kind.__name__}", (kind,), over)
+    module.__class__ = kind
+
+
+def _has_class_over(module: Any) -> bool:
+    """Whether a module has such a class, which has a property for each parametrized tensor."""
+    return is_parametrized(module) and vars(type(module)).keys() >= module.parametrizations.keys()
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -96,8 +119,8 @@ def turn_all_back(model: nn.Module) -> None:
     """Turns a model's modules back, and lets its encoders take their fast path again.
 
     Raises:
-        ValueError: since it was adapted, a module has been parametrized or pruned, or has got a
-            forward of its own.
+        ValueError: since it was adapted, the weight or the update of a module has been parametrized
+            or pruned, or the module has got a forward of its own.
     """
     _check_turnable(model)
     for module in list(model.modules()):
@@ -112,7 +135,7 @@ def _check_turnable(model: nn.Module) -> None:
             continue
         base = module.base
         is_plain = module.r == 0 or base._parameters.get(module.frozen_name) is not None
-        if not is_plain or _parametrized_since(base):
+        if not is_plain or _is_update_parametrized(base):
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
@@ -130,11 +153,9 @@ def _check_turnable(model: nn.Module) -> None:
             )
 
 
-def _parametrized_since(module: nn.Module) -> bool:
-    """Whether a turned module has been parametrized, otherwise than its class before was."""
-    before = vars(module)["_turned"].before
-    names = getattr(module, "parametrizations", ())  # what is parametrized is read by a property
-    return any(not hasattr(before, name) for name in names)
+def _is_update_parametrized(module: nn.Module) -> bool:
+    """Whether a tensor that a turned module has got with its update has been parametrized."""
+    return any(is_parametrized(module, name) for name in vars(module)["_turned"].added)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

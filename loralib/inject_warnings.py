@@ -5,7 +5,6 @@ import re
 from collections.abc import Collection, Iterable
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from .adaptation import is_linear
 from .bypassed import bypassed
@@ -50,7 +49,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
         matched: the stacks that the targets match, see `matched_stacks`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
-    weights = {n: model.get_parameter(n) for n in matched if not _is_parametrization(model, n)}
+    weights = {name: model.get_parameter(name) for name in matched}
     left = {
         name: weight.numel()
         for name, weight in weights.items()
@@ -67,11 +66,6 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
         in_short(left, at_most=2),
         in_short(targets),
     )
-
-
-def _is_parametrization(model: nn.Module, stack: str) -> bool:
-    """Whether a stack is what a parameter is computed from, as a weight-normed kernel is."""
-    return isinstance(model.get_submodule(stack.rpartition(".")[0]), ParametrizationList)
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:

@@ -103,6 +103,9 @@ class LoRALayer:
     _in_effect: bool = False
     _set_merged: bool = False
 
+    # What others, such as torchao, have set as `extra_repr` on the plain layer that this one was.
+    _set_extra_repr: Callable[[], str] | None = None
+
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
 
@@ -272,7 +275,8 @@ class LoRALayer:
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer: the plain one's settings, and the update's."""
-        shown = [super().extra_repr()]
+        plain = self._set_extra_repr or super().extra_repr
+        shown = [plain()]
         if self.r > 0:
             shown += [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
             shown += [self.variant] if self.variant != "lora" else []

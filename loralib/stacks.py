@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 _ENDING = "_lora"
 
@@ -26,10 +27,11 @@ class Stack(NamedTuple):
 def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     """The parameters of a module itself that hold several matrices each, by their names.
 
-    Not the kernels of convolutions.
+    Not the kernels of convolutions, nor what a parameter is computed from, as a weight-normed
+    kernel is.
     """
     own = module._parameters
-    if not own or isinstance(module, nn.modules.conv._ConvNd):
+    if not own or isinstance(module, nn.modules.conv._ConvNd | ParametrizationList):
         return {}
     return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
 

@@ -450,7 +450,7 @@ def shortest_targets(
     for name in names:
         ends = _all_ends(name)
         fitting = (f"'{end}'" for end in ends[min(least, len(ends)) - 1 :] if end not in taken)
-        targets[name] = next(fitting, f"re.compile('{name}')")
+        targets[name] = next(fitting, f"re.compile(r'{re.escape(name)}')")
     return targets
 
 
@@ -538,7 +538,7 @@ def _ends(names: Iterable[str]) -> dict[str, None]:
 def _way_out(target: Target, names: Iterable[str], linear: Collection[str] = ()) -> str:
     """How a target that matches nothing is written where it is of another kind; or nothing."""
     if isinstance(target, str) and _is_expression(target, names):
-        return f"; a regular expression is re.compile('{target}')"
+        return f"; a regular expression is re.compile(r'{target}')"
     if linear:
         return f"; '{ALL_LINEAR}' takes all linear layers, model.named_modules() lists all names"
     return ""

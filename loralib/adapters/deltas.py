@@ -243,15 +243,10 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
             f"{source}: the {weight_name} of {name} is computed from other tensors, as by "
             "weight_norm or pruning: make it a plain parameter first"
         )
-    is_known = is_linear(module) or name in embeddings or isinstance(module, _CONVOLUTIONS)
     own = (f"{name}.{each}" for each in module._parameters)
     targeted = [each for each in own if is_targeted_parameter(adapter.peft_config, each)]
-    if targeted and not is_known:
-        raise CheckpointError(
-            f"{source}: adapts {targeted[0]}, a parameter of a module of the class "
-            f"{type(module).__name__}, which has no such LoRA here: merge it with PEFT, by its "
-            "merge_and_unload()"
-        )
+    if targeted and not is_linear(module):
+        raise CheckpointError(f"{source}: {_no_such_lora(targeted[0], module)}")
     dimensions = adapter.tensors[f"{name}.lora_A"].dim()
     what = "a linear layer" if dimensions == 2 else f"a convolution in {dimensions - 2}-D"
     what = "an embedding" if name in embeddings else what
@@ -268,11 +263,22 @@ def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.M
     at, _, last = name.rpartition(".")
     owner = dict(model.named_modules(remove_duplicate=False)).get(at)
     if owner is None or last not in stacks_in(owner):
+        is_targeted = is_targeted_parameter(adapter.peft_config, name)
+        if is_targeted and owner is not None and last in owner._parameters:
+            raise CheckpointError(f"{adapter.source}: {_no_such_lora(name, owner)}")
         raise CheckpointError(
             f"{adapter.source}: the model has no {name}, a stack of matrices, to be adapted: "
             f"{_fitting(model, name, adapter)}"
         )
     return owner, last
+
+
+def _no_such_lora(parameter: str, module: nn.Module) -> str:
+    """That PEFT has adapted a parameter of a module which cannot have that here."""
+    return (
+        f"adapts {parameter}, a parameter of a module of the class {type(module).__name__}, which "
+        "has no such LoRA here: merge it with PEFT, by its merge_and_unload()"
+    )
 
 
 def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:

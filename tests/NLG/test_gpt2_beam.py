@@ -25,8 +25,6 @@ from loralib.training import product_choices
 from model import GPT2LMModel, config_of
 from weights import canonical_names
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = Path(gpt2_beam.__file__)
 CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9, 2]]
 
@@ -198,6 +196,7 @@ def test_base_and_lora_apart_are_the_whole_model(decode, files):
     assert decode("--lora_path", files / "old.pt", "--lora_alpha", 32) == texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "initialization", "formats"),
     [("lora", "default", ("safetensors", "peft")), ("rslora+dora", "olora", ("safetensors",))],

@@ -209,6 +209,7 @@ def test_checkpointing_evaluation_and_back(checkpoint: Path, kind: str):
 @EACH
 def test_copies_banks_and_removing_it(checkpoint: Path, kind: str, tmp_path: Path):
     model = adapted(checkpoint, kind).eval()
+    assert repr(model.model.layers[0]).count(f", r={R}, lora_alpha={ALPHA}") == 7
     copies = [copy.deepcopy(model)]
     if "torchao" not in kind:  # whose plain layers cannot be pickled either
         copies.append(pickle.loads(pickle.dumps(model)))
@@ -241,6 +242,18 @@ def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
     lora.load_adapter(plain, tmp_path / "a")
     lora.merge(plain)
     assert type(plain.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_dequantizing_drops_lora_and_the_adapter_brings_it_back(checkpoint: Path, tmp_path: Path):
+    model = adapted(checkpoint, "nf4")
+    lora.save_adapter(model, tmp_path / "a")
+    expected = model(IDS).logits
+    model.dequantize()
+    with pytest.raises(ValueError, match=r"the model has no LoRA to merge"):
+        lora.merge(model)
+    lora.load_adapter(model, tmp_path / "a")
+    assert_close(model(IDS).logits, expected)
+    assert_close(lora.merge(model)(IDS).logits, expected)
 
 
 def test_training_goes_on_after_an_evaluation(checkpoint: Path, tmp_path: Path):

@@ -236,7 +236,7 @@ def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
     others = Counted(["layers", "layers.0.experts", "b.experts.up", "b.4.experts.up"])
     targets = shortest_targets(["4.experts.up", *stacks], others, least=2)
     assert others.rounds == 1
-    assert targets["4.experts.up"] == "re.compile('4.experts.up')"
+    assert targets["4.experts.up"] == r"re.compile(r'4\.experts\.up')"
     assert targets["layers.4.experts.up"] == "'layers.4.experts.up'"
     assert targets["layers.3.experts.up"] == "'3.experts.up'"
     assert shortest_targets(stacks, others[:2], least=2) == dict.fromkeys(stacks, "'experts.up'")

@@ -119,6 +119,57 @@ OTHERS = {
 }
 
 
+def generator(self, x):
+    for weight in self.gate_up_proj:
+        yield x @ weight.mT
+
+
+async def coroutine(self, x):
+    return x @ self.gate_up_proj[0].mT
+
+
+async def async_generator(self, x):
+    yield x @ self.gate_up_proj[0].mT
+
+
+LATER = {
+    "generator": generator,
+    "generator expression": lambda self, x: (x @ self.gate_up_proj[e].mT for e in range(EXPERTS)),
+    "map": lambda self, x: map(lambda e: x @ self.gate_up_proj[e].mT, range(EXPERTS)),
+    "coroutine": coroutine,
+    "async_generator": async_generator,
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_a_forward_leaves_to_be_computed_later_is_an_error(what):
+    """The parameters have their updates while it runs."""
+    made = []
+
+    class Later(Experts):
+        def forward(self, x):
+            made.append(LATER[what](self, x))
+            return made[-1]
+
+    layer = Later()
+    lora.add_lora(layer, "gate_up_proj", r=R)
+    message = rf"the forward of .*Later returns .*, and without LoRA then \({what.split()[0]}\): "
+    with pytest.raises(RuntimeError, match=message):
+        layer(tokens())
+    lora.merge(layer)(tokens())
+    for each in filter(inspect.iscoroutine, made):
+        each.close()  # one that nobody awaits is warned of
+
+
+def test_a_list_of_what_a_forward_computes_has_the_updates():
+    kind = type("Now", (Experts,), {"forward": lambda self, x: list(generator(self, x))})
+    layer = kind()
+    lora.add_lora(layer, "gate_up_proj", r=R)
+    out = randomised(layer)(tokens())
+    for ours, merged in zip(out, lora.merge(layer)(tokens()), strict=True):
+        close(ours, merged)
+
+
 def test_the_sum_is_computed_in_its_own_precision():
     parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
     whole = LowRankSum(*parts).tensor
@@ -660,21 +711,72 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-def test_another_parameter_that_was_parametrized_before():
+def test_other_parameters_may_be_parametrized_before_and_since():
     experts = Experts()
     parametrize.register_parametrization(experts, "down_proj", Doubled())
-    kind = type(experts)
+    parametrize.register_parametrization(experts, "gate_up_proj_bias", Doubled())
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
+    out = randomised(experts)(tokens())
+    for undo in (lora.merge, lora.remove_lora):
+        plain = copy.deepcopy(experts)
+        undo(plain)
+        assert type(plain).__bases__ == (Experts,)
+        assert set(plain.parametrizations) == {"down_proj", "gate_up_proj_bias", "down_proj_bias"}
+        assert set(plain._parameters) == {"gate_up_proj"}
+        if undo is lora.merge:
+            close(plain(tokens()), out)
+    close(experts(tokens()), out)
+
+
+@pytest.mark.parametrize("is_doubled", [True, False])
+def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
+    """PyTorch takes its class away, and leaves that of the experts with LoRA."""
+    experts, names = Experts(), ("down_proj", "down_proj_bias")
+    for name in names:
+        parametrize.register_parametrization(experts, name, Doubled())
+    before = copy.deepcopy(experts)
     lora.add_lora(experts, "gate_up_proj", r=R)
     out = randomised(experts)(tokens())
-    close(lora.merge(copy.deepcopy(experts))(tokens()), out)
+    for name in names:
+        assert isinstance(experts, Experts)
+        parametrize.remove_parametrizations(experts, name, leave_parametrized=is_doubled)
+    close(experts(tokens()), out if is_doubled else out / 2)
+    assert lora.add_lora(experts, "down_proj", r=R) == ("down_proj_lora",)
+    out = randomised(experts)(tokens())
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts) is Experts
+    before(tokens())  # whose class is another
+
+
+def test_a_stack_that_is_registered_since_leaves_what_is_parametrized():
+    experts = Experts()
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
     parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
-    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
-        lora.merge(experts)
-    parametrize.remove_parametrizations(experts, "down_proj_bias", leave_parametrized=False)
-    close(experts(tokens()), out)
+    experts.another = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+    assert lora.add_lora(experts, "another", r=R) == ("another_lora",)
+    close(experts(tokens()), 2 * out)
+    close(lora.merge(experts)(tokens()), 2 * out)
+
+
+def test_what_is_set_to_be_shown_of_experts_is_shown():
+    experts = Experts()
+    experts.extra_repr = lambda: "set"
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    assert "(set" in repr(experts).replace("\n  ", "")
     lora.remove_lora(experts)
-    assert type(experts) is kind
-    assert parametrize.is_parametrized(experts, "down_proj")
+    assert repr(experts) == "Experts(set)"
+
+
+def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
+    experts = Experts()
+    experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts) is Experts
 
 
 def test_a_forward_that_was_set_is_the_owner_s():

@@ -7,7 +7,7 @@ import torch
 from any_models import unchanged_by
 from small_nets import Net, close, drawn
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import loralib as lora
 from loralib.errors import CheckpointError, UnsupportedLayerError
@@ -155,6 +155,22 @@ def test_weights_that_are_computed_from_others(tmp_path, change):
         with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
             undo(model)
     model(torch.randn(2, 6))
+
+
+def test_of_an_adapted_layer_the_bias_may_be_parametrized_and_the_update_may_not():
+    model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
+    parametrize.register_parametrization(model.a, "bias", nn.Tanh())
+    out = model(x)
+    merged = lora.merge(copy.deepcopy(model))
+    assert type(merged.a).__bases__ == (nn.Linear,)
+    close(merged(x), out)
+    parametrize.register_parametrization(model.a, "lora_A", nn.Tanh())
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
+            undo(model)
+    parametrize.remove_parametrizations(model.a, "lora_A", leave_parametrized=False)
+    lora.remove_lora(model)
+    assert set(model.a.parametrizations) == {"bias"}
 
 
 def test_a_kernel_in_channels_last_starts_from_its_weight():

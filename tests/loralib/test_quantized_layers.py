@@ -610,3 +610,19 @@ def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
 @EACH
 def test_what_is_shown(package):
     assert "r=2, lora_alpha=6" in repr(layer_of(adapted(package)))
+
+
+def test_what_torchao_shows_of_a_layer_is_shown_with_the_update_and_comes_back():
+    model = Net("torchao")
+    layer = layer_of(model)
+    layer.extra_repr = types.MethodType(lambda self: f"{self.in_features} in int8", layer)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
+    for each in (layer, layer_of(copy.deepcopy(model))):
+        assert repr(each).startswith("AdaptedLinear(8 in int8, r=2, lora_alpha=6")
+    lora.remove_lora(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    lora.add_lora(model, "all-linear")
+    layer.extra_repr = lambda: "set since"
+    lora.remove_lora(model)
+    assert repr(layer) == "Linear(set since)"

@@ -117,7 +117,7 @@ def test_all_linear_layers_but_the_head(model):
         ),
         (
             {"targets": r".*q_proj|.*v"},
-            r"; a regular expression is re\.compile\('\.\*q_proj\|\.\*v'\)$",
+            r"; a regular expression is re\.compile\(r'\.\*q_proj\|\.\*v'\)$",
         ),
         ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
         ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
@@ -232,7 +232,7 @@ def test_a_stack_that_is_left_is_named_by_what_means_it_alone():
     model = Experts(has_shared=False).experts
     model.x = nn.ModuleDict({"down_proj": nn.Linear(2, 2)})
     left_out = r"left out, such as x\.down_proj: .*; the stack down_proj is meant by "
-    with pytest.raises(ValueError, match=left_out + r"re\.compile\('down_proj'\)$"):
+    with pytest.raises(ValueError, match=left_out + r"re\.compile\(r'down_proj'\)$"):
         find(model, "down_proj", exclude="x.*")
     assert find(model, re.compile("down_proj"), exclude="x.*") == ["down_proj"]
 

@@ -118,3 +118,20 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
             lora.add_lora(Mixture(), [*LINEAR, *DOWN], enable_lora={key: [True, False]})
     slices = {"shared.down_proj": [True, False]}
     assert len(lora.add_lora(Mixture(), [*LINEAR, *DOWN], r=R, enable_lora=slices)) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("block", UnsupportedLayerError, r"^block is a .*: name those within, such as block\.q, "),
+        ("conv", UnsupportedLayerError, r"^block\.conv is .*Conv1d, which has no LoRA layer: le"),
+        ("other", ValueError, r"^'other' matches no module of the model; it has block, conv, para"),
+        ("original1", ValueError, r"^'original1' matches .* only parameters such as block\.conv"),
+    ],
+)
+def test_what_a_kernel_is_computed_from_is_not_named_as_a_stack(target, error, message):
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
+    assert conv.parametrizations.weight.original1.dim() == 3
+    model = nn.ModuleDict({"block": nn.ModuleDict({"conv": conv, "q": nn.Linear(8, 8)})})
+    with pytest.raises(error, match=message):
+        lora.add_lora(model, target)

@@ -81,6 +81,21 @@ def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
     assert [layer["out"].r for layer in model.layers] == [8, 4, 2]
 
 
+def test_an_expression_that_is_suggested_means_one_module_alone():
+    def build():
+        inner = nn.ModuleDict({"out": nn.Linear(8, 4)}), nn.ModuleDict({"out": nn.Linear(8, 8)})
+        outer = {"a": inner[0], "b": nn.ModuleDict({"a": inner[1]}), "a_out": nn.Linear(8, 8)}
+        return nn.ModuleDict(outer)
+
+    message = r"of a\.out: 4; lower it, or there alone: rank_pattern=(\{re\.compile.*\})$"
+    with pytest.raises(ValueError, match=message) as caught:
+        lora.add_lora(build(), ["out", "a_out"], r=8)
+    ranks = eval(re.search(message, str(caught.value))[1], {"re": re})
+    model = build()
+    lora.add_lora(model, ["out", "a_out"], r=8, rank_pattern=ranks)
+    assert (model["a"]["out"].r, model["b"]["a"]["out"].r, model["a_out"].r) == (4, 8, 8)
+
+
 @pytest.mark.parametrize("pattern", ["layers.1.out", "out", "*.out", re.compile(r"layers\..*")])
 def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pattern):
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern

@@ -186,9 +186,9 @@ def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
             load(router, folder)
 
 
-@pytest.mark.parametrize("what", ["an embedding", "one expert"])
+@pytest.mark.parametrize("what", ["an embedding", "a kernel", "one expert"])
 def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path, what):
-    """An embedding has LoRA of another layout; what is not a stack has none."""
+    """Embeddings and kernels have LoRA of other layouts; what is not a stack has none."""
 
     class Experts(nn.Module):
         def __init__(self):
@@ -199,7 +199,12 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
     lora.add_lora(layers, ["q", "part"], r=R)
     lora.save_adapter(randomised(layers), tmp_path / "a")
     model = lora.merge(copy.deepcopy(layers))
-    model["part"] = nn.Embedding(WIDTH, WIDTH) if what == "an embedding" else Experts()
+    others = {
+        "an embedding": lambda: nn.Embedding(WIDTH, WIDTH),
+        "a kernel": lambda: nn.Conv1d(WIDTH, WIDTH, 3, bias=False),
+        "one expert": Experts,
+    }
+    model["part"] = others[what]()
     (parameter,) = (name for name, _ in model["part"].named_parameters())
 
     def of_parameters(tensors, config):
@@ -217,6 +222,28 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
     folder = as_peft_writes(tmp_path / "a", of_modules)
     with pytest.raises(CheckpointError, match=r"part is not a linear layer of the model"):
         lora.load_adapter(model, folder)
+
+
+def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_path):
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, WIDTH, 3))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model = nn.ModuleDict({"conv": Stacked()})
+    other = nn.ModuleDict({"conv": nn.Conv1d(WIDTH, 2, 3)})
+    lora.add_lora(model, "conv.weight", r=R)
+    lora.save_adapter(randomised(model), tmp_path / "a")
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"adapts conv\.weight, a parameter .* Conv1d, which"):
+        lora.load_adapter(other, as_peft_writes(tmp_path / "a"))
+    without = nn.ModuleDict({"conv": nn.ReLU()})
+    for each, file in ((other, "a.safetensors"), (without, "a")):
+        with pytest.raises(CheckpointError, match=r"has no conv\.weight, a stack .* that it was"):
+            lora.load_adapter(each, tmp_path / file)
 
 
 @pytest.mark.parametrize("stack", STACKS)
