@@ -34,13 +34,14 @@ import torch
 import torch.nn.functional as F
 from places import ROOT
 from pretended_kernels import HALF, KERNELS
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from loralib import lora_layer, wrappers
 from loralib.training.determinism import set_up_device
 
 GPU = torch.device("cuda", 0)
@@ -71,6 +72,14 @@ class OnGpu(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return compute(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            copied = on_gpu(on_cpu(self.detach()).clone()).requires_grad_(self.requires_grad)
+            if isinstance(self, nn.Parameter):
+                copied._is_param = True
+            memo[id(self)] = copied
+        return memo[id(self)]
 
 
 def on_cpu(value: Any) -> Any:
@@ -444,7 +453,7 @@ class _Autocast:
             part.__exit__(*error)
 
 
-_autocast = torch.autocast
+_autocast, _is_ordinary = torch.autocast, wrappers._is_ordinary
 
 
 def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
@@ -454,6 +463,10 @@ def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
     yield torch.backends.cuda, "is_flash_attention_available", lambda: True
     yield clip_grad, "_group_tensors_by_device_and_dtype", _by_device
     yield _foreach_utils, "_foreach_supported_types", [Tensor, OnGpu]
+    # What makes the device is not there on a real one: its class of tensors, and the two modes.
+    yield wrappers, "_is_ordinary", lambda kind: kind is OnGpu or _is_ordinary(kind)
+    yield lora_layer, "_PLAIN", {*lora_layer._PLAIN, OnGpu}
+    yield lora_layer, "has_mode", lambda: False
     for name, value in {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

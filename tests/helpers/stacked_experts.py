@@ -45,23 +45,23 @@ class Experts(nn.Module):
         return self.products(torch.tanh(gate) * torch.tanh(up), "down_proj")
 
     def products(self, x, name):
-        bias, weight = getattr(self, f"{name}_bias"), getattr(self, name)
+        bias, weight, ids = getattr(self, f"{name}_bias"), getattr(self, name), IDS.to(x.device)
         if self.way == "bmm":
             x = x.view(EXPERTS, -1, x.shape[-1])
             y = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
             return (y + bias[:, None]).flatten(0, 1)
         if self.way == "grouped":
             weight = weight if self.is_transposed else weight.transpose(-2, -1)
-            ends = IDS.bincount().cumsum(0, dtype=torch.int32)
-            return torch._grouped_mm(x, weight, offs=ends).add_(bias[IDS])
+            ends = ids.bincount().cumsum(0, dtype=torch.int32)
+            return torch._grouped_mm(x, weight, offs=ends).add_(bias[ids])
         if self.way == "batched":
-            of_rows = weight[IDS]
+            of_rows = weight[ids]
             if self.is_transposed:
-                return torch.bmm(x[:, None], of_rows)[:, 0].add_(bias[IDS])
-            return torch.bmm(of_rows, x[..., None])[..., 0].add_(bias[IDS])
+                return torch.bmm(x[:, None], of_rows)[:, 0].add_(bias[ids])
+            return torch.bmm(of_rows, x[..., None])[..., 0].add_(bias[ids])
         y = x.new_zeros(len(x), bias.shape[1])
         for expert in torch.arange(EXPERTS):
-            rows, of_expert = (expert == IDS).nonzero()[:, 0], getattr(self, name)[expert]
+            rows, of_expert = (expert == ids).nonzero()[:, 0], getattr(self, name)[expert]
             product = x[rows] @ of_expert if self.is_transposed else F.linear(x[rows], of_expert)
             y = y.index_add(0, rows, product + bias[expert])
         return y
