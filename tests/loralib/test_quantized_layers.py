@@ -380,12 +380,93 @@ def test_it_is_not_trained_as_it_is(package):
     unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_what_is_trained_is_not_called_quantized_by_its_dtype(dtype):
-    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.Linear(8, 3)})
-    model["head"].table = nn.Parameter(torch.ones(3).to(dtype))
-    lora.add_lora(model, "a", r=R, modules_to_train="head")
-    assert model["head"].table.requires_grad
+def with_head(**tables):
+    """A quantized layer and a head, with parameters and buffers of its own. (batch, 8) -> 3."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear4bit(8, 8), nn.Linear(8, 3))
+    for name, table in tables.items():
+        if isinstance(table, nn.Parameter):
+            model[1].register_parameter(name, table)
+        else:
+            model[1].register_buffer(name, table)
+    return model
+
+
+def frozen(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class OwnWay(nn.Parameter):
+    """A parameter that sees each operation on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (
+            frozen(torch.ones(3).to(torch.float8_e4m3fn)),
+            r"quantized \(torch.float8_e4m3fn\); leave",
+        ),
+        (torch.ones(3).to(torch.float8_e4m3fn), r"quantized \(torch.float8_e4m3fn\); leave it out"),
+        (
+            frozen(torch.ones(3).to(torch.complex64)),
+            "of torch.complex64, which no adapter holds as",
+        ),
+        (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer"),
+        (frozen(torch.ones(3, dtype=torch.uint8)), "of torch.uint8, which no adapter holds as tr"),
+        (torch.ones(3, dtype=torch.uint8), "of torch.uint8, .* buffer .with persistent=False, if"),
+        (
+            OwnWay(torch.ones(3)),
+            r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
+        ),
+    ],
+)
+def test_what_no_adapter_holds_is_not_trained(table, reason):
+    message = rf"module 1 cannot be trained as it is: its table is {reason}"
+    unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_trained_is_held(tmp_path, dtype):
+    def make():
+        table = nn.Parameter(torch.zeros(3, dtype=dtype))
+        return with_head(
+            table=table, again=table, mask=torch.ones(3) > 0, count=torch.zeros(3).long()
+        )
+
+    model = make()
+    model[1].register_buffer("cache", torch.ones(3, dtype=torch.uint8), persistent=False)
+    lora.add_lora(model, "0", r=R, modules_to_train="1")
+    assert model[1].table.requires_grad
+    with torch.no_grad():
+        for name, tensor in model[1].state_dict().items():
+            tensor.copy_(torch.arange(3) if tensor.dim() == 1 else 1)
+            assert name != "cache"
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = make()
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    for name, tensor in model[1].state_dict().items():
+        assert torch.equal(loaded[1].state_dict()[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_scripted_is_not_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
+    message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
+    unchanged_by(model, message, "0", r=R, modules_to_train="1")
+
+
+@EACH
+def test_a_quantized_embedding_is_not_trained(package):
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "embed": nn.Embedding(8, 8)})
+    weight = layer_of(Net(package)).weight
+    model["embed"].weight = weight if package == "torchao" else Params4bit(torch.ones(8, 8))
+    message = r"embed cannot be trained as it is: its weight is quantized \(a .*\); leave it out of"
+    unchanged_by(model, message, "a", r=R, modules_to_train="embed")
 
 
 def test_a_layer_that_is_quantized_is_not_trained_itself():
