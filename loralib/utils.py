@@ -15,7 +15,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
-from .quantized_layers import QuantizedLayer, not_merged
+from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
 
@@ -202,10 +202,11 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         Names and tensors, which share their memory with the model's.
 
     Raises:
-        ValueError: `bias` is none of these.
+        ValueError: `bias` is none of these; or bitsandbytes has packed a layer for evaluation.
     """
     check_model(model)
     check_bias(bias)
+    check_unpacked(model)
     state = model.state_dict()
     if not any("lora_" in name for name in state):
         logger.warning(
