@@ -744,6 +744,49 @@ def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
     assert found[0] == found[1] is not None
 
 
+def with_packed_experts(is_packed, config=None):
+    """A layer, and experts whose weights another package holds in integers, or not."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "experts": nn.Module(), "head": nn.Linear(8, 3)})
+    experts = model["experts"]
+    experts.bias = nn.Parameter(torch.zeros(8))
+    if is_packed == "buffer":
+        experts.register_buffer("packed", torch.ones(2, 8, 4, dtype=torch.int32))
+    elif is_packed:
+        experts.packed = nn.Parameter(torch.ones(2, 8, 4, dtype=torch.uint8), requires_grad=False)
+        experts.scales = nn.Parameter(torch.ones(2, 8, dtype=torch.uint8), requires_grad=False)
+    else:
+        experts.weight = nn.Parameter(torch.ones(2, 8, 8))
+    model.config = types.SimpleNamespace(**config or {})
+    return model
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [{"is_packed": True}, {"is_packed": "buffer", "config": {"quantization_config": object()}}],
+)
+def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packed, caplog):
+    """Without it these have other names, and LoRA of other layers is the same on both bases."""
+    plain = {"is_packed": False, "config": {"quantization_config": None}}
+    for trained, base in ((plain, packed), (packed, plain)):
+        model = with_packed_experts(**trained)
+        lora.add_lora(model, "a", r=R)
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        adapter = lora.read_adapter(tmp_path / "a.safetensors")
+        assert (adapter.lora.base_fingerprint is None) == (trained is packed)
+        for load in (
+            lambda model: lora.load_adapter(model, tmp_path / "a.safetensors"),
+            lambda model, adapter=adapter: lora.AdapterBank(model).add("a", adapter),
+        ):
+            caplog.clear()
+            load(with_packed_experts(**base))
+            assert len(caplog.records) == 1
+            assert "cannot check that" in caplog.text
+            caplog.clear()
+            load(with_packed_experts(**trained))
+            assert bool(caplog.records) == (trained is packed)
+
+
 def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8))
     model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
