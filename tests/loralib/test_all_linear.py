@@ -1,6 +1,7 @@
 """What "all-linear" takes for the head, and what it leaves out, such as stacked experts."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -159,6 +160,14 @@ def with_shared_and_gates():
     [
         ({"targets": ["q", "gate", "up"]}, ["up", "gate_up"]),
         ({"targets": "*up"}, ["up", "gate_up"]),
+        ({"targets": "shared.*"}, []),
+        ({"targets": re.compile(r".*\b(gate|up)")}, ["up", "gate_up"]),
+        ({"targets": ["gate", "up", "experts.up"]}, ["gate_up"]),
+        # The layers beside are not named, so that their stacks are not meant.
+        ({"targets": "up"}, ["up"]),
+        ({"targets": ["q", "up"]}, ["up"]),
+        ({"targets": ["up", "experts.up"]}, []),
+        ({"targets": re.compile(r".*\b(gate|up)"), "exclude": "gate"}, ["up"]),
         ({"targets": ["gate", "up"], "exclude": "experts.up"}, []),
         ({"targets": ["gate", "up"], "exclude": "gate_up"}, ["up"]),
         ({"targets": ["gate", "up"], "exclude": "experts"}, []),
@@ -167,7 +176,9 @@ def with_shared_and_gates():
         ({"targets": ["q", "gate"]}, []),
     ],
 )
-def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings, left):
+def test_all_stacks_of_a_module_are_named_if_all_layers_beside_one_are_meant(
+    caplog, settings, left
+):
     """Those named alone, the others stayed frozen and nothing more was said."""
     model = with_shared_and_gates()
     lora.add_lora(model, **{"r": 1, **settings})
@@ -179,7 +190,9 @@ def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings
     lora.remove_lora(model)
     model.requires_grad_(True)
     named = [f"experts.{name}" for name in left]
-    targets = [settings["targets"]] if isinstance(settings["targets"], str) else settings["targets"]
+    targets = (
+        settings["targets"] if isinstance(settings["targets"], list) else [settings["targets"]]
+    )
     names = lora.add_lora(model, **{"r": 1, **settings, "targets": [*targets, *named]})
     assert all(f"layers.2.{name}_lora" in names for name in named)
     assert not caplog.records
