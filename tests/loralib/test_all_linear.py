@@ -94,9 +94,9 @@ def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count,
     assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) >= 3
     said = [record.getMessage() for record in caplog.records]
     assert said == warns * [
-        "the targets leave out layers.0.experts.up, layers.1.experts.up … and 1 more, which hold "
-        "more than all that is adapted, but as stacks of matrices: add 'experts.up' to targets to "
-        "adapt these as well, or to exclude, if they are to stay frozen"
+        "the targets leave out the stacks of matrices layers.0.experts.up, layers.1.experts.up … "
+        "and 1 more, which hold more than all that is adapted: add 'experts.up' to targets, or to "
+        "exclude to keep them frozen"
     ]
 
 
@@ -131,7 +131,7 @@ def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings
     stacks = [f"layers.{layer}.experts.up" for layer in left]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(left)
-    assert all(f"leave out {', '.join(stacks[:2])}" in line for line in said)
+    assert all(f"of matrices {', '.join(stacks[:2])}" in line for line in said)
     assert all(f"and {len(left) - 2} more" in line for line in said if len(left) > 2)
     assert all("add 'experts.up' to targets" in line for line in said)
     caplog.clear()
@@ -213,7 +213,7 @@ def test_a_stack_of_the_model_itself_has_a_name_of_one_part(caplog):
     model.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])
     lora.add_lora(model, "all-linear", r=2)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the targets leave out up, which hold more than all")
+    assert said.startswith("the targets leave out the stacks of matrices up, which hold more")
     assert "add 'up' to targets" in said
     lora.remove_lora(model)
     assert lora.add_lora(model, ["all-linear", "up"], r=2) == ("layers.0.q", "up_lora")
@@ -271,7 +271,7 @@ def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
     assert not caplog.records
     lora.add_lora(both, "all-linear", r=2)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "leave out 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
+    assert "of matrices 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
     assert "add 'experts.up' to targets" in said
 
 
