@@ -274,9 +274,9 @@ def matched_stacks(
 
 
 def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collection[str]) -> bool:
-    """Whether these modules, beside one of them several with matrices, are meant with all of those.
+    """Whether one of these modules is meant with all others that have matrices and its owner.
 
-    As the down_proj of an MLP is whose gate_proj and up_proj are meant as well.
+    As an MLP's down_proj is where its gate_proj and up_proj are meant as well.
     """
     for owner in {_owner(name) for name in named}:
         beside = [
@@ -284,7 +284,7 @@ def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collect
             for name, module in model.get_submodule(owner).named_children()
             if any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
         ]
-        if len(beside) > 1 and meant.issuperset(beside):
+        if len(beside) > 1 and all(name in meant for name in beside):
             return True
     return False
 
