@@ -117,8 +117,8 @@ def adapter_of(
     of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
-            offloaded or has been quantized since.
+        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
+            offloaded or has been quantized since; or bitsandbytes has packed a layer.
         CheckpointError: its LoRA layers are of several kinds, of which an adapter records one; or
             the weight of one is trained as well.
     """
