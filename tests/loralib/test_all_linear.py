@@ -198,6 +198,14 @@ def test_all_stacks_of_a_module_are_named_if_all_layers_beside_one_are_meant(
     assert not caplog.records
 
 
+def test_a_layer_with_none_beside_it_means_no_other_stack(caplog):
+    model = with_shared_and_gates()
+    for layer in model["layers"]:
+        del layer["shared"]["gate"]
+    lora.add_lora(model, "up", r=1)
+    assert "add 'experts.up' to targets" in caplog.text
+
+
 def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
     model = with_shared()
     lora.add_lora(model, "experts.up", r=2, layers=[0, 1])

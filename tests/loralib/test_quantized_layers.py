@@ -454,6 +454,17 @@ def test_what_is_trained_is_held(tmp_path, dtype):
         assert torch.equal(loaded[1].state_dict()[name], tensor)
 
 
+def test_buffers_of_modules_without_parameters_are_not_held(tmp_path):
+    """Such as rotations of positions, complex in some models, in a block that is trained."""
+    block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
+    block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
+    lora.add_lora(model, "a", r=R, modules_to_train="block")
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_part_that_is_scripted_is_not_trained():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
