@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from torch import nn
 
 from .errors import CheckpointError
-from .text import shown
+from .text import in_short, shown
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -166,7 +166,8 @@ def answering(
             if theirs:
                 ours = dict.fromkeys(words[name] for name in theirs)
                 raise TypeError(
-                    f"{function.__name__} has no {', '.join(theirs)}: give {', '.join(ours)}"
+                    f"{function.__name__} has no {in_short(theirs, at_most=4)}: give "
+                    f"{', '.join(ours)}"
                 )
             return function(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from .functional import variant_of
 from .in_place import is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
+from .model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .nn.products import Linear
 from .quantized_layers import (
     check_unpacked,
@@ -27,7 +28,13 @@ from .quantized_layers import (
 from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
-from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
+from .wrappers import (
+    has_own_forward,
+    is_distributed_or_compiled,
+    own_forward_message,
+    quantized,
+    unreadable,
+)
 
 # The attributes of a LoRA layer that a model may not have for something else.
 _LORA_ATTRIBUTES = {
@@ -285,17 +292,37 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 
 
 def _check_trainable(model: nn.Module, trained: str) -> None:
-    """Checks that the parameters of a module in modules_to_train are there, and not quantized."""
+    """Checks that a module in modules_to_train can be trained, and that an adapter can hold it."""
     part = model.get_submodule(trained)
-    if any(map(is_lazy, part.parameters())):
+    if any(isinstance(module, torch.jit.ScriptModule) for module in part.modules()):
+        raise ValueError(
+            f"{called(trained)} cannot be trained as it is: it is scripted or traced; leave it out "
+            "of modules_to_train, or script it when it has been trained"
+        )
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    if any(map(is_lazy, parameters.values())):
         raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
-    for name, module in part.named_modules():
-        if is_quantized_linear(module) and (reason := quantized(module.get_parameter("weight"))):
-            raise ValueError(
-                f"{called(trained)} cannot be trained as it is: its "
-                f"{name + '.' if name else ''}weight is {reason}; leave it out of "
-                "modules_to_train, or load the model with that part in bfloat16"
-            )
+    for name, parameter in parameters.items():
+        _check_held(trained, name, parameter, DTYPES)
+    owners = {name.rpartition(".")[0] for name in parameters}
+    for name, tensor in part.state_dict().items():
+        is_buffer = name not in parameters and isinstance(tensor, Tensor)
+        if is_buffer and name.rpartition(".")[0] in owners:
+            _check_held(trained, name, tensor, (*DTYPES, *DTYPES_OF_BUFFERS))
+
+
+def _check_held(trained: str, name: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    if reason := unreadable(tensor):
+        way_out = "load the model with that part in bfloat16"
+    elif tensor.dtype not in dtypes:
+        reason = f"of {tensor.dtype}, which no adapter holds as trained"
+        way_out = "make that a buffer (with persistent=False, if the model creates it itself)"
+    else:
+        return
+    raise ValueError(
+        f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it out of "
+        f"modules_to_train, or {way_out}"
+    )
 
 
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:

@@ -60,9 +60,8 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
     modules = [name for name, _ in model.named_modules()]
     targets = dict.fromkeys(shortest_targets(left, modules, least=2).values())
     logger.warning(
-        "the targets leave out %s, which hold more than all that is adapted, but as stacks of "
-        "matrices: add %s to targets to adapt these as well, or to exclude, if they are to stay "
-        "frozen",
+        "the targets leave out the stacks of matrices %s, which hold more than all that is "
+        "adapted: add %s to targets, or to exclude to keep them frozen",
         in_short(left, at_most=2),
         in_short(targets),
     )

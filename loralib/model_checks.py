@@ -2,10 +2,15 @@
 
 from collections.abc import Collection, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, unreadable
+
+# What adapters hold: values; and of buffers counters, such as BatchNorm's, and masks.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
 
 
 def weights_with_updates(

@@ -77,41 +77,59 @@ def stops_gradients(layer: nn.Module) -> str | None:
 
 
 # On some CPUs bitsandbytes repacks a 4-bit weight in evaluation mode, where this attribute of the
-# layer is true. From then on the layer passes no gradients, and `state_dict()` unpacks the weight
-# to other numbers.
+# layer is true; its class may be a user's own. From then on the layer passes no gradients, and
+# `state_dict()` unpacks the weight to other numbers.
 _PACKS = "support_avx512bf16_for_cpu"
+# By whom a layer is kept from that, and in how many layers together.
+_KEPT = "_kept_unpacked"
 
 
-def keep_unpacked(model: nn.Module) -> None:
-    """Lets no layer of a model be packed, adapted or not: gradients pass through all of them."""
-    for module in model.modules():
-        if is_quantized_linear(module) and vars(module).get(_PACKS):
-            vars(module)["_packs"] = vars(module)[_PACKS]
-            setattr(module, _PACKS, False)
+def keep_unpacked(model: nn.Module, holder: object = "LoRA") -> None:
+    """Lets no layer of a model be packed, adapted or not: gradients pass through all of them.
+
+    Args:
+        model: the model.
+        holder: on whose behalf, such as a bank's; all have to let go before a layer is packed.
+    """
+    kept = [m for m in model.modules() if vars(m).get(_PACKS) or _KEPT in vars(m)]
+    for module in kept:
+        setattr(module, _PACKS, False)
+        of_holder = vars(module).setdefault(_KEPT, {})
+        of_holder[holder] = max(len(kept), of_holder.get(holder, 0))
 
 
-def let_pack(model: nn.Module) -> None:
-    """Undoes `keep_unpacked`."""
-    for module in model.modules():
-        if "_packs" in vars(module):
-            setattr(module, _PACKS, vars(module).pop("_packs"))
+def let_pack(model: nn.Module, holder: object = "LoRA") -> None:
+    """Undoes `keep_unpacked`, but in no part of a model alone: the rest may have LoRA still."""
+    kept = [m for m in model.modules() if holder in vars(m).get(_KEPT, {})]
+    if any(vars(module)[_KEPT][holder] > len(kept) for module in kept):
+        return
+    for module in kept:
+        del vars(module)[_KEPT][holder]
+        if not vars(module)[_KEPT]:
+            del vars(module)[_KEPT]
+            setattr(module, _PACKS, True)
 
 
-def check_unpacked(model: nn.Module) -> None:
-    """Checks that no layer of a model is packed; to be called before any `state_dict()`.
+def check_unpacked(
+    model: nn.Module,
+    way_out: str = "load the model again, and give it its LoRA or its bank before it is evaluated",
+) -> None:
+    """Checks that no layer of a model is packed, or was; to be called before any `state_dict()`.
+
+    Args:
+        model: the model.
+        way_out: how the message goes on.
 
     Raises:
-        ValueError: one is.
+        ValueError: one is, or was.
     """
-    for name, module in model.named_modules():
-        if not is_quantized_linear(module):
-            continue
-        state = getattr(module._parameters.get("weight"), "quant_state", None)
-        if getattr(state, "packing_format_for_cpu", False):
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        # The latter is what unpacking leaves behind.
+        if getattr(state, "packing_format_for_cpu", False) or hasattr(state, "original_nested"):
+            owner = called(name.rpartition(".")[0]) or "the layer"
             raise ValueError(
-                f"the weight of {called(name) or 'the layer'} has been packed for evaluation on "
-                "this CPU: load the model again, and give it its LoRA or its bank before it is "
-                "evaluated"
+                f"the weight of {owner} has been packed for evaluation on this CPU: {way_out}"
             )
 
 

@@ -251,22 +251,42 @@ def matched_stacks(
     """The names of the stacks that targets match, also where they mean modules alone.
 
     "all-linear" matches all of them. One that means modules, such as "down_proj", matches with
-    experts.down_proj the other stacks of that module, such as experts.gate_up_proj: as linear
-    layers these had other names. Those that are excluded, or within an excluded module, are not
-    among these.
+    experts.down_proj the other stacks of that module, such as experts.gate_up_proj, if the targets
+    mean the layers beside a down_proj as well: as linear layers these stacks had other names. Those
+    that are excluded, or within an excluded module, are not among these.
     """
     modules, stacks = _modules_and_stacks(model)
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    targets = tuple(targets)
+    named = {t: _named(model, modules, stacks, t) for t in targets if t != ALL_LINEAR}
+    meant = set[str]().union(*named.values()) - left_out
     found = set[str]()
     for target in targets:
         matched = {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
-        if target != ALL_LINEAR and matched != _named(model, modules, stacks, target):
+        is_of_modules = target != ALL_LINEAR and matched != named[target]
+        if is_of_modules and _are_among_all_beside(model, named[target], meant):
             owners = {_owner(name) for name in matched - left_out}
             matched = {name for name in stacks if _owner(name) in owners}
         found |= matched
     found -= left_out
     firsts = {stacks[name] for name in found if _owner(name) not in left_out}
     return [name for name in stacks if name in firsts]
+
+
+def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collection[str]) -> bool:
+    """Whether one of these modules is meant with all others that have matrices and its owner.
+
+    As an MLP's down_proj is where its gate_proj and up_proj are meant as well.
+    """
+    for owner in {_owner(name) for name in named}:
+        beside = [
+            _joined(owner, name)
+            for name, module in model.get_submodule(owner).named_children()
+            if any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
+        ]
+        if len(beside) > 1 and all(name in meant for name in beside):
+            return True
+    return False
 
 
 def _matched(

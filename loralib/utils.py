@@ -10,14 +10,18 @@ from torch import Tensor, nn
 
 from .adapted_layers import AdaptedProjection
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
+from .functional import variant_of
 from .in_place import is_in_place, leave_fast_path, merge_in_place, merged_copy, was_turned
+from .initialization import initializes, start_is_deferred
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
-from .quantized_layers import QuantizedLayer, not_merged
+from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
+from .text import called, in_short
 from .trained import forget_trained, note_frozen, note_trained
+from .wrappers import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +117,33 @@ def start_from_weights(model: nn.Module) -> None:
     initialization that is made of the weights, and before an adapter is. Likewise for any model
     that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
     their first values, unless they have been loaded or written to by then.
+
+    Raises:
+        ValueError: weights that DoRA adapts have rows of zeros, which `add_lora` has left unchecked
+            if it was called before they were loaded.
     """
     check_model(model)
     for layer in model.modules():
         if isinstance(layer, LoRALayer):
             layer.start_from_weight()
+    if start_is_deferred() or not initializes():  # the weights are yet to be loaded
+        return
+    zero = {name: layer for name, layer in lora_layers(model).items() if _has_zero_norms(layer)}
+    if zero:
+        variant = next(iter(zero.values())).variant
+        raise ValueError(
+            f"there are rows of zeros in the weight of {in_short(map(called, zero), at_most=4)}, "
+            f"which have no direction for {variant}: remove_lora(model), then leave it out of "
+            "targets, or choose another variant"
+        )
+
+
+def _has_zero_norms(layer: LoRALayer) -> bool:
+    """Whether DoRA's magnitudes, which were the norms of a weight's rows right now, have zeros."""
+    if not variant_of(layer.variant).has_magnitude or layer.lora_magnitude_vector.is_meta:
+        return False
+    norms: Any = layer.lora_magnitude_vector
+    return not (norms.full_tensor() if is_sharded(norms) else norms).all()
 
 
 def parameter_groups(
@@ -202,10 +228,11 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         Names and tensors, which share their memory with the model's.
 
     Raises:
-        ValueError: `bias` is none of these.
+        ValueError: `bias` is none of these; or bitsandbytes has packed a layer for evaluation.
     """
     check_model(model)
     check_bias(bias)
+    check_unpacked(model)
     state = model.state_dict()
     if not any("lora_" in name for name in state):
         logger.warning(

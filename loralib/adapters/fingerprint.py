@@ -61,7 +61,7 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
     """
     names = _with_tied(model, trained)
     state = {name: t for name, t in state_of(model).items() if name not in names}
-    return None if has_no_fingerprint(state) else fingerprint(state)
+    return None if has_no_fingerprint(model, state) else fingerprint(state)
 
 
 def has_float16(state: Mapping[str, Any]) -> bool:
@@ -69,11 +69,33 @@ def has_float16(state: Mapping[str, Any]) -> bool:
     return any(isinstance(t, Tensor) and t.dtype == torch.float16 for t in state.values())
 
 
-def has_no_fingerprint(state: Mapping[str, Any]) -> bool:
-    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized, lazy."""
-    return has_float16(state) or not all(
-        is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor)
-    )
+def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized, lazy.
+
+    Args:
+        model: it has these weights.
+        state: those that are to have a fingerprint.
+    """
+    if has_float16(state) or any(map(_is_packed, model.modules())):
+        return True
+    return not all(is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor))
+
+
+# Of int64 are indices.
+_PACKED_INTO = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether a package packs weights of a module into integers: without it they have other names.
+
+    Upstream's models say so. Otherwise a module is known by having integers for all its matrices; a
+    mask or a table is a buffer, or lies beside weights.
+    """
+    if getattr(vars(module).get("config"), "quantization_config", None) is not None:
+        return True
+    own = (each for each in module.parameters(recurse=False) if not is_lazy(each))
+    matrices = [each.dtype for each in own if each.dim() >= 2]
+    return bool(matrices) and all(dtype in _PACKED_INTO for dtype in matrices)
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -110,7 +132,7 @@ def possible_fingerprints(
     state = state_of(model)
     if any(in_known_backbone(name) for name in state):
         state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
-    if has_no_fingerprint(state):
+    if has_no_fingerprint(model, state):
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops

@@ -383,8 +383,8 @@ def _check_quantized(
         if reader is None or not is_quantized_linear(weights[name].module):
             continue
         way_out = "load the base in float16 or bfloat16"
-        if needs_weight(own.variant, "default") is None:
-            way_out += ", or write the adapter as a PEFT folder, which holds plain LoRA: "
+        if needs_weight(own.variant, "default") is None:  # such a folder holds plain LoRA
+            way_out += ", or the adapter as a PEFT folder: "
             way_out += "lora.write_adapter(path, lora.read_adapter(source), 'peft')"
         raise CheckpointError(
             f"{adapter.source}: has {reader}, which needs the weight of {name}, and that is "

@@ -25,7 +25,7 @@ from ..model_checks import (
     tensors_of,
     weights_with_updates,
 )
-from ..quantized_layers import QuantizedLayer
+from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..stacks import stacked_weights
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
@@ -72,7 +72,8 @@ def save_adapter(
 
     Raises:
         ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
-            offloaded or has been quantized since; or base, task or labels are something else.
+            offloaded or has been quantized since; bitsandbytes has packed a layer for evaluation;
+            or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -116,8 +117,8 @@ def adapter_of(
     of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
-            offloaded or has been quantized since.
+        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
+            offloaded or has been quantized since; or bitsandbytes has packed a layer.
         CheckpointError: its LoRA layers are of several kinds, of which an adapter records one; or
             the weight of one is trained as well.
     """
@@ -139,6 +140,11 @@ def _adapter_of(
             "merge and remove_lora take it out"
         )
     check_whole(model, "it is saved")
+    check_unpacked(
+        model,
+        "save the part that add_lora was given; or load the model again, and give all of it to "
+        "add_lora before it is evaluated",
+    )
     state = model.state_dict()
     _check_layers(layers)
     besides, untied = _trained_besides(model, state), untied_from(model)

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..arguments import ABOVE_0, as_number
 from ..errors import AlphaError, CheckpointError, FullModelError
+from ..model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .adapter import LORA, Adapter, base_biases, in_words, lora_metadata
 from .checks import check_finite, warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
@@ -17,10 +17,6 @@ from .metadata import LoraMetadata, is_alpha, usual
 from .names import are_targets
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Of buffers: counters, such as BatchNorm's, and masks.
-_DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
 
 
 def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
@@ -172,8 +168,8 @@ def check_values(adapter: Adapter) -> None:
         CheckpointError: some are not.
     """
     for name, tensor in adapter.tensors.items():
-        may_be_buffer = tensor.dtype in _DTYPES_OF_BUFFERS and LORA.part not in name
-        if tensor.dtype not in _DTYPES and not may_be_buffer:
+        may_be_buffer = tensor.dtype in DTYPES_OF_BUFFERS and LORA.part not in name
+        if tensor.dtype not in DTYPES and not may_be_buffer:
             raise CheckpointError(
                 f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
             )

@@ -147,7 +147,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
     """
     state = state_of(model)
     of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
-    if not of_backbone or has_no_fingerprint(of_backbone):
+    if not of_backbone or has_no_fingerprint(model, of_backbone):
         return None
     return fingerprint(state)
 

@@ -88,7 +88,7 @@ def test_settings_of_lora_without_lora(folder, owner, asked, lacking, message):
 
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
-@pytest.mark.parametrize("switch", [{"apply_lora": False}, {}])
+@pytest.mark.parametrize("switch", [{"apply_lora": False}, {"apply_lora": None}, {}])
 def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, owner, switch):
     """The release's scripts give all of them always, and its files hold what was given."""
     given = {"lora_r": 8, "lora_alpha": 16, "adapter_type": "houlsby", "adapter_size": 64}
@@ -101,6 +101,11 @@ def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, 
         loaded = owner.from_pretrained(folder, **asked)
         config = getattr(loaded, "config", loaded)
         assert (config.apply_lora, config.lora_r, config.is_adapted) == (False, 8, False)
+    assert RobertaConfig.from_json_file(path) == RobertaConfig.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"^lora_r without apply_lora=True would have no effect"):
+        owner.from_pretrained(folder, lora_r=8)
+    adapted = owner.from_pretrained(folder, apply_lora=True, lora_r=2, lora_alpha=4)
+    assert getattr(adapted, "config", adapted).lora_r == 2
     config.save_pretrained(folder)
     assert owner.from_pretrained(folder)
     assert not caplog.records
@@ -117,14 +122,6 @@ def test_settings_that_ask_for_nothing_are_no_fault(folder, owner):
     kinds = {"lora_variant": "lora", "lora_init": "default", "adapter_type": "houlsby"}
     loaded = owner.from_pretrained(folder, **patterns, **values, **kinds, adapter_size=64)
     assert not getattr(loaded, "config", loaded).is_adapted
-
-
-def test_a_switch_that_a_file_leaves_open_beside_a_rank(folder):
-    path = folder / "config.json"
-    values = json.loads(path.read_text()) | {"apply_lora": None, "lora_r": 8}
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"lora_r without apply_lora=True would have no effect"):
-        RobertaConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("asked", [{"lora_r": 8, "lora_alpha": 16}, {"lora_alpha": 16}])

@@ -285,6 +285,37 @@ def test_a_base_that_was_evaluated_before(checkpoint: Path, tmp_path: Path):
         lora.load_adapter(base, tmp_path / "a")
     with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
         lora.AdapterBank(base)
+    base.state_dict()  # which unpacks it, to other numbers
+    assert not state.packing_format_for_cpu
+    with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
+        lora.load_adapter(base, tmp_path / "a")
+
+
+def packs(model: nn.Module) -> list[bool]:
+    layers = (m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit))
+    return [bool(layer.support_avx512bf16_for_cpu) for layer in layers]
+
+
+def test_packing_comes_back_with_the_last_bank_and_lora(checkpoint: Path):
+    """Without it, bitsandbytes computes a single row several times slower on the CPUs it is for."""
+    model = load(checkpoint, "nf4")
+    before = packs(model)
+    bank = lora.AdapterBank(model)
+    lora.add_lora(model, "q_proj", r=R)
+    lora.remove_lora(model.model.layers[1])
+    bank.close()
+    assert not any(packs(model))
+    lora.remove_lora(model)
+    assert packs(model) == before
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_a_quantized_embedding_is_not_trained(storage: torch.dtype):
+    embedding = bnb.nn.Embedding4bit(61, 64, quant_type="nf4", quant_storage=storage)
+    model = nn.Sequential(embedding, nn.Linear(64, 64)).to("cpu")
+    with pytest.raises(ValueError, match=r"module 0 cannot be trained as it is: its weight is qua"):
+        lora.add_lora(model, "1", r=R, modules_to_train="0")
+    assert all(p.requires_grad for p in model[1].parameters())
 
 
 def test_hooks_of_a_device_map(checkpoint: Path):

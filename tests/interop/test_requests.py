@@ -35,7 +35,9 @@ def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
     model = transformers.MixtralForCausalLM(config)
     assert len(lora.add_lora(model, "all-linear", r=R)) == 8
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("the targets leave out model.layers.0.mlp.experts.")
+    assert line.startswith(
+        "the targets leave out the stacks of matrices model.layers.0.mlp.experts."
+    )
     said = lora.save_adapter(model, tmp_path / "adapter")
     assert not any("PEFT with Transformers 5" in line for line in said)
     assert "add 'experts.gate_up_proj', 'experts.down_proj' to targets" in line

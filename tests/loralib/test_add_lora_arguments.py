@@ -83,6 +83,14 @@ def test_words_of_others_for_its_arguments_are_answered_with_its_own(theirs, our
         lora.add_lora(AnyModel(), **theirs)
 
 
+def test_all_words_of_others_at_once_are_answered_in_a_line_that_can_be_read():
+    with pytest.raises(TypeError, match=r"_modules, layers_to_.* and 9 more: give ") as refused:
+        lora.add_lora(AnyModel(), **dict.fromkeys(_WORDS_OF_OTHERS))
+    assert len(str(refused.value)) < 300
+    given = str(refused.value).partition(": give ")[2]
+    assert all(ours in given for ours in _WORDS_OF_OTHERS.values())
+
+
 def test_a_keyword_that_nobody_knows_is_python_s_error():
     for keywords in ({"task_type": "CAUSAL_LM"}, {"targts": "q_proj"}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):

@@ -1,6 +1,7 @@
 """What "all-linear" takes for the head, and what it leaves out, such as stacked experts."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -93,9 +94,9 @@ def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count,
     assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) >= 3
     said = [record.getMessage() for record in caplog.records]
     assert said == warns * [
-        "the targets leave out layers.0.experts.up, layers.1.experts.up … and 1 more, which hold "
-        "more than all that is adapted, but as stacks of matrices: add 'experts.up' to targets to "
-        "adapt these as well, or to exclude, if they are to stay frozen"
+        "the targets leave out the stacks of matrices layers.0.experts.up, layers.1.experts.up … "
+        "and 1 more, which hold more than all that is adapted: add 'experts.up' to targets, or to "
+        "exclude to keep them frozen"
     ]
 
 
@@ -130,7 +131,7 @@ def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings
     stacks = [f"layers.{layer}.experts.up" for layer in left]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(left)
-    assert all(f"leave out {', '.join(stacks[:2])}" in line for line in said)
+    assert all(f"of matrices {', '.join(stacks[:2])}" in line for line in said)
     assert all(f"and {len(left) - 2} more" in line for line in said if len(left) > 2)
     assert all("add 'experts.up' to targets" in line for line in said)
     caplog.clear()
@@ -159,6 +160,14 @@ def with_shared_and_gates():
     [
         ({"targets": ["q", "gate", "up"]}, ["up", "gate_up"]),
         ({"targets": "*up"}, ["up", "gate_up"]),
+        ({"targets": "shared.*"}, []),
+        ({"targets": re.compile(r".*\b(gate|up)")}, ["up", "gate_up"]),
+        ({"targets": ["gate", "up", "experts.up"]}, ["gate_up"]),
+        # The layers beside are not named, so that their stacks are not meant.
+        ({"targets": "up"}, ["up"]),
+        ({"targets": ["q", "up"]}, ["up"]),
+        ({"targets": ["up", "experts.up"]}, []),
+        ({"targets": re.compile(r".*\b(gate|up)"), "exclude": "gate"}, ["up"]),
         ({"targets": ["gate", "up"], "exclude": "experts.up"}, []),
         ({"targets": ["gate", "up"], "exclude": "gate_up"}, ["up"]),
         ({"targets": ["gate", "up"], "exclude": "experts"}, []),
@@ -167,7 +176,9 @@ def with_shared_and_gates():
         ({"targets": ["q", "gate"]}, []),
     ],
 )
-def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings, left):
+def test_all_stacks_of_a_module_are_named_if_all_layers_beside_one_are_meant(
+    caplog, settings, left
+):
     """Those named alone, the others stayed frozen and nothing more was said."""
     model = with_shared_and_gates()
     lora.add_lora(model, **{"r": 1, **settings})
@@ -179,10 +190,20 @@ def test_all_stacks_of_a_module_are_named_if_a_name_matches_one(caplog, settings
     lora.remove_lora(model)
     model.requires_grad_(True)
     named = [f"experts.{name}" for name in left]
-    targets = [settings["targets"]] if isinstance(settings["targets"], str) else settings["targets"]
+    targets = (
+        settings["targets"] if isinstance(settings["targets"], list) else [settings["targets"]]
+    )
     names = lora.add_lora(model, **{"r": 1, **settings, "targets": [*targets, *named]})
     assert all(f"layers.2.{name}_lora" in names for name in named)
     assert not caplog.records
+
+
+def test_a_layer_with_none_beside_it_means_no_other_stack(caplog):
+    model = with_shared_and_gates()
+    for layer in model["layers"]:
+        del layer["shared"]["gate"]
+    lora.add_lora(model, "up", r=1)
+    assert "add 'experts.up' to targets" in caplog.text
 
 
 def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
@@ -200,7 +221,7 @@ def test_a_stack_of_the_model_itself_has_a_name_of_one_part(caplog):
     model.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])
     lora.add_lora(model, "all-linear", r=2)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the targets leave out up, which hold more than all")
+    assert said.startswith("the targets leave out the stacks of matrices up, which hold more")
     assert "add 'up' to targets" in said
     lora.remove_lora(model)
     assert lora.add_lora(model, ["all-linear", "up"], r=2) == ("layers.0.q", "up_lora")
@@ -258,7 +279,7 @@ def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
     assert not caplog.records
     lora.add_lora(both, "all-linear", r=2)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "leave out 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
+    assert "of matrices 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
     assert "add 'experts.up' to targets" in said
 
 

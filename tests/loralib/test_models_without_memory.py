@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -243,6 +244,27 @@ def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
     zeros[0].weight.zero_()
     with pytest.raises(ValueError, match="module 0 has rows of zeros in its weight"):
         lora.add_lora(zeros, ["0"], r=2, variant="dora")
+
+
+@pytest.mark.parametrize("variant", ["dora", "rslora+dora"])
+@torch.no_grad()
+def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    lora.add_lora(model, ["0", "1", "2"], r=2, variant=variant)
+    model.to_empty(device="cpu")
+    for layer in model:
+        nn.init.normal_(layer.weight)
+    model[1].weight[4] = 0
+    message = rf"rows of zeros in the weight of module 1, which have no direction for {variant}: "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lora.start_from_weights(model)
+    with WithoutInitialization():  # a class that is to be loaded into
+        lora.start_from_weights(model)
+    lora.remove_lora(model)  # as it says
+    lora.add_lora(model, ["0", "2"], r=2, variant=variant)
+    lora.start_from_weights(model)
+    assert model(torch.randn(3, 6)).isfinite().all()
 
 
 class WithoutInitialization(TorchFunctionMode):

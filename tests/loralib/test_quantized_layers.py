@@ -344,6 +344,7 @@ def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
     with pytest.raises(CheckpointError, match=message) as refused:
         lora.load_adapter(Net(package), tmp_path / "a.safetensors")
     assert ("as a PEFT folder" in str(refused.value)) == ("initialization" in settings)
+    assert len(str(refused.value).partition("a.safetensors")[2]) < 250
     if "variant" in settings:
         bank = lora.AdapterBank(Net(package))
         with pytest.raises(CheckpointError, match=r"has DoRA on layers.0.*, which needs the wei"):
@@ -380,12 +381,104 @@ def test_it_is_not_trained_as_it_is(package):
     unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_what_is_trained_is_not_called_quantized_by_its_dtype(dtype):
-    model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.Linear(8, 3)})
-    model["head"].table = nn.Parameter(torch.ones(3).to(dtype))
-    lora.add_lora(model, "a", r=R, modules_to_train="head")
-    assert model["head"].table.requires_grad
+def with_head(**tables):
+    """A quantized layer and a head, with parameters and buffers of its own. (batch, 8) -> 3."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear4bit(8, 8), nn.Linear(8, 3))
+    for name, table in tables.items():
+        if isinstance(table, nn.Parameter):
+            model[1].register_parameter(name, table)
+        else:
+            model[1].register_buffer(name, table)
+    return model
+
+
+def frozen(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class OwnWay(nn.Parameter):
+    """A parameter that sees each operation on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (
+            frozen(torch.ones(3).to(torch.float8_e4m3fn)),
+            r"quantized \(torch.float8_e4m3fn\); leave",
+        ),
+        (torch.ones(3).to(torch.float8_e4m3fn), r"quantized \(torch.float8_e4m3fn\); leave it out"),
+        (
+            frozen(torch.ones(3).to(torch.complex64)),
+            "of torch.complex64, which no adapter holds as",
+        ),
+        (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer"),
+        (frozen(torch.ones(3, dtype=torch.uint8)), "of torch.uint8, which no adapter holds as tr"),
+        (torch.ones(3, dtype=torch.uint8), "of torch.uint8, .* buffer .with persistent=False, if"),
+        (
+            OwnWay(torch.ones(3)),
+            r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
+        ),
+    ],
+)
+def test_what_no_adapter_holds_is_not_trained(table, reason):
+    message = rf"module 1 cannot be trained as it is: its table is {reason}"
+    unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_trained_is_held(tmp_path, dtype):
+    def make():
+        table = nn.Parameter(torch.zeros(3, dtype=dtype))
+        return with_head(
+            table=table, again=table, mask=torch.ones(3) > 0, count=torch.zeros(3).long()
+        )
+
+    model = make()
+    model[1].register_buffer("cache", torch.ones(3, dtype=torch.uint8), persistent=False)
+    lora.add_lora(model, "0", r=R, modules_to_train="1")
+    assert model[1].table.requires_grad
+    with torch.no_grad():
+        for name, tensor in model[1].state_dict().items():
+            tensor.copy_(torch.arange(3) if tensor.dim() == 1 else 1)
+            assert name != "cache"
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = make()
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    for name, tensor in model[1].state_dict().items():
+        assert torch.equal(loaded[1].state_dict()[name], tensor)
+
+
+def test_buffers_of_modules_without_parameters_are_not_held(tmp_path):
+    """Such as rotations of positions, complex in some models, in a block that is trained."""
+    block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
+    block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
+    lora.add_lora(model, "a", r=R, modules_to_train="block")
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_scripted_is_not_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
+    message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
+    unchanged_by(model, message, "0", r=R, modules_to_train="1")
+
+
+@EACH
+def test_a_quantized_embedding_is_not_trained(package):
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "embed": nn.Embedding(8, 8)})
+    weight = layer_of(Net(package)).weight
+    model["embed"].weight = weight if package == "torchao" else Params4bit(torch.ones(8, 8))
+    message = r"embed cannot be trained as it is: its weight is quantized \(a .*\); leave it out of"
+    unchanged_by(model, message, "a", r=R, modules_to_train="embed")
 
 
 def test_a_layer_that_is_quantized_is_not_trained_itself():
@@ -444,25 +537,45 @@ def test_a_layer_without_gradients_is_an_error():
 PACKED = r"the weight of layers.0.up has been packed for evaluation on this CPU: load the model ag"
 
 
-def packed():
+def packed(**state):
     """A net in which bitsandbytes has packed a weight, and may not be asked for its state."""
     model = Net("bitsandbytes")
-    layer_of(model).weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
+    state = state or {"packing_format_for_cpu": True}
+    layer_of(model).weight.quant_state = types.SimpleNamespace(**state)
     layer_of(model)._save_to_state_dict = None
     return model
 
 
+# Of a layer that has been packed, and unpacked by `state_dict()` since, to other numbers.
+UNPACKED = {"packing_format_for_cpu": False, "original_nested": True}
+
+
+@pytest.mark.parametrize("state", [{}, UNPACKED])
 @pytest.mark.parametrize("targets", ["up", "layers.1.down"])
-def test_a_base_that_was_packed_for_evaluation_is_refused(tmp_path, targets):
+def test_a_base_that_was_packed_for_evaluation_is_refused(tmp_path, targets, state):
     trained = adapted("bitsandbytes", targets)
     for name in ("a", "a.safetensors"):
         lora.save_adapter(trained, tmp_path / name)
         with pytest.raises(ValueError, match=PACKED):
-            lora.load_adapter(packed(), tmp_path / name)
+            lora.load_adapter(packed(**state), tmp_path / name)
     with pytest.raises(ValueError, match=PACKED):
-        lora.add_lora(packed(), targets)
+        lora.add_lora(packed(**state), targets)
     with pytest.raises(ValueError, match=PACKED):
-        lora.AdapterBank(packed())
+        lora.AdapterBank(packed(**state))
+    lora.add_lora(packed(packing_format_for_cpu=False), targets)
+
+
+def test_a_packed_model_is_not_saved(tmp_path):
+    """Layers after a part that has LoRA are not known to be after it."""
+    model = packed()
+    lora.add_lora(model.layers[1], "up", r=R)
+    with pytest.raises(ValueError, match=r"evaluation on this CPU: save the part that add_lora wa"):
+        lora.save_adapter(model, tmp_path / "a")
+    with pytest.raises(ValueError, match=PACKED):
+        lora.lora_state_dict(model)
+    lora.save_adapter(model.layers[1], tmp_path / "a")  # as it says
+    part = Net("bitsandbytes").layers[1]
+    assert lora.load_adapter(part, tmp_path / "a") == ("up",)
 
 
 def packing():
@@ -477,6 +590,9 @@ def packing():
 def those_that_pack(model):
     layers = (m for m in model.modules() if isinstance(m, Linear4bit))
     return [layer.support_avx512bf16_for_cpu for layer in layers]
+
+
+AS_BEFORE = [True, True, True, False]
 
 
 def adapt(model, _):
@@ -497,17 +613,59 @@ def test_no_layer_of_a_model_with_lora_is_packed(tmp_path, give, caplog):
     assert not any(those_that_pack(copy.deepcopy(model)))
     lora.add_lora(model, "down")
     lora.remove_lora(model)
-    assert those_that_pack(model) == [True, True, True, False]
+    assert those_that_pack(model) == AS_BEFORE
     before = [vars(module).keys() for module in packing().modules()]
     assert [vars(module).keys() for module in model.modules()] == before
 
 
+def test_layers_of_a_users_own_class_are_not_packed_either():
+    model = packing()
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.__class__ = type("Mine", (Linear4bit,), {})
+    lora.add_lora(model, "embed", r=R)
+    assert not any(those_that_pack(model))
+    lora.remove_lora(model)
+    assert those_that_pack(model) == AS_BEFORE
+
+
+@pytest.mark.parametrize("take", [lora.remove_lora, lora.merge])
+def test_a_part_without_lora_is_not_packed_while_the_rest_has_some(take):
+    model = packing()
+    model.layers[1]["between"] = nn.Linear(8, 8)
+    lora.add_lora(model, ["layers.0.up", "between"], r=R)
+    take(model.layers[1])
+    assert not any(those_that_pack(model))
+    lora.remove_lora(model)
+    assert those_that_pack(model) == AS_BEFORE
+
+
+def test_what_a_second_call_gives_to_a_part_does_not_let_that_be_packed():
+    model = packing()
+    adapt(model, None)
+    lora.add_lora(model.layers[0], "up")
+    lora.remove_lora(model.layers[0])
+    assert not any(those_that_pack(model))
+    lora.remove_lora(model)
+    assert those_that_pack(model) == AS_BEFORE
+
+
 def test_no_layer_of_a_model_with_a_bank_is_packed():
     model = packing()
-    bank = lora.AdapterBank(model)
+    banks = [lora.AdapterBank(model) for _ in range(2)]
     assert not any(those_that_pack(model))
-    bank.close()
-    assert not any(those_that_pack(model))  # it may have another bank
+    assert not any(those_that_pack(copy.deepcopy(model)))
+    adapt(model, None)
+    lora.remove_lora(model)
+    assert not any(those_that_pack(model))
+    banks[0].close()
+    banks[0].close()
+    assert not any(those_that_pack(model))
+    adapt(model, None)
+    banks[1].close()
+    assert not any(those_that_pack(model))
+    lora.remove_lora(model)
+    assert those_that_pack(model) == AS_BEFORE
 
 
 def test_a_layer_with_lora_can_be_told_that_it_is_not_to_pack():
@@ -596,6 +754,49 @@ def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
         adapter = lora.read_adapter(tmp_path / f"{name}.safetensors")
         found.append(adapter.lora.base_fingerprint)
     assert found[0] == found[1] is not None
+
+
+def with_packed_experts(is_packed, config=None):
+    """A layer, and experts whose weights another package holds in integers, or not."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "experts": nn.Module(), "head": nn.Linear(8, 3)})
+    experts = model["experts"]
+    experts.bias = nn.Parameter(torch.zeros(8))
+    if is_packed == "buffer":
+        experts.register_buffer("packed", torch.ones(2, 8, 4, dtype=torch.int32))
+    elif is_packed:
+        experts.packed = nn.Parameter(torch.ones(2, 8, 4, dtype=torch.uint8), requires_grad=False)
+        experts.scales = nn.Parameter(torch.ones(2, 8, dtype=torch.uint8), requires_grad=False)
+    else:
+        experts.weight = nn.Parameter(torch.ones(2, 8, 8))
+    model.config = types.SimpleNamespace(**config or {})
+    return model
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [{"is_packed": True}, {"is_packed": "buffer", "config": {"quantization_config": object()}}],
+)
+def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packed, caplog):
+    """Without it these have other names, and LoRA of other layers is the same on both bases."""
+    plain = {"is_packed": False, "config": {"quantization_config": None}}
+    for trained, base in ((plain, packed), (packed, plain)):
+        model = with_packed_experts(**trained)
+        lora.add_lora(model, "a", r=R)
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        adapter = lora.read_adapter(tmp_path / "a.safetensors")
+        assert (adapter.lora.base_fingerprint is None) == (trained is packed)
+        for load in (
+            lambda model: lora.load_adapter(model, tmp_path / "a.safetensors"),
+            lambda model, adapter=adapter: lora.AdapterBank(model).add("a", adapter),
+        ):
+            caplog.clear()
+            load(with_packed_experts(**base))
+            assert len(caplog.records) == 1
+            assert "cannot check that" in caplog.text
+            caplog.clear()
+            load(with_packed_experts(**trained))
+            assert bool(caplog.records) == (trained is packed)
 
 
 def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):

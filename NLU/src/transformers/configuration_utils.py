@@ -361,7 +361,7 @@ class PretrainedConfig:
         values = _read_json(Path(json_file))
         for constructor in cls._constructors():
             check_settings(constructor, values, json_file)
-        return cls(**values)
+        return cls.from_dict(values)
 
     @classmethod
     def from_pretrained(
@@ -494,7 +494,8 @@ class PretrainedConfig:
             refuse_unknown(cls, unused, known)
         overrides = {name: value for name, value in arguments.items() if name in known}
         _check_not_idle(values, overrides)
-        values.setdefault("apply_lora", False)  # also beside a rank, which the file has in vain
+        if values.get("apply_lora") is None:
+            values["apply_lora"] = False  # also beside a rank, which the file has in vain
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)
