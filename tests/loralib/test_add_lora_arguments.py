@@ -39,7 +39,7 @@ def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
     deep = nn.ModuleDict(
         {"gate": nn.Linear(8, 2), "inner": nn.ModuleDict({"gate": nn.Linear(8, 1)})}
     )
-    with pytest.raises(ValueError, match=r"rank_pattern=\{re\.compile\('gate'\): 2\}$"):
+    with pytest.raises(ValueError, match=r"rank_pattern=\{re\.compile\(r'gate'\): 2\}$"):
         lora.add_lora(deep, "gate", r=4)
     with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'gate' sets it$"):
         lora.add_lora(blocks(1, 1), "all-linear", r=4, rank_pattern={"gate": 2})
