@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils import parametrize
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer, lora_layers
@@ -80,9 +80,9 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def _has_class_over(module: Any) -> bool:
-    """Whether a module has such a class, which has a property for each parametrized tensor."""
-    return is_parametrized(module) and vars(type(module)).keys() >= module.parametrizations.keys()
+def _has_class_over(module: nn.Module) -> bool:
+    """Whether a module has such a class; one's own may have parts of that name, and properties."""
+    return parametrize.is_parametrized(module) and type(module).__module__ == parametrize.__name__
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -155,7 +155,7 @@ def _check_turnable(model: nn.Module) -> None:
 
 def _is_update_parametrized(module: nn.Module) -> bool:
     """Whether a tensor that a turned module has got with its update has been parametrized."""
-    return any(is_parametrized(module, name) for name in vars(module)["_turned"].added)
+    return any(parametrize.is_parametrized(module, name) for name in vars(module)["_turned"].added)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

@@ -771,12 +771,22 @@ def test_what_is_set_to_be_shown_of_experts_is_shown():
 
 
 def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
-    experts = Experts()
+    """Nor is a class that reads such a part by properties, as PyTorch's does."""
+
+    class Lookalike(Experts):
+        own = property(lambda self: self.parametrizations["own"])
+
+        def forward(self, x):
+            return self.own(super().forward(x))
+
+    experts = Lookalike()
     experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
+    before = experts(tokens())
     lora.add_lora(experts, "gate_up_proj", r=R)
     out = randomised(experts)(tokens())
+    assert (out - before).abs().max() > 0.01
     close(lora.merge(experts)(tokens()), out)
-    assert type(experts) is Experts
+    assert type(experts) is Lookalike
 
 
 def test_a_forward_that_was_set_is_the_owner_s():
