@@ -24,7 +24,15 @@ from .quantized_layers import (
     needs_weight,
     stops_gradients,
 )
-from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
+from .stacks import (
+    Stack,
+    is_suggested,
+    layer_of_stack,
+    matrices,
+    stack_named,
+    stacked_weights,
+    stacks_in,
+)
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
@@ -55,9 +63,8 @@ def check_adaptable(model: nn.Module) -> None:
             )
     layers = lora_layers(model)
     for name, parameter in model.named_parameters():
-        owner = name.partition(".parametrizations.")[0]
-        owner = owner if owner != name else name.rpartition(".")[0]
-        if "lora_" in name and owner not in layers:
+        owners = {name.rpartition(".")[0], name.partition(".parametrizations.")[0]}
+        if "lora_" in name and not owners & layers.keys():
             raise ValueError(
                 f"{name} has 'lora_' in its name, by which LoRA's parameters are recognized: "
                 "rename that module first"
@@ -242,7 +249,8 @@ def _targets_within(name: str, block: nn.Module) -> str:
     """The linear layers and the stacks within a block, as targets; empty where there are none."""
     last = name.rpartition(".")[2]
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
-    return listed(f"{last}.{each}" for each in (*within, *stacked_weights(block)))
+    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
