@@ -46,16 +46,12 @@ def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     drop_set_forward(module)
     vars(module)["_turned"] = _Turned(class_of(module), frozenset())
     set_class(module, kind)
-    if isinstance(module, LoRALayer) and "extra_repr" in vars(module):
-        vars(module)["_set_extra_repr"] = vars(module).pop("extra_repr")
 
 
 def turn_back(module: nn.Module) -> None:
     """Undoes what was done in `turning` blocks: the class, and the attributes."""
     drop_set_forward(module)
     turned = vars(module)["_turned"]
-    if "_set_extra_repr" in vars(module):
-        vars(module).setdefault("extra_repr", vars(module)["_set_extra_repr"])
     for attributes in _attributes(module):
         for name in attributes.keys() & turned.added:
             del attributes[name]
