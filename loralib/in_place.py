@@ -100,7 +100,12 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def merge_in_place(model: nn.Module) -> None:
-    """Turns a model's modules back; each gets a new weight, with its update merged into it."""
+    """Turns a model's modules back; each gets a new weight, with its update merged into it.
+
+    Raises:
+        ValueError: as `turn_all_back`.
+    """
+    _check_turnable(model)  # before a weight is read that may be gone
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [

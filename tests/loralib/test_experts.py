@@ -741,8 +741,9 @@ def test_a_parametrized_stack_is_an_error():
     parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     with pytest.raises(AttributeError, match="no longer has its parameter down_proj"):
         experts(tokens())
-    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
-        lora.remove_lora(experts)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="down_proj_lora has been parametrized or pruned"):
+            undo(experts)
 
 
 class Doubled(nn.Module):
