@@ -14,7 +14,7 @@ from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import is_in_place
+from .in_place import class_of, is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
@@ -159,9 +159,9 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    found = (module._parameters.get(part) for part in _weight_names(module))
-    weights = [weight for weight in found if weight is not None]
-    if not weights:
+    parts = _weight_names(module)
+    weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
+    if not weights or not module._parameters.keys() >= {*parts}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
     for weight in weights:
         if is_quantized_linear(module):
@@ -458,7 +458,7 @@ def check_owner(model: nn.Module, name: str) -> None:
     if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
-    if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):
+    if has_own_forward or of_its_own(class_of(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             f"way of its own: {_LEAVE_OUT}"

@@ -124,7 +124,7 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
     ("target", "error", "message"),
     [
         ("block", UnsupportedLayerError, r"^block is a .*: name those within, such as block\.q, "),
-        ("conv", UnsupportedLayerError, r"^block\.conv is .*Conv1d, which has no LoRA layer: le"),
+        ("conv", UnsupportedLayerError, r"^block\.conv has no weight that is a plain param"),
         ("other", ValueError, r"^'other' matches no module of the model; it has block, conv, para"),
     ],
 )
