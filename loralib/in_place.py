@@ -78,7 +78,9 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def _has_class_over(module: nn.Module) -> bool:
     """Whether a module has such a class; one's own may have parts of that name, and properties."""
-    return parametrize.is_parametrized(module) and type(module).__module__ == parametrize.__name__
+    theirs = vars(type(module)).get("__getstate__")  # a metaclass may say another __module__
+    is_theirs = getattr(theirs, "__module__", None) == parametrize.__name__
+    return is_theirs and parametrize.is_parametrized(module)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

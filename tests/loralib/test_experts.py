@@ -1,5 +1,6 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
+import abc
 import copy
 import gc
 import inspect
@@ -808,6 +809,18 @@ def test_what_is_set_to_be_shown_of_experts_is_shown():
     assert "(set" in repr(experts).replace("\n  ", "")
     lora.remove_lora(experts)
     assert repr(experts) == "Experts(set)"
+
+
+def test_a_class_with_a_metaclass_is_parametrized_like_others():
+    kind = abc.ABCMeta("Abstract", (Experts,), {})
+    experts = kind()
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts).__bases__ == (kind,)
+    parametrize.remove_parametrizations(experts, "down_proj")
+    assert type(experts) is kind
 
 
 def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
