@@ -59,7 +59,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is upstream's Conv1D: a linear layer that holds its weight as (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return class_of(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
@@ -68,7 +68,7 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     Raises:
         UnsupportedLayerError: nothing does.
     """
-    kind = type(module)
+    kind = class_of(module)
     if kind is nn.MultiheadAttention or _is_without_update(module):
         return _adapt_attention
     if is_conv1d(module) or is_quantized_class(kind):
@@ -131,7 +131,7 @@ def _adapt_linear(module: Any, settings: LayerSettings) -> None:
         in_features, out_features = module.weight.shape
     kind: type[Any] = MergedLinear if sliced else Linear
     if is_quantized_linear(module):
-        kind = around(type(module), kind)
+        kind = around(class_of(module), kind)
     turn_with(module, kind, settings)
     module.fan_in_fan_out = fan_in_fan_out
     if fan_in_fan_out:

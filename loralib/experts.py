@@ -11,10 +11,18 @@ its parent, by another of its methods, by another thread, or where a checkpoint 
 forward computes that again, which is an error.
 """
 
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -112,9 +120,6 @@ _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
 )
 
 
-_COMPUTED_LATER = (Generator, Coroutine, AsyncGenerator, map)
-
-
 class _WithStacks(nn.Module):
     """What a module becomes of which parameters are adapted: see `with_stacks`."""
 
@@ -124,30 +129,54 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, in which the parameters have their updates.
 
+        Also in the steps of an iterator that it returns, such as a generator; what is within other
+        objects, as a generator in a tuple, is not looked for, and has none.
+
         Raises:
-            RuntimeError: it returns what has yet to be computed, in which they would have none.
+            RuntimeError: it returns what is awaited, in which they would have none.
         """
         in_effect = {
             name: _in_effect(self, own_value(self, name), layer)
             for name, layer in adapted_stacks(self).items()
         }
-        token = _running.set({**_running.get(), self: in_effect})
-        try:
-            out = super().forward(*args, **kwargs)
-        finally:
-            _running.reset(token)
-        if isinstance(out, _COMPUTED_LATER):
+        out = _run(self, in_effect, partial(super().forward, *args, **kwargs))
+        if isinstance(out, Coroutine | AsyncGenerator):
+            if isinstance(out, Coroutine):
+                out.close()
             raise RuntimeError(
-                f"the forward of {self._kind.__qualname__} returns what is computed when it has "
-                f"ended, and without LoRA then ({type(out).__name__}): compute all in it, and "
-                "return tensors, as a list where there are several"
+                f"the forward of {self._kind.__qualname__} returns what is awaited "
+                f"({type(out).__name__}), and what that computes then has no LoRA: compute all "
+                "before it returns, without async, or call lora.merge first"
             )
-        return out
+        return _each_step(self, in_effect, out) if isinstance(out, Iterator) else out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._stacks), reduced[2]
+
+
+def _run(module: nn.Module, in_effect: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+    """Calls a function, while which a module's parameters are what they are in effect."""
+    token = _running.set({**_running.get(), module: in_effect})
+    try:
+        return call()
+    finally:
+        _running.reset(token)
+
+
+def _each_step(
+    module: nn.Module, in_effect: Mapping[str, Any], steps: Any
+) -> Generator[Any, Any, Any]:
+    """An iterator's steps; each runs as the forward did that has returned it."""
+    sent = None
+    while True:
+        call = partial(next, steps) if sent is None else partial(steps.send, sent)
+        try:
+            step = _run(module, in_effect, call)
+        except StopIteration as end:
+            return end.value
+        sent = yield step
 
 
 def adapted_stacks(owner: Any) -> dict[str, nn.Module]:

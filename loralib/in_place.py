@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils import parametrize
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer, lora_layers
@@ -46,16 +46,12 @@ def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     drop_set_forward(module)
     vars(module)["_turned"] = _Turned(class_of(module), frozenset())
     set_class(module, kind)
-    if isinstance(module, LoRALayer) and "extra_repr" in vars(module):
-        vars(module)["_set_extra_repr"] = vars(module).pop("extra_repr")
 
 
 def turn_back(module: nn.Module) -> None:
     """Undoes what was done in `turning` blocks: the class, and the attributes."""
     drop_set_forward(module)
     turned = vars(module)["_turned"]
-    if "_set_extra_repr" in vars(module):
-        vars(module).setdefault("extra_repr", vars(module)["_set_extra_repr"])
     for attributes in _attributes(module):
         for name in attributes.keys() & turned.added:
             del attributes[name]
@@ -80,9 +76,11 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def _has_class_over(module: Any) -> bool:
-    """Whether a module has such a class, which has a property for each parametrized tensor."""
-    return is_parametrized(module) and vars(type(module)).keys() >= module.parametrizations.keys()
+def _has_class_over(module: nn.Module) -> bool:
+    """Whether a module has such a class; one's own may have parts of that name, and properties."""
+    theirs = vars(type(module)).get("__getstate__")  # a metaclass may say another __module__
+    is_theirs = getattr(theirs, "__module__", None) == parametrize.__name__
+    return is_theirs and parametrize.is_parametrized(module)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -104,7 +102,12 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def merge_in_place(model: nn.Module) -> None:
-    """Turns a model's modules back; each gets a new weight, with its update merged into it."""
+    """Turns a model's modules back; each gets a new weight, with its update merged into it.
+
+    Raises:
+        ValueError: as `turn_all_back`.
+    """
+    _check_turnable(model)  # before a weight is read that may be gone
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
@@ -155,7 +158,7 @@ def _check_turnable(model: nn.Module) -> None:
 
 def _is_update_parametrized(module: nn.Module) -> bool:
     """Whether a tensor that a turned module has got with its update has been parametrized."""
-    return any(is_parametrized(module, name) for name in vars(module)["_turned"].added)
+    return any(parametrize.is_parametrized(module, name) for name in vars(module)["_turned"].added)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import is_in_place
+from .in_place import class_of, is_in_place
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import DTYPES, DTYPES_OF_BUFFERS
@@ -25,7 +25,15 @@ from .quantized_layers import (
     needs_weight,
     stops_gradients,
 )
-from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weights, stacks_in
+from .stacks import (
+    Stack,
+    is_suggested,
+    layer_of_stack,
+    matrices,
+    stack_named,
+    stacked_weights,
+    stacks_in,
+)
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import (
@@ -62,9 +70,8 @@ def check_adaptable(model: nn.Module) -> None:
             )
     layers = lora_layers(model)
     for name, parameter in model.named_parameters():
-        owner = name.partition(".parametrizations.")[0]
-        owner = owner if owner != name else name.rpartition(".")[0]
-        if "lora_" in name and owner not in layers:
+        owners = {name.rpartition(".")[0], name.partition(".parametrizations.")[0]}
+        if "lora_" in name and not owners & layers.keys():
             raise ValueError(
                 f"{name} has 'lora_' in its name, by which LoRA's parameters are recognized: "
                 "rename that module first"
@@ -159,9 +166,9 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    found = (module._parameters.get(part) for part in _weight_names(module))
-    weights = [weight for weight in found if weight is not None]
-    if not weights:
+    parts = _weight_names(module)
+    weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
+    if not weights or not module._parameters.keys() >= {*parts}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
     for weight in weights:
         if is_quantized_linear(module):
@@ -249,7 +256,8 @@ def _targets_within(name: str, block: nn.Module) -> str:
     """The linear layers and the stacks within a block, as targets; empty where there are none."""
     last = name.rpartition(".")[2]
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
-    return listed(f"{last}.{each}" for each in (*within, *stacked_weights(block)))
+    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -477,7 +485,7 @@ def check_owner(model: nn.Module, name: str) -> None:
     if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
-    if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):
+    if has_own_forward or of_its_own(class_of(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             f"way of its own: {_LEAVE_OUT}"

@@ -328,10 +328,10 @@ class MergedLinear(_SlicedLinear):
         super()._complete_old_state(was_merged)
         self._set_starts(self.enable_lora)
 
-    def extra_repr(self) -> str:
-        """As that of `LoRALayer`, and which slices have an update."""
-        slices = f", enable_lora={self.enable_lora}" if self.r > 0 else ""
-        return super().extra_repr() + slices
+    def _shown_of_update(self) -> list[str]:
+        """As of any layer, and which slices have an update."""
+        shown = super()._shown_of_update()
+        return [*shown, f"enable_lora={self.enable_lora}"] if shown else []
 
 
 class Embedding(LoRALayer, nn.Embedding):

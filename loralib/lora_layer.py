@@ -103,9 +103,6 @@ class LoRALayer:
     _in_effect: bool = False
     _set_merged: bool = False
 
-    # What others, such as torchao, have set as `extra_repr` on the plain layer that this one was.
-    _set_extra_repr: Callable[[], str] | None = None
-
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
 
@@ -273,14 +270,30 @@ class LoRALayer:
         if name.startswith("lora_") and param is not None:
             mark_update(param)
 
-    def extra_repr(self) -> str:
-        """What `print` shows of the layer: the plain one's settings, and the update's."""
-        plain = self._set_extra_repr or super().extra_repr
-        shown = [plain()]
-        if self.r > 0:
-            shown += [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
-            shown += [self.variant] if self.variant != "lora" else []
-        return ", ".join(text for text in shown if text)
+    def __repr__(self) -> str:
+        """What `print` shows of the layer: the plain one's settings, and the update's.
+
+        `extra_repr` is the plain layer's, or what others, such as torchao, have set on it, which
+        may call the one before it, also when the layer is a plain one again.
+        """
+        layer: Any = self
+        own = vars(self).get("extra_repr")
+        shown = ", ".join(text for text in (layer.extra_repr(), *self._shown_of_update()) if text)
+        vars(self)["extra_repr"] = lambda: shown
+        try:
+            return super().__repr__()
+        finally:
+            if own is None:
+                del vars(self)["extra_repr"]
+            else:
+                vars(self)["extra_repr"] = own
+
+    def _shown_of_update(self) -> list[str]:
+        """The update's settings, as `print` shows them; empty where there is none."""
+        if self.r == 0:
+            return []
+        shown = [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
+        return shown if self.variant == "lora" else [*shown, self.variant]
 
     def reset_lora_parameters(self) -> None:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""

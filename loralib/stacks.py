@@ -27,11 +27,10 @@ class Stack(NamedTuple):
 def stacks_in(module: nn.Module) -> dict[str, Tensor]:
     """The parameters of a module itself that hold several matrices each, by their names.
 
-    Not the kernels of convolutions, nor what a parameter is computed from, as a weight-normed
-    kernel is.
+    Not the kernels of convolutions.
     """
     own = module._parameters
-    if not own or isinstance(module, nn.modules.conv._ConvNd | ParametrizationList):
+    if not own or isinstance(module, nn.modules.conv._ConvNd):
         return {}
     return {n: p for n, p in own.items() if p is not None and _is_stack(p)}
 
@@ -54,6 +53,15 @@ def stack_named(model: nn.Module, name: str) -> Stack | None:
     at, _, parameter = name.rpartition(".")
     owner = model.get_submodule(at)
     return Stack(owner, parameter) if parameter in stacks_in(owner) else None
+
+
+def is_suggested(model: nn.Module, stack: str) -> bool:
+    """Whether errors and warnings may name a stack as one to adapt.
+
+    Not what a parameter is computed from, as a weight-normed kernel is: who means that names it.
+    """
+    owner = model.get_submodule(stack.rpartition(".")[0])
+    return not isinstance(owner, ParametrizationList)
 
 
 def is_transposed(owner: nn.Module) -> bool:

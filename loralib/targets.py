@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .experts import AdaptedStack
-from .stacks import layer_of_stack, stacks_in
+from .stacks import is_suggested, layer_of_stack, stacks_in
 from .text import called, in_short, listed, shown
 
 ALL_LINEAR = "all-linear"
@@ -219,7 +219,9 @@ def find(
                 raise ValueError(_all_left_out(target, named, modules, others))
             if not found:
                 linear = all_linear(model, is_linear) if with_stacks else []
-                raise ValueError(_means_nothing(model, target, names, linear, stacks))
+                likely = [name for name in stacks if is_suggested(model, name)]
+                names = [*modules, *likely]
+                raise ValueError(_means_nothing(model, target, names, linear, likely))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -253,7 +255,8 @@ def matched_stacks(
     "all-linear" matches all of them. One that means modules, such as "down_proj", matches with
     experts.down_proj the other stacks of that module, such as experts.gate_up_proj, if the targets
     mean the layers beside a down_proj as well: as linear layers these stacks had other names. Those
-    that are excluded, or within an excluded module, are not among these.
+    that are excluded, or within an excluded module, are not among these, nor those that are not
+    `is_suggested`.
     """
     modules, stacks = _modules_and_stacks(model)
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
@@ -270,7 +273,7 @@ def matched_stacks(
         found |= matched
     found -= left_out
     firsts = {stacks[name] for name in found if _owner(name) not in left_out}
-    return [name for name in stacks if name in firsts]
+    return [name for name in stacks if name in firsts and is_suggested(model, name)]
 
 
 def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collection[str]) -> bool:

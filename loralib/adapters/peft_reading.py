@@ -229,7 +229,8 @@ def _with_stacks(
             )
         layer = layer_of_stack(name)
         ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
-    stacks = [name for name in order if name in named.values()] or named.values()
+    stacks = dict.fromkeys(name for name in order if name in named.values())
+    stacks |= dict.fromkeys(named.values())  # of which the model has no stack: it says that
     return ours, tuple(map(layer_of_stack, stacks))
 
 

@@ -1,12 +1,16 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
+import abc
 import copy
+import gc
 import inspect
 import io
+import itertools
 import logging
 import pickle
 import re
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -132,42 +136,78 @@ async def async_generator(self, x):
     yield x @ self.gate_up_proj[0].mT
 
 
-LATER = {
+class Iterating:
+    """An iterator of one's own."""
+
+    def __init__(self, layer, x):
+        self.steps = generator(layer, x)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.steps)
+
+
+def each(self, x):
+    return lambda e: x @ self.gate_up_proj[e].mT
+
+
+ITERATORS = {
     "generator": generator,
-    "generator expression": lambda self, x: (x @ self.gate_up_proj[e].mT for e in range(EXPERTS)),
-    "map": lambda self, x: map(lambda e: x @ self.gate_up_proj[e].mT, range(EXPERTS)),
-    "coroutine": coroutine,
-    "async_generator": async_generator,
+    "generator expression": lambda self, x: (each(self, x)(e) for e in range(EXPERTS)),
+    "of what is there": lambda self, x: (out for out in list(generator(self, x))),
+    "map": lambda self, x: map(each(self, x), range(EXPERTS)),
+    "chain": lambda self, x: itertools.chain(map(each(self, x), range(EXPERTS))),
+    "islice": lambda self, x: itertools.islice(map(each(self, x), range(EXPERTS)), EXPERTS),
+    "of its own": lambda self, x: Iterating(self, x),
+    "list": lambda self, x: list(generator(self, x)),
 }
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_what_a_forward_leaves_to_be_computed_later_is_an_error(what):
-    """The parameters have their updates while it runs."""
-    made = []
-
-    class Later(Experts):
-        def forward(self, x):
-            made.append(LATER[what](self, x))
-            return made[-1]
-
-    layer = Later()
+def returning(forward) -> Experts:
+    layer = type("Later", (Experts,), {"forward": forward})()
     lora.add_lora(layer, "gate_up_proj", r=R)
-    message = rf"the forward of .*Later returns .*, and without LoRA then \({what.split()[0]}\): "
-    with pytest.raises(RuntimeError, match=message):
-        layer(tokens())
-    lora.merge(layer)(tokens())
-    for each in filter(inspect.iscoroutine, made):
-        each.close()  # one that nobody awaits is warned of
+    return randomised(layer)
 
 
-def test_a_list_of_what_a_forward_computes_has_the_updates():
-    kind = type("Now", (Experts,), {"forward": lambda self, x: list(generator(self, x))})
-    layer = kind()
-    lora.add_lora(layer, "gate_up_proj", r=R)
-    out = randomised(layer)(tokens())
-    for ours, merged in zip(out, lora.merge(layer)(tokens()), strict=True):
-        close(ours, merged)
+@pytest.mark.parametrize("what", ITERATORS)
+def test_each_step_of_an_iterator_that_a_forward_returns_has_the_updates(what):
+    layer = returning(ITERATORS[what])
+    outs, steps = layer(tokens()), layer(tokens())
+    first = next(iter(steps))
+    close(layer.gate_up_proj, layer._parameters["gate_up_proj"])  # between the steps it is frozen
+    merged = list(copy.deepcopy(lora.merge(layer))(tokens()))
+    close(first, merged[0])
+    for ours, expected in zip(outs, merged, strict=True):
+        close(ours, expected)
+
+
+def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned():
+    def forward(self, x):
+        e = yield x @ self.gate_up_proj[0].mT
+        yield x @ self.gate_up_proj[e].mT
+        return "done"
+
+    layer = returning(forward)
+    steps = layer(tokens())
+    next(steps)
+    second = steps.send(2)
+    with pytest.raises(StopIteration, match="done"):
+        next(steps)
+    close(second, tokens() @ lora.merge(layer).gate_up_proj[2].mT)
+
+
+@pytest.mark.parametrize("forward", [coroutine, async_generator])
+def test_what_a_forward_leaves_to_be_awaited_is_an_error(forward):
+    """The parameters have their updates while it runs. A coroutine that is refused is closed."""
+    layer = returning(forward)
+    message = rf"the forward of Later returns what is awaited \({forward.__name__}\), and what "
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that a coroutine was never awaited
+        with pytest.raises(RuntimeError, match=message):
+            layer(tokens())
+        gc.collect()
 
 
 def test_the_sum_is_computed_in_its_own_precision():
@@ -702,8 +742,9 @@ def test_a_parametrized_stack_is_an_error():
     parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     with pytest.raises(AttributeError, match="no longer has its parameter down_proj"):
         experts(tokens())
-    with pytest.raises(ValueError, match="has been parametrized or pruned since it was adapted"):
-        lora.remove_lora(experts)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="down_proj_lora has been parametrized or pruned"):
+            undo(experts)
 
 
 class Doubled(nn.Module):
@@ -770,13 +811,35 @@ def test_what_is_set_to_be_shown_of_experts_is_shown():
     assert repr(experts) == "Experts(set)"
 
 
-def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
-    experts = Experts()
-    experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
+def test_a_class_with_a_metaclass_is_parametrized_like_others():
+    kind = abc.ABCMeta("Abstract", (Experts,), {})
+    experts = kind()
+    parametrize.register_parametrization(experts, "down_proj", Doubled())
     lora.add_lora(experts, "gate_up_proj", r=R)
     out = randomised(experts)(tokens())
     close(lora.merge(experts)(tokens()), out)
-    assert type(experts) is Experts
+    assert type(experts).__bases__ == (kind,)
+    parametrize.remove_parametrizations(experts, "down_proj")
+    assert type(experts) is kind
+
+
+def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
+    """Nor is a class that reads such a part by properties, as PyTorch's does."""
+
+    class Lookalike(Experts):
+        own = property(lambda self: self.parametrizations["own"])
+
+        def forward(self, x):
+            return self.own(super().forward(x))
+
+    experts = Lookalike()
+    experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
+    before = experts(tokens())
+    lora.add_lora(experts, "gate_up_proj", r=R)
+    out = randomised(experts)(tokens())
+    assert (out - before).abs().max() > 0.01
+    close(lora.merge(experts)(tokens()), out)
+    assert type(experts) is Lookalike
 
 
 def test_a_forward_that_was_set_is_the_owner_s():

@@ -503,7 +503,7 @@ WRONG = {
     "weight norm": (
         lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},
-        "layers.1.q_proj is a .*ParametrizedLinear, which has no LoRA layer",
+        "layers.1.q_proj has no weight that is a plain parameter: leave it out",
     ),
     "no direction": (
         with_a_zero_row,

@@ -173,6 +173,72 @@ def test_of_an_adapted_layer_the_bias_may_be_parametrized_and_the_update_may_not
     assert set(model.a.parametrizations) == {"bias"}
 
 
+class Conv1D(nn.Module):
+    """Upstream's linear layer that holds its weight as (in, out)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.nf = width
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def attention(layer, x):
+    return layer(x, x, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "bias"),
+    [
+        (lambda: nn.Linear(4, 4), None, "bias"),
+        (lambda: Conv1D(4), None, "bias"),
+        (lambda: nn.Conv1d(3, 3, 3), None, "bias"),
+        (lambda: nn.MultiheadAttention(4, 2, batch_first=True), attention, "in_proj_bias"),
+    ],
+)
+def test_a_layer_whose_bias_is_parametrized_before_is_adapted(tmp_path, make, call, bias):
+    def built():
+        torch.manual_seed(0)
+        layer = make()
+        nn.init.normal_(getattr(layer, bias))
+        parametrize.register_parametrization(layer, bias, nn.Tanh())
+        return nn.ModuleDict({"a": layer})
+
+    def out_of(model):
+        return call(model["a"], x) if call else model["a"](x)
+
+    model, loaded, x = built(), built(), torch.randn(2, 3, 4)
+    before = out_of(model)
+    for _ in range(2):  # again, when it has been removed
+        lora.add_lora(model, "a", r=2)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter)
+        out = out_of(model)
+        assert (out - before).abs().max() > 0.01
+        close(out_of(lora.merge(copy.deepcopy(model))), out)
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        lora.remove_lora(model)
+        close(out_of(model), before)
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    close(out_of(loaded), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [(parametrizations.weight_norm, {}), (prune.random_unstructured, {"amount": 0.5})],
+)
+def test_one_weight_of_an_attention_that_is_computed_from_others_is_an_error(change, settings):
+    attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
+    change(attention, "q_proj_weight", **settings)
+    model = nn.ModuleDict({"a": attention})
+    message = "a has no weight that is a plain parameter"
+    unchanged_by(model, message, "a", r=2, kind=UnsupportedLayerError)
+
+
 def test_a_kernel_in_channels_last_starts_from_its_weight():
     layer = lora.Conv2d(4, 4, 3, r=2, initialization="pissa")
     expected = copy.deepcopy(layer)

@@ -823,7 +823,23 @@ def test_what_torchao_shows_of_a_layer_is_shown_with_the_update_and_comes_back()
         assert repr(each).startswith("AdaptedLinear(8 in int8, r=2, lora_alpha=6")
     lora.remove_lora(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
-    lora.add_lora(model, "all-linear")
-    layer.extra_repr = lambda: "set since"
-    lora.remove_lora(model)
-    assert repr(layer) == "Linear(set since)"
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_is_shown_may_be_set_again_around_what_was_shown(is_before):
+    def set_around(layer):
+        earlier = layer.extra_repr
+        layer.extra_repr = lambda: f"{earlier()}, set"
+
+    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    shown, settings = "in_features=2, out_features=2, bias=True", f", r={R}, lora_alpha={ALPHA}"
+    if is_before:
+        set_around(model["a"])
+        shown += ", set"
+    for _ in range(2):
+        lora.add_lora(model, "a", r=R, lora_alpha=ALPHA)
+        set_around(model["a"])
+        shown += ", set"
+        assert repr(model["a"]) == f"Linear({shown}{settings})"
+        lora.remove_lora(model)
+        assert repr(model["a"]) == f"Linear({shown})"

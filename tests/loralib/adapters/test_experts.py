@@ -224,7 +224,8 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
         lora.load_adapter(model, folder)
 
 
-def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_path):
+@pytest.mark.parametrize("stacks", [["conv.weight"], ["conv.weight", "experts.weight"]])
+def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_path, stacks):
     class Stacked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -233,14 +234,14 @@ def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_p
         def forward(self, x):
             return x @ self.weight
 
-    model = nn.ModuleDict({"conv": Stacked()})
-    other = nn.ModuleDict({"conv": nn.Conv1d(WIDTH, 2, 3)})
-    lora.add_lora(model, "conv.weight", r=R)
+    model = nn.ModuleDict({"conv": Stacked(), "experts": Stacked()})
+    other = nn.ModuleDict({"conv": nn.Conv1d(WIDTH, 2, 3), "experts": Stacked()})
+    lora.add_lora(model, stacks, r=R)
     lora.save_adapter(randomised(model), tmp_path / "a")
     lora.save_adapter(model, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=r"adapts conv\.weight, a parameter .* Conv1d, which"):
         lora.load_adapter(other, as_peft_writes(tmp_path / "a"))
-    without = nn.ModuleDict({"conv": nn.ReLU()})
+    without = nn.ModuleDict({"conv": nn.ReLU(), "experts": Stacked()})
     for each, file in ((other, "a.safetensors"), (without, "a")):
         with pytest.raises(CheckpointError, match=r"has no conv\.weight, a stack .* that it was"):
             lora.load_adapter(each, tmp_path / file)
