@@ -28,6 +28,7 @@ from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weight
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
+from .zero3 import is_partitioned
 
 # The attributes of a LoRA layer that a model may not have for something else.
 _LORA_ATTRIBUTES = {
@@ -383,14 +384,14 @@ def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """Checks that the weight's rows have a direction, if DoRA is to adapt it.
 
-    New memory that a loader has yet to fill is left unchecked.
+    New memory that a loader has yet to fill is left unchecked, and so is what is partitioned.
     """
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
     for part in _weight_names(module):
         weight = module._parameters.get(part)
-        if weight is None or weight.is_meta:
+        if weight is None or weight.is_meta or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
         if not rows.any(dim=1).all() and _initializations_fill():

@@ -18,6 +18,7 @@ from .nn.positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, not_merged
 from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
+from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         own = ("bias", "conv.bias", "in_proj_bias")
         names |= {layer + bias for layer in layers for bias in own}
         names |= {f"{layer}base.bias" for layer in layers if f"{layer}weight" not in state}
+    parameters = model.named_parameters(remove_duplicate=False)
+    check_gathered((each for each in parameters if each[0] in names), "its state is taken")
     return {name: tensor for name, tensor in state.items() if name in names}
 
 

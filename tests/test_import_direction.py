@@ -35,13 +35,15 @@ ROOMS = {
         "nn",
         "steps",
         "wrappers",
+        "zero3",
     },
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
     "trained": set(),
     "steps": set(),
     "wrappers": {"text"},
-    "model_checks": {"lora_layer", "wrappers"},
+    "zero3": set(),
+    "model_checks": {"lora_layer", "wrappers", "zero3"},
     "utils": {
         "adapted_layers",
         "arguments",
@@ -54,6 +56,7 @@ ROOMS = {
         "quantized_layers",
         "steps",
         "trained",
+        "zero3",
     },
     "adapted_layers": {"functional", "layers", "lora_layer", "nn", "wrappers"},
     "bypassed": {"in_place", "stacks", "targets", "wrappers"},
@@ -97,6 +100,7 @@ ROOMS = {
         "targets",
         "text",
         "wrappers",
+        "zero3",
     },
     "inject_warnings": {
         "adaptation",
@@ -124,6 +128,7 @@ ROOMS = {
         "text",
         "trained",
         "utils",
+        "zero3",
     },
     "adapters": {
         "adaptation",
@@ -148,6 +153,7 @@ ROOMS = {
         "trained",
         "utils",
         "wrappers",
+        "zero3",
     },
     "serving": {
         "adaptation",
