@@ -20,6 +20,7 @@ from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
+    check_no_peft_layers,
     check_there,
     check_unsharded,
     tensors_of,
@@ -72,8 +73,8 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
-            offloaded or has been quantized since; or base, task or labels are something else.
+        ValueError: the model has no LoRA layers, has PEFT's as well, or is sharded; what has LoRA
+            or is trained is offloaded or has been quantized since; or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -139,6 +140,7 @@ def _adapter_of(
             f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter give it some, "
             "merge and remove_lora take it out"
         )
+    check_no_peft_layers(model)
     check_unsharded(model, "it is saved")
     state = model.state_dict()
     _check_layers(layers)
