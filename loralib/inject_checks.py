@@ -28,7 +28,7 @@ from .stacks import Stack, layer_of_stack, matrices, stack_named, stacked_weight
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message, quantized
-from .zero3 import is_partitioned
+from .zero3 import check_not_copied, is_partitioned
 
 # The attributes of a LoRA layer that a model may not have for something else.
 _LORA_ATTRIBUTES = {
@@ -46,6 +46,9 @@ _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
     check_unpacked(model)
+    check_not_copied(
+        model, "and would not train what comes now: adapt the model before deepspeed.initialize"
+    )
     if torch.is_inference_mode_enabled():
         raise ValueError("LoRA cannot be trained in inference mode: call it outside")
     for name, module in model.named_modules():

@@ -54,23 +54,20 @@ def check_gathered(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
             )
 
 
-# By what DeepSpeed's optimizers are known on a parameter of which they hold a copy.
+# By what DeepSpeed's optimizers, under any of ZeRO 1 to 3, are known on what they hold a copy of.
 _LINKS = ("_hp_mapping", "_z3_optimizer")
 
 
-def check_not_copied(model: nn.Module, what: str) -> None:
-    """Checks that no optimizer of DeepSpeed's writes its own copies over what is loaded now.
+def check_not_copied(model: nn.Module, so: str) -> None:
+    """Checks that no optimizer of DeepSpeed's holds copies of a model's parameters.
 
     Args:
         model: the model.
-        what: is loaded.
+        so: what follows where one does, and what to do.
 
     Raises:
         ValueError: one does.
     """
     for name, tensor in model.named_parameters():
         if any(getattr(tensor, link, None) is not None for link in _LINKS):
-            raise ValueError(
-                f"DeepSpeed's optimizer holds a copy of {name}, which it would write over {what}: "
-                "load it before deepspeed.initialize"
-            )
+            raise ValueError(f"DeepSpeed's optimizer holds a copy of {name}, {so}")

@@ -351,7 +351,10 @@ def load_adapter(
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
     check_no_peft_layers(model)
-    check_not_copied(model, "an adapter")
+    check_not_copied(
+        model,
+        "which it would write over an adapter: load it before deepspeed.initialize",
+    )
     check_whole(model, "an adapter is loaded")
     check_unpacked(model)
     weights = adapted_modules(model, adapter)

@@ -74,7 +74,8 @@ def save_adapter(
 
     Raises:
         ValueError: the model has no LoRA layers, has PEFT's as well, or is sharded; what has LoRA
-            or is trained is offloaded or has been quantized since; or base, task or labels are something else.
+            or is trained is offloaded or has been quantized since; or base, task or labels are
+            something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """

@@ -146,7 +146,7 @@ def test_evaluation_keeps_no_copy_of_what_is_freed_after_each_call():
     assert model.a._merged_copy is None
 
 
-def test_nothing_is_loaded_under_an_optimizer_that_would_undo_it(tmp_path):
+def test_nothing_comes_under_an_optimizer_that_does_not_know_it(tmp_path):
     model = drawn(Net(), ["a"])
     lora.save_adapter(model, tmp_path / "a.safetensors")
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -156,6 +156,8 @@ def test_nothing_is_loaded_under_an_optimizer_that_would_undo_it(tmp_path):
     for wrapped in (model, DeepSpeedEngine(model)):
         with pytest.raises(ValueError, match=r"of a.lora_A, .*load it before deepspeed.initialize"):
             lora.load_adapter(wrapped, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"not train what comes now: adapt the model before deep"):
+        lora.add_lora(model, ["b"], r=2)
     assert_same_bits(model.state_dict(), before)
 
 
