@@ -76,6 +76,7 @@ from .targets import (
 from .text import called, listed
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, freeze_base, train_biases
+from .zero3 import with_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -184,36 +185,37 @@ def add_lora(
     targets = as_targets(targets)
     check_has_modules(model)
     layers = None if layers is None else as_layers(layers)
-    names = _adapted_names(model, targets, exclude, layers)
-    trained = find(model, to_train, with_stacks=False) if to_train else []
-    without_parameters = check_has_parameters(model, to_train, trained)
-    check_trained(model, trained, [*names, *lora_layers(model)])
-    settings = _settings_by_name(
-        names, common, rank_pattern, alpha_pattern, enable_lora, stacked_weights(model)
-    )
-    is_first = not lora_layers(model)
-    adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
-    if is_first:
-        freeze_base(model)
-    train_biases(model, bias)
-    for name in trained:
-        module = model.get_submodule(name).requires_grad_(True)
-        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
-    if without_parameters:
-        logger.warning(
-            "modules_to_train names %s, with no parameters to train",
-            listed(map(called, without_parameters)),
+    with with_shapes(model):
+        names = _adapted_names(model, targets, exclude, layers)
+        trained = find(model, to_train, with_stacks=False) if to_train else []
+        without_parameters = check_has_parameters(model, to_train, trained)
+        check_trained(model, trained, [*names, *lora_layers(model)])
+        settings = _settings_by_name(
+            names, common, rank_pattern, alpha_pattern, enable_lora, stacked_weights(model)
         )
-    if ALL_LINEAR in targets:
-        warn_of_guessed_head(model, exclude)
-    warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
-    if is_first and modules_to_train is None:
-        warn_of_task_head(model)
-    warn_of_numbers(targets, names)
-    warn_of_bypassed(model, names)
-    if not is_first:
-        warn_of_kinds(model)
-    return adapted
+        is_first = not lora_layers(model)
+        adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
+        if is_first:
+            freeze_base(model)
+        train_biases(model, bias)
+        for name in trained:
+            module = model.get_submodule(name).requires_grad_(True)
+            note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
+        if without_parameters:
+            logger.warning(
+                "modules_to_train names %s, with no parameters to train",
+                listed(map(called, without_parameters)),
+            )
+        if ALL_LINEAR in targets:
+            warn_of_guessed_head(model, exclude)
+        warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
+        if is_first and modules_to_train is None:
+            warn_of_task_head(model)
+        warn_of_numbers(targets, names)
+        warn_of_bypassed(model, names)
+        if not is_first:
+            warn_of_kinds(model)
+        return adapted
 
 
 def _adapted_names(

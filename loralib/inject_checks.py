@@ -43,6 +43,7 @@ from .wrappers import (
     quantized,
     unreadable,
 )
+from .zero3 import check_not_copied, is_partitioned
 
 # The attributes of a LoRA layer that a model may not have for something else.
 _LORA_ATTRIBUTES = {
@@ -60,6 +61,9 @@ _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
     check_unpacked(model)
+    check_not_copied(
+        model, "and would not train what comes now: adapt the model before deepspeed.initialize"
+    )
     if torch.is_inference_mode_enabled():
         raise ValueError("LoRA cannot be trained in inference mode: call it outside")
     for name, module in model.named_modules():
@@ -418,14 +422,14 @@ def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """Checks that the weight's rows have a direction, if DoRA is to adapt it.
 
-    New memory that a loader has yet to fill is left unchecked.
+    New memory that a loader has yet to fill is left unchecked, and so is what is partitioned.
     """
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
     for part in _weight_names(module):
         weight = module._parameters.get(part)
-        if weight is None or weight.is_meta:
+        if weight is None or weight.is_meta or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
         if not rows.any(dim=1).all() and _initializations_fill():

@@ -24,6 +24,7 @@ from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
+from .zero3 import check_gathered, is_of_zero3
 
 
 class _MergedCopy(NamedTuple):
@@ -360,6 +361,9 @@ class LoRALayer:
 
     def _check_startable(self) -> None:
         """Checks that A and B are whole where they are made together, or of the whole weight."""
+        if starts_from_weight(self.initialization) or variant_of(self.variant).has_magnitude:
+            kind = f"the {type(self).__name__}'s LoRA, which is made of it, is initialized"
+            check_gathered([(f"a {self.frozen_name}", self.frozen_weight)], kind)
         is_start_whole = not is_sharded(getattr(self, "lora_A_start", None))
         if is_sharded(self.lora_A) and self.initialization != "default" and is_start_whole:
             raise ValueError(
@@ -462,13 +466,15 @@ class LoRALayer:
     def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
         """Whether all changes of the weight and the update can be seen from one call to the next.
 
-        Not where they are computed or replaced for each call: by FSDP, by hooks that offload them,
-        by a parametrization. Nor of tensors of other kinds, and where a mode makes such ones.
+        Not where they are computed or replaced for each call: by FSDP, by ZeRO 3, by hooks that
+        offload them, by a parametrization. Nor of tensors of other kinds, and where a mode makes
+        such ones.
         """
         own = self._parameters
         return (
             {type(weight), *map(type, update)} <= _PLAIN
             and isinstance(weight, nn.Parameter)
+            and not is_of_zero3(weight)
             and isinstance(own.get("lora_A"), nn.Parameter)
             and isinstance(own.get("lora_B"), nn.Parameter)
             and not has_mode()

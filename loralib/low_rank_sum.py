@@ -57,7 +57,8 @@ class LowRankSum:
             raise RuntimeError(
                 "an autograd.Function computes with experts that have LoRA, which would get no "
                 "gradients: choose another implementation (experts_implementation='grouped_mm'); "
-                "or checkpoint the module as a whole, if this is a checkpoint within its forward"
+                "or checkpoint the module as a whole, if this is a checkpoint within its forward; "
+                "with DeepSpeed's ZeRO 3, set memory_efficient_linear to false in its config"
             )
         return self.weight, self.left, self.right
 

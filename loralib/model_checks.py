@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, unreadable
+from .zero3 import check_gathered
 
 # What adapters hold: values; and of buffers counters, such as BatchNorm's, and masks.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +39,7 @@ def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, 
 
 
 def check_whole(model: nn.Module, what: str) -> None:
-    """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
+    """Checks that no parameter of a model is sharded: by FSDP, ZeRO 3, or as a DTensor.
 
     Args:
         what: for which they have to be whole, such as "LoRA is merged".
@@ -46,6 +47,12 @@ def check_whole(model: nn.Module, what: str) -> None:
     Raises:
         ValueError: one is.
     """
+    check_gathered(model.named_parameters(), what)
+    check_unsharded(model, what)
+
+
+def check_unsharded(model: nn.Module, what: str) -> None:
+    """As `check_whole`, but for what ZeRO 3 has partitioned."""
     managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
     tensors = (*model.named_parameters(), *model.named_buffers())
     sharded = (name for name, tensor in tensors if is_sharded(tensor))

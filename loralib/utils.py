@@ -22,6 +22,7 @@ from .steps import forget_steps
 from .text import called, in_short
 from .trained import forget_trained, note_frozen, note_trained
 from .wrappers import is_sharded
+from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         own = ("bias", "conv.bias", "in_proj_bias")
         names |= {layer + bias for layer in layers for bias in own}
         names |= {f"{layer}base.bias" for layer in layers if f"{layer}weight" not in state}
+    parameters = model.named_parameters(remove_duplicate=False)
+    check_gathered((each for each in parameters if each[0] in names), "its state is taken")
     return {name: tensor for name, tensor in state.items() if name in names}
 
 

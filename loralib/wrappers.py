@@ -13,11 +13,13 @@ _WRAPPERS = {
     "AveragedModel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DataParallel": "module",
+    "DeepSpeedEngine": "module",
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
 # Those that note the parameters, or the computation, when they wrap; the others look at each call.
-_NOTING = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
+_NOTING = {"DataParallel", "DeepSpeedEngine", "DistributedDataParallel"}
+_NOTING |= {"FullyShardedDataParallel", "OptimizedModule"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -35,13 +35,15 @@ ROOMS = {
         "nn",
         "steps",
         "wrappers",
+        "zero3",
     },
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
     "trained": set(),
     "steps": set(),
     "wrappers": {"text"},
-    "model_checks": {"lora_layer", "wrappers"},
+    "zero3": set(),
+    "model_checks": {"lora_layer", "wrappers", "zero3"},
     "utils": {
         "adapted_layers",
         "arguments",
@@ -57,6 +59,7 @@ ROOMS = {
         "text",
         "trained",
         "wrappers",
+        "zero3",
     },
     "adapted_layers": {"functional", "layers", "lora_layer", "nn", "wrappers"},
     "bypassed": {"in_place", "stacks", "targets", "wrappers"},
@@ -101,6 +104,7 @@ ROOMS = {
         "targets",
         "text",
         "wrappers",
+        "zero3",
     },
     "inject_warnings": {
         "adaptation",
@@ -128,6 +132,7 @@ ROOMS = {
         "text",
         "trained",
         "utils",
+        "zero3",
     },
     "adapters": {
         "adaptation",
@@ -152,6 +157,7 @@ ROOMS = {
         "trained",
         "utils",
         "wrappers",
+        "zero3",
     },
     "serving": {
         "adaptation",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..wrappers import is_packed, unreadable
+from ..zero3 import is_partitioned
 from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
@@ -70,7 +71,7 @@ def has_float16(state: Mapping[str, Any]) -> bool:
 
 
 def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized, lazy.
+    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized and so on.
 
     Args:
         model: it has these weights.
@@ -99,20 +100,21 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values, and plain ones: it is not offloaded, quantized or lazy."""
+    """Whether a tensor has values, and plain ones: not offloaded, partitioned or quantized."""
     has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
-    return has_values and unreadable(tensor) is None
+    return has_values and not is_partitioned(tensor) and unreadable(tensor) is None
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """A model's state, in which packed weights are of their own class, by which they are known."""
+    """A model's state, in which packed and partitioned weights are known for what they are."""
     state = model.state_dict(keep_vars=True)
     return {name: _as_saved(each) for name, each in state.items()}
 
 
 def _as_saved(each: Any) -> Any:
-    is_kept = not isinstance(each, Tensor) or is_lazy(each) or is_packed(each)
-    return each if is_kept else each.detach()
+    if not isinstance(each, Tensor) or is_lazy(each) or is_packed(each) or is_partitioned(each):
+        return each
+    return each.detach()
 
 
 def possible_fingerprints(

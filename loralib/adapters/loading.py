@@ -35,6 +35,7 @@ from ..text import listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers
+from ..zero3 import check_not_copied
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .completeness import check_all_there
@@ -350,6 +351,10 @@ def load_adapter(
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
     check_no_peft_layers(model)
+    check_not_copied(
+        model,
+        "which it would write over an adapter: load it before deepspeed.initialize",
+    )
     check_whole(model, "an adapter is loaded")
     check_unpacked(model)
     weights = adapted_modules(model, adapter)

@@ -20,8 +20,9 @@ from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
+    check_no_peft_layers,
     check_there,
-    check_whole,
+    check_unsharded,
     tensors_of,
     weights_with_updates,
 )
@@ -32,6 +33,7 @@ from ..targets import first_names, other_places
 from ..text import called, in_short
 from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
+from ..zero3 import check_gathered, with_shapes
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
@@ -71,9 +73,9 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
-            offloaded or has been quantized since; bitsandbytes has packed a layer for evaluation;
-            or base, task or labels are something else.
+        ValueError: the model has no LoRA layers, has PEFT's as well, or is sharded; what has LoRA
+            or is trained is offloaded or has been quantized since; bitsandbytes has packed a layer
+            for evaluation; or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -81,7 +83,7 @@ def save_adapter(
     path = as_path("the path to write to", path)
     if format is None:
         format = format_of_path(path)
-    with without_wrappers(model) as plain:
+    with without_wrappers(model) as plain, with_shapes(plain):
         adapter = _adapter_of(plain, base, task, labels)
         _check_buffers(plain, adapter)
         if format == "peft":
@@ -123,7 +125,7 @@ def adapter_of(
             the weight of one is trained as well.
     """
     check_model(model)
-    with without_wrappers(model) as plain:
+    with without_wrappers(model) as plain, with_shapes(plain):
         return _adapter_of(plain, base, task, labels)
 
 
@@ -139,7 +141,8 @@ def _adapter_of(
             f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter give it some, "
             "merge and remove_lora take it out"
         )
-    check_whole(model, "it is saved")
+    check_no_peft_layers(model)
+    check_unsharded(model, "it is saved")
     check_unpacked(
         model,
         "save the part that add_lora was given; or load the model again, and give all of it to "
@@ -150,6 +153,7 @@ def _adapter_of(
     besides, untied = _trained_besides(model, state), untied_from(model)
     check_there(weights_with_updates(model, but_for=QuantizedLayer), "it is saved")
     check_there(tensors_of(model, besides), "it is saved")
+    check_gathered(tensors_of(model, besides), "it is saved")
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}

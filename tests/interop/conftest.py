@@ -7,7 +7,7 @@ import pytest
 
 PEERS = (
     *("transformers", "peft", "timm", "torchvision", "diffusers", "accelerate"),
-    *("bitsandbytes", "torchao"),
+    *("bitsandbytes", "torchao", "lightning"),
 )
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -306,6 +306,14 @@ def test_a_model_that_has_lora_of_pefts(saved):
 # ---- saving ----
 
 
+def test_a_model_that_has_got_lora_of_pefts_since(tmp_path):
+    model = WORDS.build()
+    lora.add_lora(model, "out", r=2)
+    model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
+    with pytest.raises(ValueError, match=r"layers\.1\.out already has PEFT's LoRA: .*unload\(\)"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
 def test_a_model_without_lora(tmp_path):
     with pytest.raises(ValueError, match="Words has no LoRA to save"):
         lora.save_adapter(Words(), tmp_path / "a")

@@ -1,0 +1,73 @@
+"""DeepSpeed's ZeRO 3, known by what it notes on parameters: it is never imported here.
+
+Each process holds a part of each parameter. Hooks on modules gather a parameter for a call, as
+`deepspeed.zero.GatheredParameters` does for a block; otherwise it is empty, of shape (0,).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_of_zero3(tensor: object) -> bool:
+    """Whether ZeRO 3 gives a parameter its values for each call."""
+    return hasattr(tensor, "ds_id")
+
+
+def is_partitioned(tensor: Any) -> bool:
+    """Whether a parameter is empty now, its values lying in several processes."""
+    return is_of_zero3(tensor) and tensor.ds_status.name != "AVAILABLE"
+
+
+@contextmanager
+def with_shapes(model: nn.Module) -> Iterator[None]:
+    """Within this block, what is partitioned has its shape, and zeros that take no memory."""
+    parameters: Iterable[Any] = model.parameters()
+    empty = [(each, each.data) for each in parameters if is_partitioned(each)]
+    for each, data in empty:
+        each.data = data.new_zeros(()).expand(each.ds_shape)
+    try:
+        yield
+    finally:
+        for each, data in empty:
+            each.data = data
+
+
+def check_gathered(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Checks that tensors have their values.
+
+    Args:
+        tensors: with their names.
+        what: for which they need them, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one is partitioned.
+    """
+    for name, tensor in tensors:
+        if is_partitioned(tensor):
+            raise ValueError(
+                f"{name} is partitioned by DeepSpeed's ZeRO 3: before {what}, gather it, in all "
+                "processes (with deepspeed.zero.GatheredParameters(list(model.parameters()), "
+                "modifier_rank=0):)"
+            )
+
+
+# By what DeepSpeed's optimizers, under any of ZeRO 1 to 3, are known on what they hold a copy of.
+_LINKS = ("_hp_mapping", "_z3_optimizer")
+
+
+def check_not_copied(model: nn.Module, so: str) -> None:
+    """Checks that no optimizer of DeepSpeed's holds copies of a model's parameters.
+
+    Args:
+        model: the model.
+        so: what follows where one does, and what to do.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, tensor in model.named_parameters():
+        if any(getattr(tensor, link, None) is not None for link in _LINKS):
+            raise ValueError(f"DeepSpeed's optimizer holds a copy of {name}, {so}")
