@@ -306,7 +306,8 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 def _check_trainable(model: nn.Module, trained: str) -> None:
     """Checks that a module in modules_to_train can be trained, and that an adapter can hold it."""
     part = model.get_submodule(trained)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in part.modules()):
+    scripted = (each for each in part.modules() if isinstance(each, torch.jit.ScriptModule))
+    if any(next(each.parameters(), None) is not None for each in scripted):
         raise ValueError(
             f"{called(trained)} cannot be trained as it is: it is scripted or traced; leave it out "
             "of modules_to_train, or script it when it has been trained"
@@ -315,23 +316,23 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
     if any(map(is_lazy, parameters.values())):
         raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
     for name, parameter in parameters.items():
-        _check_held(trained, name, parameter, DTYPES)
+        reason = unreadable(parameter)
+        if reason:
+            raise _not_held(trained, name, reason, "load the model with that part in bfloat16")
+        if parameter.dtype not in DTYPES:
+            reason = f"of {parameter.dtype}, which no adapter holds as trained"
+            raise _not_held(trained, name, reason, "make that a buffer, with persistent=False")
     owners = {name.rpartition(".")[0] for name in parameters}
     for name, tensor in part.state_dict().items():
         is_buffer = name not in parameters and isinstance(tensor, Tensor)
-        if is_buffer and name.rpartition(".")[0] in owners:
-            _check_held(trained, name, tensor, (*DTYPES, *DTYPES_OF_BUFFERS))
+        is_held = not is_buffer or tensor.dtype in (*DTYPES, *DTYPES_OF_BUFFERS)
+        if not is_held and name.rpartition(".")[0] in owners:
+            reason = f"a buffer of {tensor.dtype}, which no adapter holds"
+            raise _not_held(trained, name, reason, "register that with persistent=False")
 
 
-def _check_held(trained: str, name: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
-    if reason := unreadable(tensor):
-        way_out = "load the model with that part in bfloat16"
-    elif tensor.dtype not in dtypes:
-        reason = f"of {tensor.dtype}, which no adapter holds as trained"
-        way_out = "make that a buffer (with persistent=False, if the model creates it itself)"
-    else:
-        return
-    raise ValueError(
+def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
+    return ValueError(
         f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it out of "
         f"modules_to_train, or {way_out}"
     )

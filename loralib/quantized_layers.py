@@ -80,34 +80,33 @@ def stops_gradients(layer: nn.Module) -> str | None:
 # layer is true; its class may be a user's own. From then on the layer passes no gradients, and
 # `state_dict()` unpacks the weight to other numbers.
 _PACKS = "support_avx512bf16_for_cpu"
-# By whom a layer is kept from that, and in how many layers together.
+# On a layer that is kept from it: how many are kept with it.
 _KEPT = "_kept_unpacked"
 
 
-def keep_unpacked(model: nn.Module, holder: object = "LoRA") -> None:
+def keep_unpacked(model: nn.Module, for_good: bool = False) -> None:
     """Lets no layer of a model be packed, adapted or not: gradients pass through all of them.
 
     Args:
         model: the model.
-        holder: on whose behalf, such as a bank's; all have to let go before a layer is packed.
+        for_good: `let_pack` is not to undo this.
     """
     kept = [m for m in model.modules() if vars(m).get(_PACKS) or _KEPT in vars(m)]
     for module in kept:
         setattr(module, _PACKS, False)
-        of_holder = vars(module).setdefault(_KEPT, {})
-        of_holder[holder] = max(len(kept), of_holder.get(holder, 0))
+        together = max(len(kept), vars(module).pop(_KEPT, 0))
+        if not for_good:
+            vars(module)[_KEPT] = together
 
 
-def let_pack(model: nn.Module, holder: object = "LoRA") -> None:
+def let_pack(model: nn.Module) -> None:
     """Undoes `keep_unpacked`, but in no part of a model alone: the rest may have LoRA still."""
-    kept = [m for m in model.modules() if holder in vars(m).get(_KEPT, {})]
-    if any(vars(module)[_KEPT][holder] > len(kept) for module in kept):
+    kept = [m for m in model.modules() if _KEPT in vars(m)]
+    if any(vars(module)[_KEPT] > len(kept) for module in kept):
         return
     for module in kept:
-        del vars(module)[_KEPT][holder]
-        if not vars(module)[_KEPT]:
-            del vars(module)[_KEPT]
-            setattr(module, _PACKS, True)
+        del vars(module)[_KEPT]
+        setattr(module, _PACKS, True)
 
 
 def check_unpacked(

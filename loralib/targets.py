@@ -259,6 +259,8 @@ def matched_stacks(
     `is_suggested`.
     """
     modules, stacks = _modules_and_stacks(model)
+    if not stacks:
+        return []
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
     targets = tuple(targets)
     named = {t: _named(model, modules, stacks, t) for t in targets if t != ALL_LINEAR}
@@ -267,7 +269,7 @@ def matched_stacks(
     for target in targets:
         matched = {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
         is_of_modules = target != ALL_LINEAR and matched != named[target]
-        if is_of_modules and _are_among_all_beside(model, named[target], meant):
+        if matched and is_of_modules and _are_among_all_beside(model, named[target], meant):
             owners = {_owner(name) for name in matched - left_out}
             matched = {name for name in stacks if _owner(name) in owners}
         found |= matched

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
         model: it has these weights.
         state: those that are to have a fingerprint.
     """
-    if has_float16(state) or any(map(_is_packed, model.modules())):
+    if has_float16(state) or _has_packed_weights(model):
         return True
     return not all(is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor))
 
@@ -86,17 +87,30 @@ def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
 _PACKED_INTO = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a package packs weights of a module into integers: without it they have other names.
+def _has_packed_weights(model: nn.Module) -> bool:
+    """Whether a package packs weights of a model into integers: without it they have other names.
 
-    Upstream's models say so. Otherwise a module is known by having integers for all its matrices; a
-    mask or a table is a buffer, or lies beside weights.
+    Upstream's models say so. In others a layer is known by having integers for all its matrices; a
+    mask or a table is a buffer, or lies beside weights, or in a module around others.
     """
-    if getattr(vars(module).get("config"), "quantization_config", None) is not None:
-        return True
-    own = (each for each in module.parameters(recurse=False) if not is_lazy(each))
-    matrices = [each.dtype for each in own if each.dim() >= 2]
-    return bool(matrices) and all(dtype in _PACKED_INTO for dtype in matrices)
+    configs = (vars(module).get("config") for module in model.modules())
+    if any(getattr_static(each, "quantization_config", None) is not None for each in configs):
+        return any(_is_integer_matrix(each) for each in (*model.parameters(), *model.buffers()))
+    return any(map(_is_packed, model.modules()))
+
+
+def _is_packed(module: nn.Module) -> bool:
+    is_layer = not (module._modules or isinstance(module, nn.ParameterList | nn.ParameterDict))
+    matrices = [p for p in module._parameters.values() if p is not None and _is_matrix(p)]
+    return is_layer and bool(matrices) and all(map(_is_integer_matrix, matrices))
+
+
+def _is_integer_matrix(tensor: Tensor) -> bool:
+    return _is_matrix(tensor) and tensor.dtype in _PACKED_INTO
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.dim() >= 2
 
 
 def is_readable(tensor: Tensor) -> bool:

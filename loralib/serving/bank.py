@@ -35,7 +35,7 @@ from ..arguments import as_names, check_model
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
-from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked, let_pack
+from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked
 from ..text import in_short, shown
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
@@ -72,7 +72,7 @@ class AdapterBank:
         check_unpacked(model)
         self._model = model
         self._key = _Key()
-        keep_unpacked(model, self._key)
+        keep_unpacked(model, for_good=True)  # else no other bank could have it after this one
         self._fingerprint: str | None = None  # of the model, when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = SeenModules()
@@ -170,7 +170,6 @@ class AdapterBank:
         self._hooks.clear()
         self._adapters.clear()
         self._seen.forget_unused(())
-        let_pack(self._model, self._key)
         self._closed = True
 
     def use(self, names: str | Sequence[str]) -> "Block":

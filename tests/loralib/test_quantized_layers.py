@@ -412,14 +412,14 @@ class OwnWay(nn.Parameter):
             frozen(torch.ones(3).to(torch.float8_e4m3fn)),
             r"quantized \(torch.float8_e4m3fn\); leave",
         ),
-        (torch.ones(3).to(torch.float8_e4m3fn), r"quantized \(torch.float8_e4m3fn\); leave it out"),
+        (torch.ones(3).to(torch.float8_e4m3fn), "a buffer of torch.float8_e4m3fn, which no ad"),
         (
             frozen(torch.ones(3).to(torch.complex64)),
             "of torch.complex64, which no adapter holds as",
         ),
-        (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer"),
+        (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer, w"),
         (frozen(torch.ones(3, dtype=torch.uint8)), "of torch.uint8, which no adapter holds as tr"),
-        (torch.ones(3, dtype=torch.uint8), "of torch.uint8, .* buffer .with persistent=False, if"),
+        (torch.ones(3, dtype=torch.uint8), "a buffer of torch.uint8, .* with persistent=False$"),
         (
             OwnWay(torch.ones(3)),
             r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
@@ -452,6 +452,32 @@ def test_what_is_trained_is_held(tmp_path, dtype):
     lora.load_adapter(loaded, tmp_path / "a.safetensors")
     for name, tensor in model[1].state_dict().items():
         assert torch.equal(loaded[1].state_dict()[name], tensor)
+
+
+class SeenBuffer(torch.Tensor):
+    """A tensor that sees each operation on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_head_with_a_scripted_function_and_a_buffer_of_another_class_is_trained(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        head = nn.Sequential(torch.jit.script(nn.GELU()), nn.Linear(8, 3))
+        head[1].register_buffer("seen", torch.ones(3).as_subclass(SeenBuffer))
+        return nn.ModuleDict({"a": nn.Linear(8, 8), "head": head})
+
+    model = make()
+    lora.add_lora(model, "a", r=R, modules_to_train="head")
+    with torch.no_grad():
+        model["head"][1].weight.add_(1)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = make()
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    assert torch.equal(loaded["head"][1].weight, model["head"][1].weight)
 
 
 def test_buffers_of_modules_without_parameters_are_not_held(tmp_path):
@@ -663,9 +689,8 @@ def test_no_layer_of_a_model_with_a_bank_is_packed():
     assert not any(those_that_pack(model))
     adapt(model, None)
     banks[1].close()
-    assert not any(those_that_pack(model))
     lora.remove_lora(model)
-    assert those_that_pack(model) == AS_BEFORE
+    assert not any(those_that_pack(model))  # they could get no other bank
 
 
 def test_a_layer_with_lora_can_be_told_that_it_is_not_to_pack():
@@ -799,9 +824,20 @@ def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packe
             assert bool(caplog.records) == (trained is packed)
 
 
-def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path):
+class Settings(dict):
+    """A config of one's own, whose items are attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path, has_tables):
     model = nn.Sequential(nn.Linear(8, 8))
-    model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    model.config = Settings() if has_tables else types.SimpleNamespace(quantization_config={})
+    if has_tables:
+        model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+        model.table = nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False)
+        model.append(nn.ParameterList([model.table]))
     model.places = nn.Parameter(torch.arange(4), requires_grad=False)
     lora.add_lora(model, "0", r=R)
     lora.save_adapter(model, tmp_path / "a.safetensors")
