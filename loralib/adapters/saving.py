@@ -7,6 +7,7 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -415,7 +416,7 @@ def _dropout(layers: dict[str, LoRALayer]) -> float:
 
 def _name_in_config(model: nn.Module) -> str | None:
     """What upstream's models have the name of their checkpoint under."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    name = getattr_static(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and name else None
 
 
