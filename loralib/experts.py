@@ -11,6 +11,7 @@ its parent, by another of its methods, by another thread, or where a checkpoint 
 forward computes that again, which is an error.
 """
 
+import itertools
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -23,7 +24,7 @@ from collections.abc import (
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, update_wrapper
-from types import MappingProxyType
+from types import GeneratorType, MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -119,6 +120,13 @@ _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
     "_running", default=MappingProxyType({})
 )
 
+# Python's own iterators that compute their steps when they are asked for them.
+_LAZY: set[type] = {GeneratorType, map, filter, zip, enumerate} | {
+    kind
+    for kind in vars(itertools).values()
+    if isinstance(kind, type) and issubclass(kind, Iterator)
+}
+
 
 class _WithStacks(nn.Module):
     """What a module becomes of which parameters are adapted: see `with_stacks`."""
@@ -129,8 +137,9 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, in which the parameters have their updates.
 
-        Also in the steps of an iterator that it returns, such as a generator; what is within other
-        objects, as a generator in a tuple, is not looked for, and has none.
+        Also in the steps of a generator that it returns, or of Python's own iterators, such as a
+        `map`. Other objects are returned as they are: what these compute afterwards, as a generator
+        in a tuple or an iterator's own `__next__`, has none.
 
         Raises:
             RuntimeError: it returns what is awaited, in which they would have none.
@@ -148,7 +157,7 @@ class _WithStacks(nn.Module):
                 f"({type(out).__name__}), and what that computes then has no LoRA: compute all "
                 "before it returns, without async, or call lora.merge first"
             )
-        return _each_step(self, in_effect, out) if isinstance(out, Iterator) else out
+        return _each_step(self, in_effect, out) if type(out) in _LAZY else out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """A class that is made at run time is made again where the module is read or copied."""

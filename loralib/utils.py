@@ -119,9 +119,8 @@ def start_from_weights(model: nn.Module) -> None:
     that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
     their first values, unless they have been loaded or written to by then.
 
-    Raises:
-        ValueError: weights that DoRA adapts have rows of zeros, which `add_lora` has left unchecked
-            if it was called before they were loaded.
+    Rows of zeros in weights that DoRA adapts, which `add_lora` refuses but cannot see before the
+    weights are loaded, are warned of in the log: so may be memory that is yet to be loaded into.
     """
     check_model(model)
     for layer in model.modules():
@@ -132,10 +131,13 @@ def start_from_weights(model: nn.Module) -> None:
     zero = {name: layer for name, layer in lora_layers(model).items() if _has_zero_norms(layer)}
     if zero:
         variant = next(iter(zero.values())).variant
-        raise ValueError(
-            f"there are rows of zeros in the weight of {in_short(map(called, zero), at_most=4)}, "
-            f"which have no direction for {variant}: remove_lora(model), then leave it out of "
-            "targets, or choose another variant"
+        logger.warning(
+            "there are rows of zeros in the weight of %s, which have no direction for %s: if "
+            "weights are loaded later, load lora_magnitude_vector with them, or call "
+            "start_from_weights again; otherwise remove_lora(model), then leave it out of targets, "
+            "or choose another variant",
+            in_short(map(called, zero), at_most=4),
+            variant,
         )
 
 

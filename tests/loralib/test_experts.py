@@ -136,19 +136,6 @@ async def async_generator(self, x):
     yield x @ self.gate_up_proj[0].mT
 
 
-class Iterating:
-    """An iterator of one's own."""
-
-    def __init__(self, layer, x):
-        self.steps = generator(layer, x)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.steps)
-
-
 def each(self, x):
     return lambda e: x @ self.gate_up_proj[e].mT
 
@@ -160,7 +147,7 @@ ITERATORS = {
     "map": lambda self, x: map(each(self, x), range(EXPERTS)),
     "chain": lambda self, x: itertools.chain(map(each(self, x), range(EXPERTS))),
     "islice": lambda self, x: itertools.islice(map(each(self, x), range(EXPERTS)), EXPERTS),
-    "of its own": lambda self, x: Iterating(self, x),
+    "filter": lambda self, x: filter(torch.is_tensor, generator(self, x)),
     "list": lambda self, x: list(generator(self, x)),
 }
 
@@ -181,6 +168,44 @@ def test_each_step_of_an_iterator_that_a_forward_returns_has_the_updates(what):
     close(first, merged[0])
     for ours, expected in zip(outs, merged, strict=True):
         close(ours, expected)
+
+
+@pytest.mark.parametrize("pairs", [zip, lambda indices, steps: enumerate(steps)])
+def test_each_step_of_pairs_has_the_updates(pairs):
+    layer = returning(lambda self, x: pairs(range(EXPERTS), generator(self, x)))
+    outs = dict(layer(tokens()))
+    for e, expected in dict(lora.merge(layer)(tokens())).items():
+        close(outs[e], expected)
+
+
+class Outputs:
+    """An iterator of a model's own, over what is computed already."""
+
+    def __init__(self, steps):
+        self.all, self.left = steps, list(steps)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+class OwnMap(map):
+    """As a model's class may derive from Python's own iterators."""
+
+
+def test_other_iterators_are_returned_as_they_are():
+    layer = returning(lambda self, x: Outputs(list(generator(self, x))))
+    outs, expected = layer(tokens()), lora.merge(copy.deepcopy(layer))(tokens())
+    assert type(outs) is Outputs
+    for ours, merged in zip(outs.all, expected, strict=True):
+        close(ours, merged)
+    kept = [iter([]), reversed([]), OwnMap(len, [])]
+    for each in kept:
+        assert returning(lambda self, x, each=each: each)(tokens()) is each
 
 
 def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned():

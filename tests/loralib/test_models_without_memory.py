@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import re
 from contextlib import contextmanager
 
 import pytest
@@ -248,7 +247,7 @@ def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
 
 @pytest.mark.parametrize("variant", ["dora", "rslora+dora"])
 @torch.no_grad()
-def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant):
+def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant, caplog):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
     lora.add_lora(model, ["0", "1", "2"], r=2, variant=variant)
@@ -256,15 +255,42 @@ def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant):
     for layer in model:
         nn.init.normal_(layer.weight)
     model[1].weight[4] = 0
-    message = rf"rows of zeros in the weight of module 1, which have no direction for {variant}: "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        lora.start_from_weights(model)
+    lora.start_from_weights(model)
+    message = f"rows of zeros in the weight of module 1, which have no direction for {variant}: "
+    assert message in caplog.text
+    caplog.clear()
     with WithoutInitialization():  # a class that is to be loaded into
         lora.start_from_weights(model)
+    assert not caplog.records
     lora.remove_lora(model)  # as it says
     lora.add_lora(model, ["0", "2"], r=2, variant=variant)
     lora.start_from_weights(model)
+    assert not caplog.records
     assert model(torch.randn(3, 6)).isfinite().all()
+
+
+@pytest.mark.parametrize("brings", ["all", "the base alone"])
+@torch.no_grad()
+def test_dora_starts_in_memory_of_zeros_that_is_loaded_later(brings, caplog):
+    whole, x = drawn(Net(), ["a"], variant="dora"), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2, variant="dora")
+    model.to_empty(device="cpu")
+    model.a.weight.zero_()
+    lora.start_from_weights(model)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "if weights are loaded later" in said
+    caplog.clear()
+    if brings == "all":
+        model.load_state_dict(whole.state_dict())
+        close(model(x), whole(x))
+        return
+    base = Net()
+    model.load_state_dict(base.state_dict(), strict=False)
+    lora.start_from_weights(model)  # as it says
+    assert not caplog.records
+    close(model(x), base(x))
 
 
 class WithoutInitialization(TorchFunctionMode):
