@@ -21,7 +21,7 @@ from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
 from .text import called, in_short
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_sharded
+from .wrappers import is_fake, is_sharded
 from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,11 @@ def start_from_weights(model: nn.Module) -> None:
 
 def _has_zero_norms(layer: LoRALayer) -> bool:
     """Whether DoRA's magnitudes, which were the norms of a weight's rows right now, have zeros."""
-    if not variant_of(layer.variant).has_magnitude or layer.lora_magnitude_vector.is_meta:
+    if not variant_of(layer.variant).has_magnitude:
         return False
     norms: Any = layer.lora_magnitude_vector
+    if norms.is_meta or is_fake(norms):
+        return False
     return not (norms.full_tensor() if is_sharded(norms) else norms).all()
 
 

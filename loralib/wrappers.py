@@ -79,6 +79,11 @@ _ORDINARY = {"Tensor", "TensorBase", "Parameter", "Buffer", "DTensor", "FakeTens
 _ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
 
 
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has a shape alone, on a device that has memory (`FakeTensorMode`)."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
 def quantized(tensor: Tensor) -> str | None:
     """That a tensor is quantized, in words, where it is, or else computes in a way of its own."""
     kind = type(tensor)
