@@ -4,7 +4,7 @@ Each process holds a part of each parameter. Hooks on modules gather a parameter
 `deepspeed.zero.GatheredParameters` does for a block; otherwise it is empty, of shape (0,).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,20 +54,30 @@ def check_gathered(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
             )
 
 
-# By what DeepSpeed's optimizers, under any of ZeRO 1 to 3, are known on what they hold a copy of.
-_LINKS = ("_hp_mapping", "_z3_optimizer")
-
-
-def check_not_copied(model: nn.Module, so: str) -> None:
-    """Checks that no optimizer of DeepSpeed's holds copies of a model's parameters.
+def check_not_copied(model: nn.Module, so: str, written: Container[str] | None = None) -> None:
+    """Checks that no optimizer of DeepSpeed's, under any of ZeRO 1 to 3, trains copies.
 
     Args:
         model: the model.
-        so: what follows where one does, and what to do.
+        so: what follows where one does, and what to do before deepspeed.initialize.
+        written: names of the parameters of which copies matter; None for all.
 
     Raises:
         ValueError: one does.
     """
-    for name, tensor in model.named_parameters():
-        if any(getattr(tensor, link, None) is not None for link in _LINKS):
-            raise ValueError(f"DeepSpeed's optimizer holds a copy of {name}, {so}")
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        way_out = _way_out_of_copies(tensor)
+        if way_out and (written is None or name in written):
+            raise ValueError(
+                f"DeepSpeed's optimizer holds a copy of {name}, {so}; to do so now, {way_out}"
+            )
+
+
+def _way_out_of_copies(tensor: Any) -> str | None:
+    """How to be rid of the optimizer that trains a copy of a parameter, if one does."""
+    if getattr(tensor, "_hp_mapping", None) is not None:  # ZeRO 1 and 2, on what they train
+        return "call engine.destroy() first"
+    # ZeRO 3 notes it on frozen parameters as well, and leaves it there when it is destroyed.
+    if tensor.requires_grad and getattr(tensor, "_z3_optimizer", None) is not None:
+        return "build the model again"
+    return None

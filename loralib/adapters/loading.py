@@ -354,6 +354,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     check_not_copied(
         model,
         "which it would write over an adapter: load it before deepspeed.initialize",
+        written=adapter.tensors,
     )
     check_whole(model, "an adapter is loaded")
     check_unpacked(model)

@@ -146,19 +146,68 @@ def test_evaluation_keeps_no_copy_of_what_is_freed_after_each_call():
     assert model.a._merged_copy is None
 
 
-def test_nothing_comes_under_an_optimizer_that_does_not_know_it(tmp_path):
-    model = drawn(Net(), ["a"])
+def trained_by_an_engine(model: nn.Module, stage: int) -> nn.Module:
+    """The model, as `deepspeed.initialize` leaves it: ZeRO 3 makes notes on frozen parameters."""
+    for parameter in model.parameters():
+        if stage == 3:
+            parameter._z3_optimizer = object()
+        elif parameter.requires_grad:
+            parameter._hp_mapping = object()
+    return model
+
+
+def destroyed(model: nn.Module) -> nn.Module:
+    """As `engine.destroy()` leaves it, which keeps what ZeRO 3 notes."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "_hp_mapping"):
+            parameter._hp_mapping = None  # as where another process holds the copy
+    return model
+
+
+WAYS_OUT = {
+    2: r"; to do so now, call engine.destroy\(\) first$",
+    3: r"; to do so now, build the model again$",
+}
+
+
+@pytest.mark.parametrize("stage", WAYS_OUT)
+def test_nothing_comes_under_an_optimizer_that_does_not_know_it(tmp_path, stage):
+    base = Net()
+    model = drawn(base, ["a"])
     lora.save_adapter(model, tmp_path / "a.safetensors")
+    trained_by_an_engine(model, stage)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    model.a.lora_A._hp_mapping = None  # as where another process holds the copy
-    lora.load_adapter(model, tmp_path / "a.safetensors")
-    model.a.lora_A._hp_mapping = object()
+    refused = r"of a.lora_A, .*load it before deepspeed.initialize" + WAYS_OUT[stage]
     for wrapped in (model, DeepSpeedEngine(model)):
-        with pytest.raises(ValueError, match=r"of a.lora_A, .*load it before deepspeed.initialize"):
+        with pytest.raises(ValueError, match=refused):
             lora.load_adapter(wrapped, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"not train what comes now: adapt the model before deep"):
+    refused = r"of a.lora_A, .*comes now: adapt the model before deepspeed.init.*" + WAYS_OUT[stage]
+    with pytest.raises(ValueError, match=refused):
         lora.add_lora(model, ["b"], r=2)
     assert_same_bits(model.state_dict(), before)
+    model = destroyed(model) if stage == 2 else drawn(base, ["a"])  # as they say
+    assert lora.load_adapter(model, tmp_path / "a.safetensors") == ("a",)
+    assert_same_bits(model.state_dict(), before)
+    lora.add_lora(model, ["b"], r=2)
+
+
+@pytest.mark.parametrize("stage", WAYS_OUT)
+def test_a_frozen_adapter_under_a_trained_head_can_be_replaced(tmp_path, stage):
+    base = Net()
+    lora.save_adapter(drawn(base, ["a"]), tmp_path / "a.safetensors")
+    with_head = drawn(base, ["a"], modules_to_train=["head"])
+    lora.save_adapter(with_head, tmp_path / "head.safetensors")
+    model = drawn(base, ["a"]).requires_grad_(False)
+    model.head.requires_grad_(True)
+    trained_by_an_engine(model, stage)
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    loaded = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert_same_bits({name: model.state_dict()[name] for name in loaded}, loaded)
+    with pytest.raises(ValueError, match=r"holds a copy of head\.\w+, which it would write over"):
+        lora.load_adapter(model, tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match=r"holds a copy of head\.\w+, and would not train what"):
+        lora.add_lora(model, ["b"], r=2)
+    assert_same_bits({name: model.state_dict()[name] for name in loaded}, loaded)
 
 
 def test_an_engine_is_a_wrapper(tmp_path):
