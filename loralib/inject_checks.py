@@ -15,6 +15,7 @@ from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import class_of, is_in_place
+from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import DTYPES, DTYPES_OF_BUFFERS
@@ -433,19 +434,11 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
         if weight is None or weight.is_meta or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        if not rows.any(dim=1).all() and _initializations_fill():
+        if not rows.any(dim=1).all() and initializes():
             raise ValueError(
                 f"{called(name)} has rows of zeros in its {part}, which have no direction for "
                 f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"
             )
-
-
-def _initializations_fill() -> bool:
-    """Whether random initializations work: a loader that fills the weights later leaves them out.
-
-    Those of Transformers 4 and Lightning do so, while a model class is called.
-    """
-    return bool(nn.init.uniform_(torch.zeros(1, device="cpu"), 1.0, 2.0))
 
 
 def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO 3, known by what it notes on parameters: it is never imported here.
+"""DeepSpeed's ZeRO, known by what it notes on parameters: it is never imported here.
 
-Each process holds a part of each parameter. Hooks on modules gather a parameter for a call, as
-`deepspeed.zero.GatheredParameters` does for a block; otherwise it is empty, of shape (0,).
+Under ZeRO 3, each process holds a part of each parameter. Hooks on modules gather a parameter for a
+call, as `deepspeed.zero.GatheredParameters` does for a block; otherwise it is empty, of shape (0,).
 """
 
 from collections.abc import Container, Iterable, Iterator

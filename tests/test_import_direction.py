@@ -95,6 +95,7 @@ ROOMS = {
         "errors",
         "functional",
         "in_place",
+        "initialization",
         "layers",
         "lora_layer",
         "model_checks",

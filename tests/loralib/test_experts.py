@@ -1,16 +1,12 @@
 """LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
 
-import abc
 import copy
-import gc
 import inspect
 import io
-import itertools
 import logging
 import pickle
 import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -43,7 +39,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
@@ -121,118 +116,6 @@ OTHERS = {
     "compared from the left": lambda w, x: (x.new_zeros(()) < w) * w,
     "sizes": lambda w, x: torch.tensor([*w.shape, w.size(1), w.dim(), len(w), w.ndim]).to(w.dtype),
 }
-
-
-def generator(self, x):
-    for weight in self.gate_up_proj:
-        yield x @ weight.mT
-
-
-async def coroutine(self, x):
-    return x @ self.gate_up_proj[0].mT
-
-
-async def async_generator(self, x):
-    yield x @ self.gate_up_proj[0].mT
-
-
-def each(self, x):
-    return lambda e: x @ self.gate_up_proj[e].mT
-
-
-ITERATORS = {
-    "generator": generator,
-    "generator expression": lambda self, x: (each(self, x)(e) for e in range(EXPERTS)),
-    "of what is there": lambda self, x: (out for out in list(generator(self, x))),
-    "map": lambda self, x: map(each(self, x), range(EXPERTS)),
-    "chain": lambda self, x: itertools.chain(map(each(self, x), range(EXPERTS))),
-    "islice": lambda self, x: itertools.islice(map(each(self, x), range(EXPERTS)), EXPERTS),
-    "filter": lambda self, x: filter(torch.is_tensor, generator(self, x)),
-    "list": lambda self, x: list(generator(self, x)),
-}
-
-
-def returning(forward) -> Experts:
-    layer = type("Later", (Experts,), {"forward": forward})()
-    lora.add_lora(layer, "gate_up_proj", r=R)
-    return randomised(layer)
-
-
-@pytest.mark.parametrize("what", ITERATORS)
-def test_each_step_of_an_iterator_that_a_forward_returns_has_the_updates(what):
-    layer = returning(ITERATORS[what])
-    outs, steps = layer(tokens()), layer(tokens())
-    first = next(iter(steps))
-    close(layer.gate_up_proj, layer._parameters["gate_up_proj"])  # between the steps it is frozen
-    merged = list(copy.deepcopy(lora.merge(layer))(tokens()))
-    close(first, merged[0])
-    for ours, expected in zip(outs, merged, strict=True):
-        close(ours, expected)
-
-
-@pytest.mark.parametrize("pairs", [zip, lambda indices, steps: enumerate(steps)])
-def test_each_step_of_pairs_has_the_updates(pairs):
-    layer = returning(lambda self, x: pairs(range(EXPERTS), generator(self, x)))
-    outs = dict(layer(tokens()))
-    for e, expected in dict(lora.merge(layer)(tokens())).items():
-        close(outs[e], expected)
-
-
-class Outputs:
-    """An iterator of a model's own, over what is computed already."""
-
-    def __init__(self, steps):
-        self.all, self.left = steps, list(steps)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if not self.left:
-            raise StopIteration
-        return self.left.pop(0)
-
-
-class OwnMap(map):
-    """As a model's class may derive from Python's own iterators."""
-
-
-def test_other_iterators_are_returned_as_they_are():
-    layer = returning(lambda self, x: Outputs(list(generator(self, x))))
-    outs, expected = layer(tokens()), lora.merge(copy.deepcopy(layer))(tokens())
-    assert type(outs) is Outputs
-    for ours, merged in zip(outs.all, expected, strict=True):
-        close(ours, merged)
-    kept = [iter([]), reversed([]), OwnMap(len, [])]
-    for each in kept:
-        assert returning(lambda self, x, each=each: each)(tokens()) is each
-
-
-def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned():
-    def forward(self, x):
-        e = yield x @ self.gate_up_proj[0].mT
-        yield x @ self.gate_up_proj[e].mT
-        return "done"
-
-    layer = returning(forward)
-    steps = layer(tokens())
-    next(steps)
-    second = steps.send(2)
-    with pytest.raises(StopIteration, match="done"):
-        next(steps)
-    close(second, tokens() @ lora.merge(layer).gate_up_proj[2].mT)
-
-
-@pytest.mark.parametrize("forward", [coroutine, async_generator])
-def test_what_a_forward_leaves_to_be_awaited_is_an_error(forward):
-    """The parameters have their updates while it runs. A coroutine that is refused is closed."""
-    layer = returning(forward)
-    message = rf"the forward of Later returns what is awaited \({forward.__name__}\), and what "
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that a coroutine was never awaited
-        with pytest.raises(RuntimeError, match=message):
-            layer(tokens())
-        gc.collect()
 
 
 def test_the_sum_is_computed_in_its_own_precision():
@@ -762,71 +645,6 @@ def test_experts_in_evaluation_get_updates_in_evaluation():
     assert lora_layers(model)
 
 
-def test_a_parametrized_stack_is_an_error():
-    experts = adapted(layers=1).layers[0]["experts"]
-    parametrize.register_parametrization(experts, "down_proj", nn.Identity())
-    with pytest.raises(AttributeError, match="no longer has its parameter down_proj"):
-        experts(tokens())
-    for undo in (lora.merge, lora.remove_lora):
-        with pytest.raises(ValueError, match="down_proj_lora has been parametrized or pruned"):
-            undo(experts)
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_other_parameters_may_be_parametrized_before_and_since():
-    experts = Experts()
-    parametrize.register_parametrization(experts, "down_proj", Doubled())
-    parametrize.register_parametrization(experts, "gate_up_proj_bias", Doubled())
-    lora.add_lora(experts, "gate_up_proj", r=R)
-    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
-    out = randomised(experts)(tokens())
-    for undo in (lora.merge, lora.remove_lora):
-        plain = copy.deepcopy(experts)
-        undo(plain)
-        assert type(plain).__bases__ == (Experts,)
-        assert set(plain.parametrizations) == {"down_proj", "gate_up_proj_bias", "down_proj_bias"}
-        assert set(plain._parameters) == {"gate_up_proj"}
-        if undo is lora.merge:
-            close(plain(tokens()), out)
-    close(experts(tokens()), out)
-
-
-@pytest.mark.parametrize("is_doubled", [True, False])
-def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
-    """PyTorch takes its class away, and leaves that of the experts with LoRA."""
-    experts, names = Experts(), ("down_proj", "down_proj_bias")
-    for name in names:
-        parametrize.register_parametrization(experts, name, Doubled())
-    before = copy.deepcopy(experts)
-    lora.add_lora(experts, "gate_up_proj", r=R)
-    out = randomised(experts)(tokens())
-    for name in names:
-        assert isinstance(experts, Experts)
-        parametrize.remove_parametrizations(experts, name, leave_parametrized=is_doubled)
-    close(experts(tokens()), out if is_doubled else out / 2)
-    assert lora.add_lora(experts, "down_proj", r=R) == ("down_proj_lora",)
-    out = randomised(experts)(tokens())
-    close(lora.merge(experts)(tokens()), out)
-    assert type(experts) is Experts
-    before(tokens())  # whose class is another
-
-
-def test_a_stack_that_is_registered_since_leaves_what_is_parametrized():
-    experts = Experts()
-    lora.add_lora(experts, "gate_up_proj", r=R)
-    out = randomised(experts)(tokens())
-    parametrize.register_parametrization(experts, "down_proj", Doubled())
-    parametrize.register_parametrization(experts, "down_proj_bias", Doubled())
-    experts.another = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
-    assert lora.add_lora(experts, "another", r=R) == ("another_lora",)
-    close(experts(tokens()), 2 * out)
-    close(lora.merge(experts)(tokens()), 2 * out)
-
-
 def test_what_is_set_to_be_shown_of_experts_is_shown():
     experts = Experts()
     experts.extra_repr = lambda: "set"
@@ -834,37 +652,6 @@ def test_what_is_set_to_be_shown_of_experts_is_shown():
     assert "(set" in repr(experts).replace("\n  ", "")
     lora.remove_lora(experts)
     assert repr(experts) == "Experts(set)"
-
-
-def test_a_class_with_a_metaclass_is_parametrized_like_others():
-    kind = abc.ABCMeta("Abstract", (Experts,), {})
-    experts = kind()
-    parametrize.register_parametrization(experts, "down_proj", Doubled())
-    lora.add_lora(experts, "gate_up_proj", r=R)
-    out = randomised(experts)(tokens())
-    close(lora.merge(experts)(tokens()), out)
-    assert type(experts).__bases__ == (kind,)
-    parametrize.remove_parametrizations(experts, "down_proj")
-    assert type(experts) is kind
-
-
-def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
-    """Nor is a class that reads such a part by properties, as PyTorch's does."""
-
-    class Lookalike(Experts):
-        own = property(lambda self: self.parametrizations["own"])
-
-        def forward(self, x):
-            return self.own(super().forward(x))
-
-    experts = Lookalike()
-    experts.parametrizations = nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH)})
-    before = experts(tokens())
-    lora.add_lora(experts, "gate_up_proj", r=R)
-    out = randomised(experts)(tokens())
-    assert (out - before).abs().max() > 0.01
-    close(lora.merge(experts)(tokens()), out)
-    assert type(experts) is Lookalike
 
 
 def test_a_forward_that_was_set_is_the_owner_s():
