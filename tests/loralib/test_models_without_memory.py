@@ -249,7 +249,7 @@ def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
 @torch.no_grad()
 def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant, caplog):
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     lora.add_lora(model, ["0", "1", "2"], r=2, variant=variant)
     model.to_empty(device="cpu")
     for layer in model:
