@@ -99,7 +99,7 @@ class Delta:
             yield Block(slice(start, start + width), rows, self.A[rows], B)
 
     def to(self: _Own, *args: Any, **kwargs: Any) -> _Own:
-        """Returns the update on another device or in another dtype. Arguments as for `Tensor.to`."""
+        """Returns the update on another device or in another dtype. Takes `Tensor.to`'s arguments."""
         return replace(self, A=self.A.to(*args, **kwargs), B=self.B.to(*args, **kwargs))
 
     def linear(
