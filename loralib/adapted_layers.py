@@ -152,7 +152,7 @@ class AdaptedProjection(LoRALayer, nn.Module):
         self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def forward(self, weight: Tensor) -> Any:
-        """Returns the weight with its update, with which the attention computes in its place.
+        """Returns the weight with its update, for the attention to compute with.
 
         It is called like any module, so that hooks and FSDP can load A and B when they are needed.
         """

@@ -31,7 +31,7 @@ _ABOUT = {
     *("layout", "ndim", "numel", "requires_grad", "shape", "size"),
 }
 
-# Methods that read only the dtype and device of their argument, as `x.to(self.qkv.weight)` does.
+# Methods that read only their argument's dtype and device, as `x.to(self.qkv.weight)` does.
 _AS = {"to", "type_as"}
 
 
@@ -70,7 +70,7 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def _passes_by(
     chains: Iterable[_Chain], part: list[str], kinds: list[type], parameter: str
 ) -> bool:
-    """Returns whether a forward reads a parameter of a submodule, and cannot be calling that.
+    """Returns whether a forward reads a submodule's parameter, and uses nothing that may call it.
 
     Args:
         chains: the attributes that the forward uses.
@@ -101,7 +101,7 @@ def _may_call(chain: _Chain, part: list[str], kinds: list[type]) -> bool:
 
 
 def _used_in_forward(kind: type) -> list[_Chain]:
-    """Returns the attributes of `self` that a class's forward, and the methods it calls, use.
+    """Returns the attributes of `self` that a class's forward and the methods it calls use.
 
     Returns none at all if some may be missing.
     """

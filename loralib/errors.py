@@ -23,13 +23,13 @@ class CheckpointError(ValueError):
         super().__init__(" ".join(message.splitlines()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default, a copy is constructed from the message, which the classes below do not take.
+        # By default, a copy is made from the message, but the classes below take other arguments.
         return _restored, (type(self), self.args), self.__dict__
 
 
 def _restored(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
     """Returns a pickled error, made without its constructor. Pickle then sets its attributes."""
-    # Python allows only OSError.__new__ to create an object that is also an OSError.
+    # Python creates instances of subclasses of OSError only with OSError.__new__.
     new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
     error = new(kind)
     error.args = args

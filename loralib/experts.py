@@ -1,4 +1,4 @@
-"""LoRA on stacks of matrices: 3-dimensional parameters, such as the weights of a mixture's experts.
+"""LoRA on stacks of matrices: 3-dimensional parameters, such as the experts' weights of an MoE.
 
     the module's own forward reads     self.gate_up_proj          (experts, out, in)
     and gets, while it runs            W + s · B A, a `LowRankSum`, of each expert
@@ -8,8 +8,7 @@ The sum is not computed: see low_rank_sum.py.
 The module's class changes to one derived from its own. For each adapted parameter it has a child,
 an `AdaptedStack`, with A and B. The parameter has its update only while the module's own forward
 runs. Whatever else reads it gets the frozen one: the module's parent, another of its methods, or
-another thread. So does a checkpoint of a part of the forward that computes it again, which is an
-error.
+another thread. So does a checkpointed part of the forward when it is recomputed, which is an error.
 """
 
 import itertools
@@ -163,7 +162,7 @@ class _WithStacks(nn.Module):
         return _each_step(self, in_effect, out) if type(out) in _LAZY else out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickles what makes the module's class, which exists only at run time, also for copies."""
+        """Pickles and copies how to make the module's class, which exists only at run time."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._stacks), reduced[2]
 
@@ -202,7 +201,7 @@ def adapted_stacks(owner: Any) -> dict[str, nn.Module]:
 
 
 def _in_effect(owner: nn.Module, weight: Tensor, layer: nn.Module) -> LowRankSum | Tensor:
-    """Returns a module's parameter with its update: a sum that is not computed, or merged."""
+    """Returns a parameter with its update: a `LowRankSum`, or the merged weight."""
     found = without_checkpoint(layer)(weight)
     if len(found) == 1:
         return found[0]
@@ -240,7 +239,10 @@ def _new(kind: type[nn.Module], stacks: tuple[str, ...]) -> nn.Module:
 
 
 def _reading(name: str) -> property:
-    """Returns the property for a parameter, which FSDP and `nn.DataParallel` set and delete."""
+    """Returns the property that reads a parameter, with its update while the forward runs.
+
+    FSDP and `nn.DataParallel` set it to a plain tensor, and delete that.
+    """
 
     def read(module: nn.Module) -> Any:
         in_effect = _running.get().get(module, {})

@@ -99,7 +99,7 @@ class Delta:
             yield Block(slice(start, start + width), rows, self.A[rows], B)
 
     def to(self: _Own, *args: Any, **kwargs: Any) -> _Own:
-        """Returns the update on another device or in another dtype. Takes `Tensor.to`'s arguments."""
+        """Returns the update on another device or in another dtype, called like `Tensor.to`."""
         return replace(self, A=self.A.to(*args, **kwargs), B=self.B.to(*args, **kwargs))
 
     def linear(
@@ -264,7 +264,7 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
     """Returns ‖W + s · B A‖ of each row, (width,), in float32 or wider.
 
     ‖w + s · Aᵀ b‖² = ‖w‖² + 2 s · b (A w) + s² · b (A Aᵀ) b, for a row w of W and b of B. If B is
-    zero, the result is bit-exact the norm of W.
+    zero, the result is the norm of W, bit-exact.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     # `no_grad` does not stop forward-mode derivatives, but detaching does.
@@ -434,7 +434,7 @@ class _LowRankLinear(torch.autograd.Function):
 
 
 def _columns(tensor: Tensor, part: slice) -> Tensor:
-    """Returns some columns, but no view of all of them, which some transforms have no rule for."""
+    """Returns some columns; for all of them no view, as some transforms have no rule for it."""
     return tensor if part == slice(0, tensor.shape[1]) else tensor[:, part]
 
 

@@ -42,7 +42,7 @@ def turning(module: nn.Module) -> Iterator[None]:
 
 
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Changes a module's class; for `turning` blocks, which then add what that class needs."""
+    """Changes a module's class. Called in a `turning` block that also adds what the class needs."""
     drop_set_forward(module)
     vars(module)["_turned"] = _Turned(class_of(module), frozenset())
     set_class(module, kind)
@@ -77,9 +77,9 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _has_class_over(module: nn.Module) -> bool:
-    """Returns whether a module has that subclass, and not a user's class that looks like it.
+    """Returns whether PyTorch's parametrizations have given a module such a subclass.
 
-    A user's class may also have a child called `parametrizations`, and properties.
+    A user's class can look alike: it may have a child called `parametrizations`, and properties.
     """
     theirs = vars(type(module)).get("__getstate__")  # a metaclass may change a class's __module__
     is_theirs = getattr(theirs, "__module__", None) == parametrize.__name__
@@ -92,7 +92,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Returns whether this LoRA layer was made from a plain one in its model, as by `add_lora`."""
+    """Returns whether this LoRA layer was made by adapting a model's module, as by `add_lora`."""
     return was_turned(module) or isinstance(module, AdaptedProjection)
 
 
@@ -105,7 +105,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def merge_in_place(model: nn.Module) -> None:
-    """Turns a model's modules back into plain ones, with new weights that contain their updates.
+    """Turns a model's modules back into plain ones, with their updates merged into new weights.
 
     Raises:
         ValueError: as `turn_all_back`.
@@ -147,7 +147,7 @@ def _check_turnable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
-            is_parameters = isinstance(module, AdaptedProjection)  # has its owner's forward
+            is_parameters = isinstance(module, AdaptedProjection)  # `base` is its owner then
             raise ValueError(
                 own_forward_message(
                     name.rpartition(".")[0] if is_parameters else name,
@@ -188,7 +188,7 @@ _FAST_PATH: dict[type[nn.Module], tuple[str, object]] = {
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Makes PyTorch's encoders call those of their children that have LoRA.
+    """Disables the fast path of PyTorch's encoders that contain LoRA, so they call their children.
 
     Also keeps the quantized layers of a model with LoRA off the fast path of bitsandbytes.
     """

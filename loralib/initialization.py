@@ -30,7 +30,7 @@ _deferred = ContextVar("_deferred", default=False)
 
 @contextmanager
 def deferring_start() -> Iterator[None]:
-    """Within this block, layers initialize nothing from their weights, which are not loaded yet.
+    """Keeps layers in this block from initializing from their weights, which are not loaded yet.
 
     For models that are built to be loaded into: the caller loads the weights, and then calls
     `start_from_weights`. Otherwise, weights that are about to be overwritten would be decomposed
@@ -49,7 +49,7 @@ def start_is_deferred() -> bool:
 
 
 class NoInitialization(TorchFunctionMode):
-    """Within this block, `torch.nn.init` does nothing: tensors stay uninitialized.
+    """A mode in which `torch.nn.init` does nothing: tensors stay uninitialized.
 
     For models that are built to be loaded into. On the meta device this saves more than the random
     numbers: PyTorch would import its compiler for them, which takes a second.

@@ -471,8 +471,8 @@ def check_owner(model: nn.Module, name: str) -> None:
     """Checks that a module does not belong to an attention that could not use its update.
 
     An `nn.MultiheadAttention` computes with the weight of its out_proj itself, so it changes its
-    class when out_proj is adapted. It cannot if it has a forward of its own, or if that weight is
-    quantized.
+    class when out_proj is adapted. It cannot if its class adds methods or attributes of its own, or
+    if that weight is quantized.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     if not isinstance(owner, nn.MultiheadAttention):

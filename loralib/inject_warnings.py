@@ -68,7 +68,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns of layers and stacks that the model bypasses, see `bypassed`: updates have no effect."""
+    """Warns of layers and stacks that the model bypasses, where updates have no effect."""
     found = bypassed(model, names)
     stacks = [name for name in found if stack_named(model, name) is not None]
     layers = [name for name in found if name not in stacks]
