@@ -1,6 +1,6 @@
-"""loralib: LoRA layers for PyTorch, a drop-in for loralib 0.1.2.
+"""loralib: LoRA layers for PyTorch, a drop-in replacement for loralib 0.1.2.
 
-Replace a layer by its namesake here, freeze the rest, train, and save the small part:
+Replace a layer with the one of the same name here, freeze the rest, train, and save the LoRA part:
 
     import loralib as lora
 
@@ -8,14 +8,14 @@ Replace a layer by its namesake here, freeze the rest, train, and save the small
     lora.mark_only_lora_as_trainable(model)
     torch.save(lora.lora_state_dict(model), "lora.pt")
 
-The layers need torch alone. Each name's module is imported when the name is first asked for, so
-that what needs no layer, such as an error or an atomic write, does not wait for torch either. The
-names are listed twice: as imports for type checkers, and with their modules for `__getattr__`.
+The layers need only torch. Each public name is imported from its module on first access, so code
+that needs no layer, such as an error class or an atomic write, does not wait for torch to load.
+The names are listed twice: as imports for type checkers, and with their modules for `__getattr__`.
 
-The head of `loralib.layers` explains the layers, with a diagram.
+The docstring of `loralib.layers` explains the layers, with a diagram.
 """
 
-# ruff: noqa: F401 - the imports are for type checkers alone
+# ruff: noqa: F401 - the imports are only for type checkers
 
 import importlib
 import importlib.util
@@ -72,7 +72,7 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    """Imports the module of a name that was not asked for before, or the module of that name."""
+    """Imports a public name on its first access, or a submodule of that name."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
         globals()[name] = value

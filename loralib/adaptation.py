@@ -1,6 +1,6 @@
-"""One module of a model: the settings that it is adapted with, and the LoRA layer that it becomes.
+"""Turns one module or stack of a model into its LoRA layer, with the given settings.
 
-The table at the head of inject.py has both sides.
+The table at the top of inject.py lists which module becomes which layer.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from .wrappers import package_and_name
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """What a module is adapted with; the fields are those of `add_lora`.
+    """The settings that one module is adapted with; the fields are arguments of `add_lora`.
 
     Args:
-        enable_lora: for each of the equal slices of a linear layer's output whether it has an
+        enable_lora: for each of the equal slices of a linear layer's output, whether it has an
             update, as for `MergedLinear`.
     """
 
@@ -46,27 +46,27 @@ class LayerSettings:
     enable_lora: tuple[bool, ...] = (True,)
 
     def of_layer(self) -> dict[str, Any]:
-        """The arguments of `LoRALayer`."""
+        """Returns the keyword arguments for `LoRALayer`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["enable_lora"]
         return own | {"merge_weights": True}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, whoever's: what "all-linear" means."""
+    """Returns whether "all-linear" counts a module as linear, whichever package it is from."""
     return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is upstream's Conv1D: a linear layer that holds its weight as (in, out)."""
+    """Returns whether this is Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
     return class_of(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
-    """What adapts a module of this kind.
+    """Returns the function that adapts a module of this class.
 
     Raises:
-        UnsupportedLayerError: nothing does.
+        UnsupportedLayerError: there is no such function.
     """
     kind = class_of(module)
     if kind is nn.MultiheadAttention or _is_without_update(module):
@@ -76,8 +76,8 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     if scales_rows(module):
         return _adapt_with(ScaledEmbedding)
     for plain, build in _BUILDERS.items():
-        # A subclass is as good, unless it computes in its own way, or the model uses what it has
-        # besides.
+        # A subclass works too, unless it has a forward of its own, or additional attributes that
+        # the model may use.
         if not issubclass(kind, plain) or of_its_own(kind, plain):
             continue
         if computes_as(kind, plain) or package_and_name(kind) in _PRODUCTS:
@@ -86,19 +86,19 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
 
 
 def _is_without_update(module: nn.Module) -> bool:
-    """Whether this is an attention of which out_proj alone has an update so far."""
+    """Returns whether this is an adapted attention in which only out_proj has an update so far."""
     is_adapted = isinstance(module, MultiheadAttention) and module.r == 0
     return is_adapted and "q_proj" not in module._modules
 
 
-# What a subclass of a plain layer may define without being missed in a LoRA layer; and of Python's
-# own methods, those that decide what it computes.
+# _HARMLESS: what a subclass of a plain layer may define, although its LoRA layer will lack it.
+# _CALLED: the double-underscore methods that can change what a module computes.
 _HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
 _CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
 
 
 def of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
-    """The attributes and methods that a subclass of a plain layer adds to it."""
+    """Returns the attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
     names = {name for each in between for name in vars(each)}
     own = {name for name in names if not name.startswith("__") or name in _CALLED}
@@ -106,21 +106,21 @@ def of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
 
 
 def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
-    """Whether a subclass of one of PyTorch's layers leaves it how it computes."""
+    """Returns whether a subclass of one of PyTorch's layers inherits its forward unchanged."""
     methods = ("forward", "_conv_forward")
     return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
 
 
-# Subclasses of `nn.Linear` whose own forward gives x Wᵀ + b, by package and name. What a forward
-# computes cannot be told from outside.
+# Subclasses of `nn.Linear` whose own forward computes x Wᵀ + b, by package and name. They have to
+# be listed, because code cannot tell what a forward computes.
 _PRODUCTS = {("transformers", "FalconLinear"), ("timm", "Linear")}
 
 
 def scales_rows(embedding: nn.Module) -> bool:
-    """Whether this is upstream's embedding that scales its rows, as BART and Gemma have it."""
+    """Returns whether this is Hugging Face's embedding with scaled rows, as in BART and Gemma."""
     package, name = package_and_name(type(embedding))
     is_one = package == "transformers" and name.endswith("ScaledWordEmbedding")
-    # T5Gemma 2's has another parameter, which is one row's.
+    # T5Gemma 2's has a second parameter, which holds the row of one token.
     return is_one and embedding._parameters.keys() == {"weight"}
 
 
@@ -164,12 +164,12 @@ def _adapt_attention(module: Any, settings: LayerSettings) -> None:
 
 
 def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
-    """Adapts a parameter of a module that is a stack of matrices."""
+    """Adapts a stack of matrices: changes its module's class, and adds the stack's LoRA layer."""
     owner: Any = stack.owner
     name = stack.parameter
     if not was_turned(owner):
         turn_into(owner, with_stacks(class_of(owner), stacks_in(owner)))
-    elif name not in owner._stacks:  # registered since
+    elif name not in owner._stacks:  # registered after the class was made
         set_class(owner, with_stacks(class_of(owner), [name]))
     layer: Any = AdaptedStack(owner, name, **settings.of_layer())
     layer._add_update(_update_dtype(layer))
@@ -178,7 +178,7 @@ def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
 
 
 def drop_stack(stack: Stack) -> None:
-    """Undoes `adapt_stack`, as far as it came."""
+    """Undoes `adapt_stack`, even one that failed halfway."""
     owner, name = stack
     owner._modules.pop(layer_of_stack(name), None)
     if was_turned(owner) and not adapted_stacks(owner):
@@ -195,7 +195,7 @@ _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
 
 
 def turn_with(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
-    """Turns a module into a LoRA layer of a kind, whose update is still to come."""
+    """Turns a module into a LoRA layer of class `kind`, still without its update's parameters."""
     if not was_turned(module):
         turn_into(module, kind)
     LoRALayer.__init__(module, **settings.of_layer())  # type: ignore[arg-type]
@@ -203,5 +203,5 @@ def turn_with(module: nn.Module, kind: type[Any], settings: LayerSettings) -> No
 
 
 def _update_dtype(layer: LoRALayer) -> torch.dtype:
-    """Updates are trained in float32 or wider."""
+    """Returns the dtype of an update's parameters: the frozen weight's, but at least float32."""
     return torch.promote_types(layer.frozen_weight.dtype, torch.float32)

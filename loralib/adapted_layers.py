@@ -1,9 +1,9 @@
-"""Layers that `add_lora` makes of a model's own, beyond those in layers.py.
+"""The LoRA layers that `add_lora` makes from a model's modules, besides those in layers.py.
 
-They keep the names of the module that they are made of: `weight` and `bias` of a convolution,
-`in_proj_weight` and `out_proj` of an `nn.MultiheadAttention`. The layers in layers.py that have the
-release's names and shapes, such as `Conv2d` with its `conv.weight`, are for models that are built
-with them.
+They keep the parameter names of the module that they are made from: `weight` and `bias` of a
+convolution, `in_proj_weight` and `out_proj` of an `nn.MultiheadAttention`. The convolutions in
+layers.py have the names and shapes of loralib 0.1.2 instead, such as `conv.weight`. They are for
+models that are built with them.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class _AdaptedConv(LoRALayer):
     """`AdaptedConv1d`, `AdaptedConv2d` and `AdaptedConv3d`: a convolution with a low-rank update.
 
     h = conv(x, W) + b + s · conv(conv(dropout(x), A), B): A is a convolution like W with r output
-    channels, B one of 1 × 1. Their product is a kernel of W's shape. (With groups it is that kernel
-    that x is convolved with.)
+    channels, B a 1 × 1 convolution. Their product is a kernel of W's shape. If the convolution has
+    groups, x is convolved with that product instead.
 
     Shapes:
         weight (out, in/groups, k, …); lora_A (r, in/groups, k, …); lora_B (out, r, 1, …).
@@ -50,7 +50,7 @@ class _AdaptedConv(LoRALayer):
         return A.flatten(1), B.flatten(1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(batch, in_channels, …) -> (batch, out_channels, …)."""
+        """Maps (batch, in_channels, …) to (batch, out_channels, …)."""
         dtype = product_dtype(input)
         x, bias = input.to(dtype), cast(self.bias, dtype)
         merged = self._merged_weight()
@@ -79,17 +79,17 @@ class AdaptedConv3d(_AdaptedConv, nn.Conv3d):
 
 
 class ScaledEmbedding(Embedding):
-    """An embedding of upstream's that multiplies the rows it looks up by its `embed_scale`."""
+    """Hugging Face's embedding that multiplies the rows it looks up by `embed_scale`, with LoRA."""
 
     embed_scale: Any
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…) of row numbers -> (…, embedding_dim)."""
+        """Maps row numbers (…) to scaled rows (…, embedding_dim)."""
         return times_scale(self, super().forward(input))
 
 
 def times_scale(embedding: Any, rows: Tensor) -> Tensor:
-    """Rows of such an embedding, scaled; the scale is a number, or a tensor of another dtype."""
+    """Returns rows times the embedding's scale, a number or a tensor of possibly another dtype."""
     scale = embedding.embed_scale
     return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
@@ -98,11 +98,11 @@ _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def convolved_update(conv: Any, x: Tensor, delta: Delta) -> Tensor:
-    """What an update adds to a convolution's result: s · conv(conv(x, A), B), without a gain.
+    """Returns what an update adds to a convolution's output, s · conv(conv(x, A), B), without gain.
 
     Args:
         conv: the convolution, plain or adapted.
-        x: (batch, in_channels, …), of the delta's dtype.
+        x: (batch, in_channels, …), in the delta's dtype.
         delta: A (r, in/groups·k·…), B (out, r).
     """
     kernel = conv.weight.shape
@@ -119,28 +119,28 @@ class AdaptedProjection(LoRALayer, nn.Module):
 
     Args:
         owner: the attention.
-        name: of the weight there, such as ``q_proj_weight``.
+        name: the name of the weight in it, such as ``q_proj_weight``.
     """
 
     def __init__(self, owner: nn.Module, name: str, **settings: Any):
         nn.Module.__init__(self)
-        # In a tuple the owner is not a child of its child.
+        # A tuple keeps nn.Module from registering the owner as a child of this module.
         self._owner, self.frozen_name = (owner,), name
         LoRALayer.__init__(self, **settings)
 
     @property
     def base(self) -> nn.Module:
-        """The attention."""
+        """The module that owns the weight."""
         return self._owner[0]
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        """The attention's."""
+        """The frozen weight, a parameter of that module."""
         return getattr(self.base, self.frozen_name)
 
     @property
     def base_bias(self) -> None:
-        """The bias is the attention's."""
+        """None: any bias belongs to that module."""
         return None
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ class AdaptedProjection(LoRALayer, nn.Module):
         self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def forward(self, weight: Tensor) -> Any:
-        """What the attention computes with in this weight's place: the weight with its update.
+        """Returns the weight with its update, for the attention to compute with.
 
-        It is called as any module is, for what loads A and B when they are needed: hooks, FSDP.
+        It is called like any module, so that hooks and FSDP can load A and B when they are needed.
         """
         return _with_update(self, weight)
 
@@ -162,14 +162,14 @@ class AdaptedProjection(LoRALayer, nn.Module):
 class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     """`nn.MultiheadAttention` with low-rank updates of its projections.
 
-    in_proj, of which query, key and value are thirds, has one update over its whole output (PEFT's
-    shapes), the attention's own lora_A and lora_B; where the inputs have different sizes, `q_proj`,
-    `k_proj` and `v_proj` have one each. out_proj is a `Linear` of this library.
+    in_proj computes query, key and value, a third of its output each. One update covers the whole
+    output, with PEFT's shapes: lora_A and lora_B of the attention itself. If the inputs have
+    different sizes, the weights are separate, and `q_proj`, `k_proj` and `v_proj` have an update
+    each. out_proj is a `Linear` of this library.
 
-    PyTorch's attention takes weights, so that the merged ones are computed in each forward pass:
-    r multiplications for each of their elements. They are in the base's dtype: in half precision,
-    updates that are small beside the weight are rounded away. Dropout on an update's input is not
-    possible.
+    PyTorch's attention function takes weights, so each forward pass computes the merged ones, with
+    r multiplications per element. They are in the base's dtype: in half precision, updates that are
+    small compared with the weight are rounded away. Dropout on an update's input is not possible.
 
     Shapes:
         in_proj_weight (3·embed, embed), lora_A (r, embed), lora_B (3·embed, r).
@@ -179,12 +179,12 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        """in_proj's."""
+        """The weight of in_proj."""
         return self.in_proj_weight
 
     @property
     def base_bias(self) -> nn.Parameter | None:
-        """in_proj's."""
+        """The bias of in_proj, if it has one."""
         return self.in_proj_bias
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`; PyTorch's fused evaluation path is not taken."""
+        """Computes `nn.MultiheadAttention.forward`, without PyTorch's fused evaluation path."""
         turned = self.batch_first and query.dim() == 3
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -241,7 +241,7 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
 
 
 def _weight_of(attention: MultiheadAttention, name: str) -> Tensor:
-    """The weight of a separate projection, with its update if it has one."""
+    """Returns the weight of a separate projection, with its update if it has one."""
     weight, projection = getattr(attention, f"{name}_weight"), attention._modules.get(name)
     if projection is None or not contains(projection, AdaptedProjection):
         return weight
@@ -249,10 +249,10 @@ def _weight_of(attention: MultiheadAttention, name: str) -> Tensor:
 
 
 def _out_proj(attention: MultiheadAttention, query: Tensor) -> Any:
-    """The projection with whose weight and bias an attention computes, without its wrappers.
+    """Returns an attention's output projection without its wrappers, for its weight and bias.
 
     Raises:
-        RuntimeError: it has an update, and is wrapped or sharded apart from the attention.
+        RuntimeError: it has an update, and is wrapped or sharded separately from the attention.
     """
     layer: Any = unwrapped(attention.out_proj)
     is_apart = is_sharded(layer.weight) > is_sharded(query) or not isinstance(layer, LoRALayer)
@@ -265,12 +265,12 @@ def _out_proj(attention: MultiheadAttention, query: Tensor) -> Any:
 
 
 def contains(module: nn.Module, kind: type[Any]) -> bool:
-    """Whether a module is of a kind, or something around a module of that kind."""
+    """Returns whether a module is an instance of `kind`, or contains one."""
     return any(isinstance(each, kind) for each in module.modules())
 
 
 def _with_update(layer: Any, weight: Tensor) -> Tensor:
-    """A layer's weight with its update merged into it, if it has one; gradients reach A and B."""
+    """Returns a layer's weight with its update, if any, merged into it. Gradients reach A and B."""
     if not isinstance(layer, LoRALayer) or layer.r == 0:
         return weight
     merged = layer._merged_weight()

@@ -1,4 +1,4 @@
-"""Checks of what public functions are given: an error is one line that names the argument."""
+"""Checks the arguments of public functions. Every error is one line that names the argument."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class Range(NamedTuple):
-    """Numbers of some kind: in words, and the smallest and the largest of them."""
+    """A range of numbers: its description for errors, its smallest and its largest number."""
 
     what: str
     within: tuple[float, float]
@@ -33,9 +33,9 @@ _PROBABILITY = Range("a probability between 0 and 1", (0, 1))
 
 
 def as_python(value: Any) -> Any:
-    """A number of NumPy's or PyTorch's as one of Python's, which files can hold.
+    """Converts a NumPy or PyTorch number to a Python number, which files can hold.
 
-    The rest stays as it is, also what has no value, on the meta device.
+    Other values are returned unchanged, and so are tensors on the meta device, which have no value.
     """
     if getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False):
         value = value.item()
@@ -50,16 +50,16 @@ def as_number(
     what: str = "a number",
     within: tuple[float, float] | None = None,
 ) -> float:
-    """A number, one of Python's.
+    """Checks that a value is a number, and returns it as a Python number.
 
     Args:
-        name: of the argument.
-        value: what somebody gave.
-        what: it has to be, in words.
-        within: the smallest and the largest of these, where it is not any number.
+        name: the argument's name.
+        value: what the caller gave.
+        what: what the value has to be, in words.
+        within: the smallest and the largest allowed number; None allows any number.
 
     Raises:
-        ValueError: it is something else, or lies outside.
+        ValueError: it is not a number, or out of range.
     """
     number = as_python(value)
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -69,7 +69,7 @@ def as_number(
 
 
 def as_dropout(value: object) -> float:
-    """The probability of dropout on an update's input; False is none.
+    """Returns the probability of dropout on an update's input. False means no dropout.
 
     Raises:
         ValueError: it is not a probability.
@@ -79,10 +79,10 @@ def as_dropout(value: object) -> float:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """True or False, which may be given as 1 or 0; None is False.
+    """Returns True or False, which may be given as 1 or 0. None is False.
 
     Raises:
-        ValueError: it is something else, such as a text, which would count as True.
+        ValueError: it is something else, such as a string, which would count as True.
     """
     flag = as_python(value)
     if flag is not None and not (isinstance(flag, bool | int | float) and flag in (0, 1)):
@@ -91,10 +91,10 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_flags(name: str, values: object) -> tuple[bool, ...]:
-    """A list of flags as a tuple.
+    """Returns a list of flags as a tuple.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not a list of flags.
     """
     several = _in_order(values)
     if several is None:
@@ -107,15 +107,15 @@ def as_flags(name: str, values: object) -> tuple[bool, ...]:
 def as_names(
     name: str, values: object, what: str = "a list of names such as ['no', 'yes']"
 ) -> tuple[str, ...]:
-    """A list of names as a tuple.
+    """Returns a list of names as a tuple.
 
     Args:
-        name: of the argument.
-        values: what somebody gave.
-        what: it has to be, in words.
+        name: the argument's name.
+        values: what the caller gave.
+        what: what the values have to be, in words.
 
     Raises:
-        ValueError: it is something else, such as one name.
+        ValueError: it is something else, such as a single name.
     """
     several = _in_order(values)
     if several is None or not all(isinstance(value, str) for value in several):
@@ -124,15 +124,15 @@ def as_names(
 
 
 def as_text(name: str, value: object, example: str) -> str | None:
-    """A text, or a path as one; None for none, and for an empty one.
+    """Returns a string, or a path as a string. None and an empty string give None.
 
     Args:
-        name: of the argument.
-        value: what somebody gave.
-        example: of what it has to be, for the error.
+        name: the argument's name.
+        value: what the caller gave.
+        example: an example of a valid value, for the error.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is neither a string, a path nor None.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str | None):
@@ -141,7 +141,7 @@ def as_text(name: str, value: object, example: str) -> str | None:
 
 
 def _in_order(values: object) -> tuple[Any, ...] | None:
-    """Several values as a tuple; None of one alone, of a mapping, and of a set, without order."""
+    """Returns several values as a tuple; None for a single value, a mapping or a set (no order)."""
     if isinstance(values, str | Mapping | set | frozenset) or not isinstance(values, Iterable):
         return None
     return None if getattr(values, "ndim", 1) == 0 else tuple(values)
@@ -150,13 +150,13 @@ def _in_order(values: object) -> tuple[Any, ...] | None:
 def answering(
     words: Mapping[str, str],
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Makes a function answer a keyword that it has under another name with that name.
+    """Makes a function refuse the keywords of other libraries, and name its own in the error.
 
     Args:
-        words: what others call an argument -> what to give instead.
+        words: what other libraries call an argument -> what to give instead.
 
     Raises:
-        TypeError: on a call with such a keyword, as with any that the function does not have.
+        TypeError: a call has such a keyword. (Python raises it for any unknown keyword.)
     """
 
     def of(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -177,11 +177,11 @@ def answering(
 
 
 def check_model(model: object, second: object = None) -> None:
-    """Checks that a model is one.
+    """Checks that a model is a `torch.nn.Module`.
 
     Args:
-        model: what somebody gave for it.
-        second: the argument after it, which may have been given in its place.
+        model: what the caller gave as the model.
+        second: the next argument. If that is the model, the error says that the model comes first.
 
     Raises:
         TypeError: it is something else.
@@ -195,10 +195,10 @@ def check_model(model: object, second: object = None) -> None:
 
 
 def as_path(name: str, path: object) -> Path:
-    """A file's or folder's name as a path, in which a leading ``~`` is the home folder.
+    """Returns the name of a file or folder as a path. A leading ``~`` is the home folder.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is neither a string nor a path.
         CheckpointError: it is empty.
     """
     if not isinstance(path, str | os.PathLike):

@@ -1,9 +1,10 @@
-"""Layers and stacks that a model passes by: it computes with their weights itself.
+"""Finds layers and stacks that a model bypasses: it computes with their weights itself.
 
-An update is in what its layer computes and not in its `weight`, so that it has no effect there:
-`F.linear(x, self.qkv.weight)` in a module's forward is the plain layer's product. The source of
-that forward tells, as far as it is seen that the layer is not called elsewhere in it. So it is with
-a stack of matrices, whose update is there while the forward of the module runs that has the stack.
+An update is part of what its layer computes, and not of its `weight`. So it has no effect where a
+model reads the weight: `F.linear(x, self.qkv.weight)` in a module's forward is the plain layer's
+product. Such reads are found in the source of that forward, and reported only if nothing in it may
+also call the layer. The same goes for a stack of matrices, whose update exists only while the
+forward of the module that owns the stack runs.
 """
 
 import ast
@@ -24,31 +25,32 @@ from .wrappers import has_own_forward
 
 _Chain = tuple[str, ...]
 
-# What is asked of a weight without computing with it, or written to (`data`).
+# Attributes of a weight that are read without computing with it, or written to (`data`).
 _ABOUT = {
     *("data", "device", "dim", "dtype", "grad", "is_contiguous", "is_cuda", "is_floating_point"),
     *("layout", "ndim", "numel", "requires_grad", "shape", "size"),
 }
 
-# Methods that ask no more of their argument, as `x.to(self.qkv.weight)` its dtype and device.
+# Methods that read only their argument's dtype and device, as `x.to(self.qkv.weight)` does.
 _AS = {"to", "type_as"}
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Those of a model's layers and stacks that a module computes with and never calls.
+    """Returns the layers and stacks whose weights a module computes with and never calls.
 
-    That module is around the layer, or around the module that has the stack. Unknown is what a
-    class does by another way than `self.name.weight`, or without its source.
+    That module contains the layer, or the module that owns the stack. Weights that a class reads
+    in another way than as `self.name.weight`, or without its source, are not found.
 
     Args:
-        names: of the layers and stacks.
+        model: the model.
+        names: the names of the layers and stacks to look at.
 
     Returns:
-        By name, what that module's class is called.
+        The name of each bypassed layer or stack -> the name of that module's class.
     """
     places = Counter(first_names(model).values())
     modules, found = dict(model.named_modules()), dict[str, str]()
-    used: dict[int, list[_Chain]] = {}  # by classes, which may have no hash
+    used: dict[int, list[_Chain]] = {}  # by the id of the class, which may be unhashable
     for name in names:
         *parts, parameter = name.split(".")
         if stack_named(model, name) is None:
@@ -68,13 +70,13 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def _passes_by(
     chains: Iterable[_Chain], part: list[str], kinds: list[type], parameter: str
 ) -> bool:
-    """Whether a forward reads a parameter of a part of its module, and is not seen to call that.
+    """Returns whether a forward reads a submodule's parameter, and uses nothing that may call it.
 
     Args:
-        chains: what the forward uses.
-        part: the names of the modules on the way to the part, and its own.
-        kinds: their classes.
-        parameter: its name.
+        chains: the attributes that the forward uses.
+        part: the submodule's path: the names of the modules on the way to it, and its own.
+        kinds: the classes of these modules.
+        parameter: the parameter's name.
     """
     is_read = False
     for chain in chains:
@@ -87,7 +89,7 @@ def _passes_by(
 
 
 def _may_call(chain: _Chain, part: list[str], kinds: list[type]) -> bool:
-    """Whether this is the part, or a module that it is part of; or one of their methods."""
+    """Returns whether a chain is the submodule, a module on its path, or a method of these."""
     for length, kind in enumerate(kinds, 1):
         if chain[:length] != tuple(part[:length]):
             return False
@@ -99,9 +101,9 @@ def _may_call(chain: _Chain, part: list[str], kinds: list[type]) -> bool:
 
 
 def _used_in_forward(kind: type) -> list[_Chain]:
-    """The attributes of `self` that a class's forward uses, and the methods that it calls.
+    """Returns the attributes of `self` that a class's forward and the methods it calls use.
 
-    None at all where they may not be complete.
+    Returns none at all if some may be missing.
     """
     found: dict[str, list[_Chain]] = {}
     names = ["forward"]
@@ -110,7 +112,7 @@ def _used_in_forward(kind: type) -> list[_Chain]:
         if name in found or not hasattr(method, "__get__"):
             continue
         chains = _chains(inspect.unwrap(method)) if isinstance(method, FunctionType) else None
-        if chains is None:  # as of a property
+        if chains is None:  # unknown, as for a property
             return []
         found[name] = chains
         names += [chain[0] for chain in chains]
@@ -119,10 +121,10 @@ def _used_in_forward(kind: type) -> list[_Chain]:
 
 @functools.lru_cache(maxsize=1024)
 def _chains(method: FunctionType) -> list[_Chain] | None:
-    """The attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
+    """Returns the attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
 
-    None where they may not be all: without source; where the method gives `self` to another
-    function; of PyTorch's and this package's, which know of updates.
+    Returns None if some may be missing: the method has no source, calls `super()`, or passes `self`
+    to a function. Also for methods of PyTorch and of this package, which handle updates themselves.
     """
     if (method.__module__ or "").partition(".")[0] in ("torch", __package__):
         return None
@@ -134,7 +136,7 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
     own = method.__code__.co_varnames[:1]
     begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
     chains, inner, asked = list[_Chain](), set[ast.AST](), set[ast.AST]()
-    for node in ast.walk(tree):  # the whole of a chain comes before its beginnings
+    for node in ast.walk(tree):  # a complete chain comes before the shorter ones in it
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
             inner.update(node.args)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _AS:
@@ -149,7 +151,7 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
 
 
 def _chain(node: ast.expr) -> tuple[ast.expr, _Chain]:
-    """What a chain of attributes begins at, and the names of these."""
+    """Returns the expression that a chain of attributes starts from, and the attributes' names."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

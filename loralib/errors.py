@@ -1,7 +1,7 @@
-"""The errors that a user can act on. Their messages are one line.
+"""Errors that a user can act on. Their messages are one line.
 
-The library's messages name its own arguments. A script whose flags set them adds those with
-`adding_ways_out`.
+The messages name the library's arguments. A script whose flags set these adds the flags to the
+messages with `adding_ways_out`.
 """
 
 import shutil
@@ -16,20 +16,20 @@ from .text import in_short
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or that does not fit.
 
-    The message is one line, even where a name that it quotes is not.
+    The message is one line, even if it quotes a name with line breaks.
     """
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.splitlines()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default a copy is made of the message alone, which is not what the classes below take.
+        # By default, a copy is made from the message, but the classes below take other arguments.
         return _restored, (type(self), self.args), self.__dict__
 
 
 def _restored(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
-    """An error as it was pickled; its attributes follow."""
-    # Python makes what is an OSError as well by that class's method alone.
+    """Returns a pickled error, made without its constructor. Pickle then sets its attributes."""
+    # Python creates instances of subclasses of OSError only with OSError.__new__.
     new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
     error = new(kind)
     error.args = args
@@ -37,12 +37,12 @@ def _restored(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointE
 
 
 class AlphaError(CheckpointError):
-    """LoRA whose alpha is unknown, or is not the one that was given.
+    """LoRA whose alpha is unknown or out of range, or differs from the one that was given.
 
     Args:
         source: the adapter.
-        found: the alpha that it was trained with; None where it does not say.
-        given: the alpha that the caller says; None where the caller does not either.
+        found: the alpha that it was trained with; None if it does not record that.
+        given: the alpha that the caller gave, if any.
     """
 
     def __init__(self, source: str, found: float | None = None, given: float | None = None):
@@ -62,13 +62,13 @@ class AlphaError(CheckpointError):
 
 
 class WrongBaseError(CheckpointError):
-    """An adapter that was trained on another base than the one it is given to.
+    """An adapter that was trained on another base than the one that was given.
 
     Args:
         source: the adapter.
-        base: the name of its base, as far as it says that.
-        expected: the fingerprint of its base.
-        found: the fingerprint of the base that it is given to.
+        base: the name of the adapter's base, if the adapter records it.
+        expected: the fingerprint of the adapter's base.
+        found: the fingerprint of the base that was given.
     """
 
     def __init__(self, source: str, base: str | None, expected: str, found: str):
@@ -83,11 +83,11 @@ class WrongBaseError(CheckpointError):
 
 
 class AdapterAsModelError(CheckpointError, OSError):
-    """An adapter that is given in the place of a model.
+    """An adapter that was given as the model.
 
     Args:
         source: the adapter.
-        base: the name of its base, as far as it says that.
+        base: the name of the adapter's base, if the adapter records it.
     """
 
     def __init__(self, source: str, base: str | None = None):
@@ -100,7 +100,7 @@ class AdapterAsModelError(CheckpointError, OSError):
 
 
 class ModelAsAdapterError(CheckpointError):
-    """A model that is given in the place of an adapter.
+    """A model that was given as the adapter.
 
     Args:
         source: the model.
@@ -112,7 +112,7 @@ class ModelAsAdapterError(CheckpointError):
 
 
 class FullModelError(CheckpointError):
-    """A checkpoint that holds a full model where an adapter alone is asked for.
+    """A checkpoint that holds a full model where only an adapter is expected.
 
     Args:
         source: the checkpoint.
@@ -132,8 +132,8 @@ class MissingLayersError(CheckpointError):
 
     Args:
         source: the adapter.
-        kind: what its kind is called, such as "LoRA".
-        switch: the setting that puts such layers into a model.
+        kind: the adapter's kind in words, such as "LoRA".
+        switch: the setting that builds a model with such layers.
     """
 
     def __init__(self, source: str, kind: str, switch: str):
@@ -148,10 +148,10 @@ class SettingsError(CheckpointError):
 
     Args:
         source: the adapter.
-        what: the setting, by the metadata's name for it.
-        theirs: its value in the adapter; None where it has none.
-        ours: the model's.
-        module: the one module that it is of, where modules differ.
+        what: the setting's name in the metadata.
+        theirs: its value in the adapter; None if there is none.
+        ours: its value in the model.
+        module: the module that has these values, if modules differ.
     """
 
     def __init__(self, source: str, what: str, theirs: object, ours: object, module: str = ""):
@@ -161,11 +161,11 @@ class SettingsError(CheckpointError):
 
 
 class MissingPartError(CheckpointError):
-    """An adapter without what was trained together with it, which has a file of its own.
+    """An adapter that was trained together with another part, whose own file is missing.
 
     Args:
         source: the adapter.
-        switch: the setting of what is missing.
+        switch: the setting of the missing part.
     """
 
     def __init__(self, source: str, switch: str):
@@ -179,7 +179,7 @@ class MissingPartError(CheckpointError):
 class NeedsMergingError(CheckpointError):
     """An adapter that a format, a model's layers or a bank cannot express.
 
-    Merged into its base, by `loralib.adapters.deltas.merge_into`, it computes what was trained.
+    Merged into its base with `loralib.adapters.deltas.merge_into`, it computes what was trained.
 
     Args:
         source: the adapter.
@@ -196,8 +196,8 @@ class DiskFullError(OSError):
 
     Args:
         path: the file.
-        needed: how many bytes it takes, in words.
-        is_quota: whether it is the user's quota that is used up, not the disk.
+        needed: the number of bytes that it takes, as a string.
+        is_quota: whether the user's quota is used up, and not the disk.
     """
 
     def __init__(self, path: Path, needed: str, is_quota: bool = False):
@@ -211,7 +211,7 @@ class DiskFullError(OSError):
 
 
 class UnsupportedLayerError(TypeError):
-    """A module that is to be adapted, and that there is no LoRA layer for."""
+    """A module that was to be adapted, but cannot have LoRA."""
 
 
 class TrainingError(RuntimeError):
@@ -223,10 +223,11 @@ WayOut = str | Callable[[CheckpointError], str]
 
 @contextmanager
 def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterator[None]:
-    """Within this block, errors of these classes end with what the user of a script can do.
+    """Appends what the user of a script can do to errors of these classes within this block.
 
     Args:
-        ways_out: by class, what is added in parentheses; or what makes it of the error.
+        ways_out: the error's class -> the text that is added in parentheses, or a function that
+            returns it for an error.
     """
     try:
         yield
@@ -239,7 +240,7 @@ def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterato
 
 
 def trained_with(what: str, theirs: object, ours: object) -> str:
-    """What an error says of an adapter that was trained with another setting than the model has."""
+    """Returns the error message for an adapter and a model whose settings differ."""
     before, now = (
         in_short(value, width=120) if isinstance(value, tuple) else str(value)
         for value in (theirs, ours)

@@ -1,14 +1,14 @@
-"""LoRA on stacks of matrices: parameters of three dimensions, as the experts of a mixture are held.
+"""LoRA on stacks of matrices: 3-dimensional parameters, such as the experts' weights of an MoE.
 
     the module's own forward reads     self.gate_up_proj          (experts, out, in)
     and gets, while it runs            W + s · B A, a `LowRankSum`, of each expert
 
 The sum is not computed: see low_rank_sum.py.
 
-The module becomes one of a class derived from its own. It has a child for each adapted parameter,
-an `AdaptedStack`, with A and B. Outside of its own forward the parameter is the frozen one: read by
-its parent, by another of its methods, by another thread, or where a checkpoint of a part of the
-forward computes that again, which is an error.
+The module's class changes to one derived from its own. For each adapted parameter it has a child,
+an `AdaptedStack`, with A and B. The parameter has its update only while the module's own forward
+runs. Whatever else reads it gets the frozen one: the module's parent, another of its methods, or
+another thread. So does a checkpointed part of the forward when it is recomputed, which is an error.
 """
 
 import itertools
@@ -39,14 +39,14 @@ from .wrappers import without_checkpoint
 
 @torch.no_grad()
 def merge_stack(owner: nn.Module, stack: Tensor, delta: Delta) -> Tensor:
-    """A stack with its update merged into it, as `merge` does it: a new tensor of its shape.
+    """Returns a copy of a stack with its update merged into it, as by `merge`.
 
-    One matrix after the other, as all in float32 may not fit in memory.
+    The matrices are merged one by one, as all of them in float32 may not fit in memory.
 
     Args:
-        owner: the module that has it.
-        stack: unchanged.
-        delta: of the matrices one below the other, (experts · out, in).
+        owner: the module that owns the stack.
+        stack: the stack, which is not changed.
+        delta: the update of the matrices concatenated along their rows, (experts · out, in).
     """
     merged = torch.empty_like(stack, memory_format=torch.contiguous_format)
     parts = zip(matrices(owner, merged), matrices(owner, stack), delta.blocks(), strict=True)
@@ -57,16 +57,16 @@ def merge_stack(owner: nn.Module, stack: Tensor, delta: Delta) -> Tensor:
 
 
 class AdaptedStack(AdaptedProjection):
-    """The update of a parameter that is a stack of matrices: W_e + s · B_e A_e of each expert e.
+    """The update of a parameter that is a stack of matrices: W_e + s · B_e A_e for each expert e.
 
     Shapes:
-        lora_A (experts · r, in), lora_B (experts · out, r): those of the experts one below the
-        other, as a `MergedLinear` has those of its slices.
+        lora_A (experts · r, in), lora_B (experts · out, r): those of the experts, concatenated
+        along their rows as those of the slices of a `MergedLinear` are.
     """
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        """The owner's parameter, also while the owner's forward runs."""
+        """The owner's frozen parameter, even while the owner's forward runs."""
         return own_value(self.base, self.frozen_name)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
@@ -82,19 +82,19 @@ class AdaptedStack(AdaptedProjection):
         return merge_stack(self.base, self.frozen_weight, self._delta())
 
     def forward(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """What the owner's forward computes with in this parameter's place.
+        """Returns what the owner's forward computes with in this parameter's place.
 
-        It is called as any module is, for what loads A and B when they are needed: hooks, or FSDP,
-        which frees them when this returns, so that nothing that it returns is a view of them.
+        It is called like any module, so that hooks and FSDP can load A and B when they are needed.
+        FSDP frees them when this returns, so no result is a view of them.
 
         Args:
             weight: the parameter, as the owner holds it now.
 
         Returns:
-            s · B and A of each expert; or one tensor, the merged weight.
+            s · B and A of each expert, or only the merged weight if that is in effect.
 
         Raises:
-            RuntimeError: A and B are on another device; of the meta device, PyTorch says nothing.
+            RuntimeError: A and B are on another device. (PyTorch does not notice the meta device.)
         """
         merged = self._merged_weight()
         if merged is not None:
@@ -115,12 +115,13 @@ class AdaptedStack(AdaptedProjection):
 # The module around it
 # ------------------------------------------------------------------------------------------------
 
-# For each module whose forward runs in this thread, what its parameters are in effect.
+# Each module whose forward runs in this thread -> its adapted parameters' values, by name, which
+# that forward reads.
 _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
     "_running", default=MappingProxyType({})
 )
 
-# Python's own iterators that compute their steps when they are asked for them.
+# Python's built-in iterators, which compute each item when it is asked for.
 _LAZY: set[type] = {GeneratorType, map, filter, zip, enumerate} | {
     kind
     for kind in vars(itertools).values()
@@ -129,20 +130,21 @@ _LAZY: set[type] = {GeneratorType, map, filter, zip, enumerate} | {
 
 
 class _WithStacks(nn.Module):
-    """What a module becomes of which parameters are adapted: see `with_stacks`."""
+    """The base of the classes that modules with adapted parameters get, see `with_stacks`."""
 
     _kind: ClassVar[type[nn.Module]]
     _stacks: ClassVar[tuple[str, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, in which the parameters have their updates.
+        """Runs the module's own forward, in which the parameters have their updates.
 
-        Also in the steps of a generator that it returns, or of Python's own iterators, such as a
-        `map`. Other objects are returned as they are: what these compute afterwards, as a generator
-        in a tuple or an iterator's own `__next__`, has none.
+        They also have them in the steps of a generator that it returns, or of a built-in iterator,
+        such as a `map`. Other objects are returned unchanged: what they compute later, such as a
+        generator in a tuple or the `__next__` of a user's iterator, reads the frozen parameters.
 
         Raises:
-            RuntimeError: it returns what is awaited, in which they would have none.
+            RuntimeError: it returns a coroutine or an async generator, which would read the frozen
+                parameters.
         """
         in_effect = {
             name: _in_effect(self, own_value(self, name), layer)
@@ -160,13 +162,13 @@ class _WithStacks(nn.Module):
         return _each_step(self, in_effect, out) if type(out) in _LAZY else out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """A class that is made at run time is made again where the module is read or copied."""
+        """Pickles and copies how to make the module's class, which exists only at run time."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._stacks), reduced[2]
 
 
 def _run(module: nn.Module, in_effect: Mapping[str, Any], call: Callable[[], Any]) -> Any:
-    """Calls a function, while which a module's parameters are what they are in effect."""
+    """Calls a function in which a module's adapted parameters read as the values in `in_effect`."""
     token = _running.set({**_running.get(), module: in_effect})
     try:
         return call()
@@ -177,7 +179,7 @@ def _run(module: nn.Module, in_effect: Mapping[str, Any], call: Callable[[], Any
 def _each_step(
     module: nn.Module, in_effect: Mapping[str, Any], steps: Any
 ) -> Generator[Any, Any, Any]:
-    """An iterator's steps; each runs as the forward did that has returned it."""
+    """Yields an iterator's steps, each computed with the values that the forward itself read."""
     sent = None
     while True:
         call = partial(next, steps) if sent is None else partial(steps.send, sent)
@@ -189,7 +191,7 @@ def _each_step(
 
 
 def adapted_stacks(owner: Any) -> dict[str, nn.Module]:
-    """The layers of a module's stacks, or what they have been wrapped in, by the stacks' names."""
+    """Returns the LoRA layers of a module's stacks, or their wrappers, by the stacks' names."""
     layers = {name: owner._modules.get(layer_of_stack(name)) for name in owner._stacks}
     return {
         name: layer
@@ -199,7 +201,7 @@ def adapted_stacks(owner: Any) -> dict[str, nn.Module]:
 
 
 def _in_effect(owner: nn.Module, weight: Tensor, layer: nn.Module) -> LowRankSum | Tensor:
-    """A parameter of a module with its update."""
+    """Returns a parameter with its update: a `LowRankSum`, or the merged weight."""
     found = without_checkpoint(layer)(weight)
     if len(found) == 1:
         return found[0]
@@ -211,19 +213,19 @@ _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
 def with_stacks(kind: type[nn.Module], stacks: Iterable[str]) -> type[nn.Module]:
-    """The class of modules of a kind whose parameters of these names may be adapted.
+    """Returns the class derived from `kind` in which the parameters of these names can be adapted.
 
-    Of a class of this sort that with more such parameters.
+    If `kind` is such a class, these parameters are added to those that it has.
     """
     stacks = tuple(stacks)
     if issubclass(kind, _WithStacks):
         earlier: type[_WithStacks] = kind
         kind, stacks = earlier._kind, (*earlier._stacks, *stacks)
     if (kind, stacks) not in _classes:
-        # A compiled forward would see the parameters, and not what is in effect in their place.
+        # A compiled forward would read the frozen parameters, without their updates.
         reason = "experts have LoRA: compile without fullgraph=True, or call lora.merge first"
         forward = torch.compiler.disable(_WithStacks.forward, reason=reason)
-        # Trainers ask a model's forward for its signature, and its source says what it computes.
+        # Trainers read the signature of a model's forward, and other tools its source.
         forward = update_wrapper(forward, kind.forward, updated=())
         own = {"forward": forward, "_kind": kind, "_stacks": stacks, "__module__": kind.__module__}
         attributes = own | {name: _reading(name) for name in stacks}
@@ -237,7 +239,10 @@ def _new(kind: type[nn.Module], stacks: tuple[str, ...]) -> nn.Module:
 
 
 def _reading(name: str) -> property:
-    """The attribute of a parameter; FSDP and `nn.DataParallel` set and delete it as a tensor."""
+    """Returns the property that reads a parameter, with its update while the forward runs.
+
+    FSDP and `nn.DataParallel` set it to a plain tensor, and delete that.
+    """
 
     def read(module: nn.Module) -> Any:
         in_effect = _running.get().get(module, {})
@@ -253,7 +258,11 @@ def _reading(name: str) -> property:
 
 
 def own_value(module: nn.Module, name: str) -> Any:
-    """A parameter as its module holds it."""
+    """Returns a parameter as its module holds it, without its update.
+
+    Raises:
+        AttributeError: the module does not hold it any more.
+    """
     for held in (vars(module), module._parameters, module._buffers):
         if name in held:
             return held[name]

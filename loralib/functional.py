@@ -1,9 +1,9 @@
-r"""The low-rank update, once: how it is scaled, applied to inputs and merged into a weight.
+r"""The low-rank update: how it is scaled, applied to inputs and merged into a weight.
 
     W'  =  W + s · B A            s = alpha / r      (section 4.1 of the paper, arXiv:2106.09685)
 
-It can reach the whole output of a layer, or equal slices of it, each with a block of its own. The
-blocks are stacked (GPT-2's query, key and value, of which query and value are adapted):
+An update covers the whole output of a layer, or some equal slices of it, each with its own block.
+The blocks are stacked. Here the slices are GPT-2's query, key and value, and the key has no update:
 
     A (r·e, in)                     B (width·e, r)                output of the layer
     .-----------------.             .-----.                       .---------------.
@@ -14,9 +14,9 @@ blocks are stacked (GPT-2's query, key and value, of which query and value are a
                                                                   |    slice 2    |  += s · B2 A2 x
                                                                   '---------------'
 
-Layers, merging, banks and conversions all ask a `Delta` for what they compute. A variant of the
-update is a subclass with a name in `VARIANTS`, by which layers and metadata know it. It can scale
-differently (`scale`), and multiply the rows of the result by a gain g of its own (`gain`):
+Layers, merging, banks and conversions all compute with a `Delta`. A variant of the update is a
+subclass, listed in `VARIANTS` under the name that layers and metadata use. It can scale
+differently (`scale`), and multiply the rows of the result by a gain g (`gain`):
 
     W'  =  g ⊙ (W + s · B A)            h  =  g ⊙ (W x + s · B A x) + b
 """
@@ -39,11 +39,11 @@ _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
 
 
 class Block(NamedTuple):
-    """The low-rank product that reaches one slice of a layer's output.
+    """The low-rank product for one slice of a layer's output.
 
     Args:
         columns: the slice of the output.
-        rows: its rows of the stacked A, which are its columns of A x.
+        rows: the block's rows in the stacked A, which are its columns in x Aᵀ.
         A: (r, in).
         B: (width, r).
     """
@@ -62,8 +62,8 @@ class Delta:
         A: (r·e, in), for e slices of the output.
         B: (width·e, r).
         scaling: s, as `scale` computes it.
-        starts: the first row of each slice of the output.
-        out_features: the size of the output; by default what the slices cover from 0 on.
+        starts: the first output row of each updated slice.
+        out_features: the size of the output, which only conversions of adapters read; 0 if unset.
     """
 
     A: Tensor
@@ -74,7 +74,7 @@ class Delta:
 
     @staticmethod
     def scale(alpha: float, rank: int) -> float:
-        """s = alpha / r; 0 without an update."""
+        """Returns s = alpha / r, or 0 without an update (r = 0)."""
         return alpha / rank if rank > 0 else 0.0
 
     # Whether a layer has one more parameter, `lora_magnitude_vector`, for this variant.
@@ -87,11 +87,11 @@ class Delta:
 
     @property
     def rank(self) -> int:
-        """r, that of each slice."""
+        """The rank r of each slice's update."""
         return self.B.shape[1]
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks, in the order in which they are stacked."""
+        """Yields the blocks in the order in which they are stacked."""
         width, rank = len(self.B) // len(self.starts), self.rank
         for index, start in enumerate(self.starts):
             rows = slice(index * rank, (index + 1) * rank)
@@ -99,17 +99,17 @@ class Delta:
             yield Block(slice(start, start + width), rows, self.A[rows], B)
 
     def to(self: _Own, *args: Any, **kwargs: Any) -> _Own:
-        """The same on another device or in another dtype; arguments as for `Tensor.to`."""
+        """Returns the update on another device or in another dtype, called like `Tensor.to`."""
         return replace(self, A=self.A.to(*args, **kwargs), B=self.B.to(*args, **kwargs))
 
     def linear(
         self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """The adapted linear layer: x Wᵀ + b + s · (x Aᵀ) Bᵀ. All tensors are of one dtype.
+        """Computes the adapted linear layer, x Wᵀ + b + s · (x Aᵀ) Bᵀ. All tensors have one dtype.
 
         Args:
             x: (rows, in).
-            dropped: x after dropout, the input of A; None where that is x.
+            dropped: x after dropout, the input of A; None if that is x itself.
             weight: (out, in), frozen or not.
             bias: (out,), if there is one.
 
@@ -118,7 +118,7 @@ class Delta:
         """
         given = (x, dropped, weight, bias, self.A, self.B)
         tensors = [tensor for tensor in given if tensor is not None]
-        # A traced autograd function cannot be saved.
+        # A traced model with a custom autograd function cannot be saved.
         if torch.jit.is_tracing() or needs_public_operations(*tensors):
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
@@ -127,40 +127,40 @@ class Delta:
         )
 
     def gain(self, weight: Tensor) -> Tensor | None:
-        """What the rows of the adapted weight are multiplied by, (out,), in float32 or wider.
+        """Returns what multiplies the rows of the adapted weight, (out,), in float32 or wider.
 
         Args:
-            weight: the frozen one, (out, in).
+            weight: the frozen weight, (out, in).
 
         Returns:
-            None where the update is only added.
+            The gain; None if the update is only added, as here.
         """
         return None
 
     def with_gain(self, weight: Tensor) -> "Delta":
-        """The same with the gain computed once, for a frozen weight of shape (out, in)."""
+        """Returns the update with its gain computed once, for a frozen weight (out, in)."""
         return self
 
     def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Changes the frozen layer's result into the adapted one's, in place.
+        """Changes the frozen layer's output to the adapted layer's, in place.
 
         Args:
-            out: (rows, out), what the frozen layer gives for x.
-            x: (rows, in), of the same dtype.
-            weight: the frozen one, (out, in).
-            bias: the frozen layer's, if it has one.
+            out: (rows, out), the frozen layer's output for x.
+            x: (rows, in), in the same dtype.
+            weight: the frozen weight, (out, in).
+            bias: the frozen layer's bias, if it has one.
         """
         self.expand_into(out, products.small_product(x, self.A))
 
     def expand_into(self, out: Tensor, z: Tensor) -> None:
-        """out += s · z Bᵀ, in place; z = x Aᵀ, (rows, r·e)."""
+        """Adds s · z Bᵀ to `out` in place, where z = x Aᵀ has shape (rows, r·e)."""
         for block in self.blocks():
             # A view of all columns would cost autograd a copy.
             part = out if len(block.B) == out.shape[1] else out[:, block.columns]
             products.add_product(part, z[:, block.rows], block.B.t(), self.scaling)
 
     def expanded(self, out: Tensor, z: Tensor) -> Tensor:
-        """`expand_into` for `torch.func`, whose vmap has no rules for what is in place."""
+        """Returns `out` + s · z Bᵀ. For `torch.func`: vmap has no rules for in-place operations."""
         for block in self.blocks():
             around = block.columns.start, out.shape[1] - block.columns.stop
             part = F.linear(z[:, block.rows] * self.scaling, block.B)
@@ -168,15 +168,15 @@ class Delta:
         return out
 
     def product(self) -> Tensor:
-        """s · B A, (out, in), of an update that reaches the whole output."""
+        """Returns s · B A, (out, in), for an update that covers the whole output."""
         return (self.scaling * self.B) @ self.A
 
     def merged(self, weight: Tensor) -> Tensor:
-        """W + s · B A, (out, in), of an update that reaches the whole output."""
+        """Returns W + s · B A, (out, in), for an update that covers the whole output."""
         return torch.addmm(weight, self.B, self.A, alpha=self.scaling)
 
     def merge_(self, weight: Tensor) -> Tensor:
-        """W += s · B A, in place; weight (out, in), of the same dtype."""
+        """Computes W += s · B A in place. The weight is (out, in), in the dtype of A and B."""
         for block in self.blocks():
             part = weight if len(block.B) == len(weight) else weight[block.columns]
             part.addmm_(block.B, block.A, alpha=self.scaling)
@@ -185,16 +185,16 @@ class Delta:
 
 @dataclass(frozen=True)
 class DoraDelta(Delta):
-    """DoRA: the weight's rows keep a direction, which is adapted, and a magnitude m of their own.
+    """DoRA: LoRA adapts the direction of each row of the weight, and m is the row's magnitude.
 
         W'  =  m ⊙ (W + s · B A) / ‖W + s · B A‖         norms of the rows, each over all inputs
 
-    The norm is a constant in the backward pass, as in section 4.3 of the paper. It is computed from
-    products with A and B alone, without the matrix B A. Dropout is on the input of A alone.
+    The norm is a constant in the backward pass, as in section 4.3 of the paper. It is computed
+    from products with A and B, without the matrix B A. Dropout applies only to the input of A.
 
     Args:
-        magnitude: m, (width·e,), in float32 or wider whatever the dtype of A and B.
-        known_gain: m / ‖W + s · B A‖, where `with_gain` has computed it.
+        magnitude: m, (width·e,), in float32 or wider, whatever the dtype of A and B.
+        known_gain: m / ‖W + s · B A‖, if `with_gain` has computed it.
 
     Source: "DoRA: Weight-Decomposed Low-Rank Adaptation" (Liu et al., 2024), arXiv:2402.09353,
     equation 5.
@@ -206,7 +206,7 @@ class DoraDelta(Delta):
     has_magnitude: ClassVar[bool] = True
 
     def to(self: _OwnDora, *args: Any, **kwargs: Any) -> _OwnDora:
-        """As for `Delta`; magnitudes keep their dtype: half precision would be too coarse."""
+        """As for `Delta`, but m and the gain keep their dtype: half precision is too coarse."""
         moved = super().to(*args, **kwargs)
         magnitude, gain = (
             None if tensor is None else tensor.to(moved.A.device)
@@ -215,7 +215,7 @@ class DoraDelta(Delta):
         return replace(moved, magnitude=magnitude, known_gain=gain)
 
     def gain(self, weight: Tensor) -> Tensor:
-        """m / ‖W + s · B A‖, (out,); 1 for slices without an update."""
+        """Returns m / ‖W + s · B A‖, (out,), with 1 for slices without an update."""
         if self.known_gain is not None:
             return self.known_gain
         assert self.magnitude is not None
@@ -234,8 +234,8 @@ class DoraDelta(Delta):
     def linear(
         self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """As for `Delta`, with the rows of the sum multiplied by the gain."""
-        # The gain comes first: after the product, PyTorch's compiler fails where s is dynamic.
+        """As for `Delta`, with the output before the bias multiplied by the gain."""
+        # The gain is computed first: after the product, torch.compile fails if s is dynamic.
         gain = self.gain(weight).to(x.dtype)
         out = super().linear(x, dropped, weight, None)
         return out * gain if bias is None else torch.addcmul(bias, out, gain)
@@ -250,24 +250,24 @@ class DoraDelta(Delta):
             out.add_(bias)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """m ⊙ (W + s · B A) / ‖W + s · B A‖, as for `Delta`."""
+        """Returns m ⊙ (W + s · B A) / ‖W + s · B A‖, as for `Delta`."""
         return super().merged(weight) * self.gain(weight).to(weight.dtype)[:, None]
 
     def merge_(self, weight: Tensor) -> Tensor:
-        """W = m ⊙ (W + s · B A) / ‖W + s · B A‖, in place."""
+        """Computes W = m ⊙ (W + s · B A) / ‖W + s · B A‖ in place."""
         gain = self.gain(weight)
         return super().merge_(weight).mul_(gain.to(weight.dtype)[:, None])
 
 
 @torch.no_grad()
 def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
-    """‖W + s · B A‖ of each row, in float32 or wider: (width,).
+    """Returns ‖W + s · B A‖ of each row, (width,), in float32 or wider.
 
-    ‖w + s · A b‖² = ‖w‖² + 2 s · b (A w) + s² · b (A Aᵀ) b, for a row w of W and b of B. Where B is
-    zero it is the norm of W to the bit.
+    ‖w + s · Aᵀ b‖² = ‖w‖² + 2 s · b (A w) + s² · b (A Aᵀ) b, for a row w of W and b of B. If B is
+    zero, the result is the norm of W, bit-exact.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    # Forward-mode derivatives go past `no_grad`, and end where a tensor is detached.
+    # `no_grad` does not stop forward-mode derivatives, but detaching does.
     weight, own_A, own_B = weight.detach(), block.A.detach(), block.B.detach()
     A, B = own_A.to(wide), own_B.to(wide)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
@@ -278,14 +278,14 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """A block in which products have the dtype of what is multiplied."""
+    """Returns a context without autocast, in which products have the dtype of their operands."""
     if not products.has_autocast(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 class RankStabilizedDelta(Delta):
-    """rsLoRA: s = alpha / √r, by which gradients keep their size at high ranks.
+    """rsLoRA: s = alpha / √r, so that gradients keep their size at high ranks.
 
     Source: "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA" (Kalajdzievski, 2023),
     arXiv:2312.03732, theorem 3.2.
@@ -293,7 +293,7 @@ class RankStabilizedDelta(Delta):
 
     @staticmethod
     def scale(alpha: float, rank: int) -> float:
-        """s = alpha / √r; 0 without an update."""
+        """Returns s = alpha / √r, or 0 without an update (r = 0)."""
         return alpha / math.sqrt(rank) if rank > 0 else 0.0
 
 
@@ -304,14 +304,14 @@ class RankStabilizedDoraDelta(RankStabilizedDelta, DoraDelta):
 def joined_with_start(
     A: Tensor, B: Tensor, A_start: Tensor, B_start: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Factors of B A − B_start A_start, in each of `count` stacked blocks: of twice the rank.
+    """Returns factors of B A − B_start A_start, of twice the rank, for `count` stacked blocks.
 
     Args:
         A, A_start: (r·count, in).
         B, B_start: (width·count, r).
 
     Returns:
-        (2r·count, in) and (width·count, 2r).
+        A of shape (2r·count, in) and B of shape (width·count, 2r).
     """
     pair = [part.unflatten(0, (count, -1)) for part in (A, A_start)]
     return torch.cat(pair, dim=1).flatten(0, 1), torch.cat([B, -B_start], dim=1)
@@ -326,27 +326,27 @@ VARIANTS: dict[str, type[Delta]] = {
 
 
 def variant_of(name: str) -> type[Delta]:
-    """The variant of this name.
+    """Returns the variant of this name.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in tuple(VARIANTS):  # whatever was given, which may have no hash
+    if name not in tuple(VARIANTS):  # a tuple, as the name may be an unhashable value
         raise ValueError(f"unknown variant '{name}' of LoRA (known: {', '.join(VARIANTS)})")
     return VARIANTS[name]
 
 
 @torch.no_grad()
 def merge(weight: Tensor, delta: Delta, as_matrix: Callable[[Tensor], Tensor]) -> Tensor:
-    """A weight with a low-rank update merged into it.
+    """Returns a copy of a weight with a low-rank update merged into it.
 
-    The sum is computed in float32 or wider, and rounded once. On a GPU on which float32 products
-    may run in TensorFloat-32, B A does so, as it does in training there.
+    The sum is computed in float32 or wider, and rounded once. On a GPU where PyTorch may compute
+    float32 products in TensorFloat-32, B A is computed so, as it is in training there.
 
     Args:
-        weight: of any shape; unchanged.
-        delta: on any device, in any dtype.
-        as_matrix: a view of a tensor of the weight's shape as (out, in).
+        weight: the weight, of any shape, which is not changed.
+        delta: the update, on any device and in any dtype.
+        as_matrix: views a tensor of the weight's shape as (out, in).
 
     Returns:
         A new tensor of the weight's shape and dtype.
@@ -358,10 +358,10 @@ def merge(weight: Tensor, delta: Delta, as_matrix: Callable[[Tensor], Tensor]) -
 
 
 class _LowRankLinear(torch.autograd.Function):
-    """`Delta.linear`; its docstring explains the arguments.
+    """The autograd function of `Delta.linear`, whose docstring explains the arguments.
 
-    Written by hand because autograd copies the whole gradient for every sum into a slice, and holds
-    both branches' full-size gradients of x before it adds them.
+    It is written by hand because autograd copies the whole gradient for every sum into a slice, and
+    holds both branches' full-size gradients of x before it adds them.
     """
 
     @staticmethod
@@ -378,9 +378,9 @@ class _LowRankLinear(torch.autograd.Function):
     ) -> Tensor:
         out = products.product(x, weight, bias)
         z = products.small_product(x if dropped is None else dropped, A).mul_(scaling)
-        # z is scaled already, because the gradient of B needs it so.
+        # z is already scaled, as the gradient of B needs it.
         Delta(A, B, 1.0, starts).expand_into(out, z)
-        # With A frozen (LoRA-FA) the input need not be held.
+        # With A frozen (LoRA-FA), the input of A need not be saved.
         of_A, of_weight = ctx.needs_input_grad[4], ctx.needs_input_grad[2]
         ctx.save_for_backward(
             x if of_weight or (of_A and dropped is None) else None,
@@ -397,7 +397,7 @@ class _LowRankLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())
         lora_input = dropped if ctx.has_dropped else x
-        if torch.is_grad_enabled():  # to be differentiated again: z has to depend on its inputs
+        if torch.is_grad_enabled():  # double backward: z has to depend on its inputs
             if lora_input is None:
                 raise RuntimeError("gradients with lora_A frozen cannot be differentiated again")
             z = F.linear(lora_input, A) * ctx.scaling
@@ -434,10 +434,10 @@ class _LowRankLinear(torch.autograd.Function):
 
 
 def _columns(tensor: Tensor, part: slice) -> Tensor:
-    """Some of the columns; all of them without a view, which not all transforms have a rule for."""
+    """Returns some columns; for all of them no view, as some transforms have no rule for it."""
     return tensor if part == slice(0, tensor.shape[1]) else tensor[:, part]
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """`torch.cat`, without a copy where there is but one part."""
+    """Concatenates like `torch.cat`, but copies nothing if there is only one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,7 +1,7 @@
-"""Modules that become LoRA layers in place, and plain ones again.
+"""Turns modules into LoRA layers in place, and back into plain modules.
 
-A module changes its class and gets the attributes of the new one. It stays the same object, so that
-its tensors, hooks and names stay as well, and so does whatever refers to it.
+A turned module has changed its class, and has got the attributes of the new one. It stays the same
+object: it keeps its tensors, hooks and names, and references to it stay valid.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .wrappers import drop_set_forward, has_own_forward, own_forward_message
 
 
 class _Turned(NamedTuple):
-    """What a turned module remembers: its class before, and the attributes that it got since."""
+    """A turned module's record: its former class, and the attributes that were added to it."""
 
     before: type[nn.Module]
     added: frozenset[str]
@@ -27,9 +27,9 @@ class _Turned(NamedTuple):
 
 @contextmanager
 def turning(module: nn.Module) -> Iterator[None]:
-    """Within this block a module is turned, and gets the attributes that `turn_back` takes away.
+    """Records which attributes a module gets in this block, so that `turn_back` can remove them.
 
-    Those that somebody sets on it later are theirs, and stay.
+    Attributes that a user sets on it later are not recorded, and stay.
     """
     names = _names(module)
     try:
@@ -42,14 +42,14 @@ def turning(module: nn.Module) -> Iterator[None]:
 
 
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Makes a module one of another class, in a `turning` block that adds what that class needs."""
+    """Changes a module's class. Called in a `turning` block that also adds what the class needs."""
     drop_set_forward(module)
     vars(module)["_turned"] = _Turned(class_of(module), frozenset())
     set_class(module, kind)
 
 
 def turn_back(module: nn.Module) -> None:
-    """Undoes what was done in `turning` blocks: the class, and the attributes."""
+    """Gives a module its former class again, and removes what `turning` blocks have added."""
     drop_set_forward(module)
     turned = vars(module)["_turned"]
     for attributes in _attributes(module):
@@ -59,17 +59,17 @@ def turn_back(module: nn.Module) -> None:
 
 
 def was_turned(module: nn.Module) -> bool:
-    """Whether this module is a LoRA layer that was a plain one before."""
+    """Returns whether a module was turned: it was plain before it was adapted."""
     return "_turned" in vars(module)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, below the one that PyTorch's parametrizations put over it."""
+    """Returns a module's class, without the subclass that PyTorch's parametrizations give it."""
     return type(module).__bases__[0] if _has_class_over(module) else type(module)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Gives a module another class in the place of `class_of` it; its parametrizations stay."""
+    """Replaces the class that `class_of` returns, and keeps the module's parametrizations."""
     if _has_class_over(module):
         over = {n: v for n, v in vars(type(module)).items() if n not in ("__dict__", "__weakref__")}
         kind = type(f"Parametrized{kind.__name__}", (kind,), over)
@@ -77,19 +77,22 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _has_class_over(module: nn.Module) -> bool:
-    """Whether a module has such a class; one's own may have parts of that name, and properties."""
-    theirs = vars(type(module)).get("__getstate__")  # a metaclass may say another __module__
+    """Returns whether PyTorch's parametrizations have given a module such a subclass.
+
+    A user's class can look alike: it may have a child called `parametrizations`, and properties.
+    """
+    theirs = vars(type(module)).get("__getstate__")  # a metaclass may change a class's __module__
     is_theirs = getattr(theirs, "__module__", None) == parametrize.__name__
     return is_theirs and parametrize.is_parametrized(module)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, before it was turned."""
+    """Returns a module's class, the former one if the module was turned."""
     return vars(module)["_turned"].before if was_turned(module) else type(module)
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Whether this module is a LoRA layer that came into its model by `add_lora`."""
+    """Returns whether this LoRA layer was made by adapting a model's module, as by `add_lora`."""
     return was_turned(module) or isinstance(module, AdaptedProjection)
 
 
@@ -102,12 +105,12 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def merge_in_place(model: nn.Module) -> None:
-    """Turns a model's modules back; each gets a new weight, with its update merged into it.
+    """Turns a model's modules back into plain ones, with their updates merged into new weights.
 
     Raises:
         ValueError: as `turn_all_back`.
     """
-    _check_turnable(model)  # before a weight is read that may be gone
+    _check_turnable(model)  # first, as a weight that is read below may be gone
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
@@ -119,11 +122,11 @@ def merge_in_place(model: nn.Module) -> None:
 
 
 def turn_all_back(model: nn.Module) -> None:
-    """Turns a model's modules back, and lets its encoders take their fast path again.
+    """Turns a model's modules back into plain ones, and undoes `leave_fast_path`.
 
     Raises:
-        ValueError: since it was adapted, the weight or the update of a module has been parametrized
-            or pruned, or the module has got a forward of its own.
+        ValueError: since a module was adapted, its weight or update has been parametrized or
+            pruned, or it has got a forward of its own.
     """
     _check_turnable(model)
     for module in list(model.modules()):
@@ -144,7 +147,7 @@ def _check_turnable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
-            is_parameters = isinstance(module, AdaptedProjection)  # of the module around it
+            is_parameters = isinstance(module, AdaptedProjection)  # `base` is its owner then
             raise ValueError(
                 own_forward_message(
                     name.rpartition(".")[0] if is_parameters else name,
@@ -157,12 +160,12 @@ def _check_turnable(model: nn.Module) -> None:
 
 
 def _is_update_parametrized(module: nn.Module) -> bool:
-    """Whether a tensor that a turned module has got with its update has been parametrized."""
+    """Returns whether a tensor of a turned module's update has been parametrized."""
     return any(parametrize.is_parametrized(module, name) for name in vars(module)["_turned"].added)
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:
-    """The plain module that a turned layer was, with the update merged into its weight."""
+    """Returns a plain copy of a turned layer, with the update merged into its weight."""
     copied = copy.deepcopy(layer)
     merge_in_place(copied)
     return copied
@@ -176,8 +179,8 @@ def _merged_parameter(layer: LoRALayer) -> nn.Parameter:
 # PyTorch's own encoder
 # ------------------------------------------------------------------------------------------------
 
-# In evaluation these compute with their children's weights, and would pass over an update. What
-# keeps them from it, and its value for that.
+# In evaluation these compute with their children's weights, and would ignore an update.
+# Class -> the attribute that disables this fast path, and the value that does so.
 _FAST_PATH: dict[type[nn.Module], tuple[str, object]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -185,9 +188,9 @@ _FAST_PATH: dict[type[nn.Module], tuple[str, object]] = {
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """Lets PyTorch's encoders call their children, where these have LoRA.
+    """Disables the fast path of PyTorch's encoders that contain LoRA, so they call their children.
 
-    And keeps quantized layers of a model with LoRA from the fast path that bitsandbytes has.
+    Also keeps the quantized layers of a model with LoRA off the fast path of bitsandbytes.
     """
     if lora_layers(model):
         keep_unpacked(model)
@@ -201,7 +204,7 @@ def leave_fast_path(model: nn.Module) -> None:
 
 
 def take_fast_path(model: nn.Module) -> None:
-    """Undoes what was done for LoRA in PyTorch's encoders, and in quantized layers."""
+    """Undoes `leave_fast_path`, for PyTorch's encoders and for quantized layers."""
     let_pack(model)
     for module in model.modules():
         for kind, (name, _) in _FAST_PATH.items():

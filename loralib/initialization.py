@@ -1,4 +1,4 @@
-"""Initializations of A and B other than the paper's, which starts A at random and B with zeros.
+"""Initializations of A and B: the paper's, with a random A and a zero B, and others.
 
     name         A and B start as                                          source
     default      the paper's (section 4.1): A random, B zero
@@ -8,9 +8,9 @@
     olora        the first r columns of Q and rows of R, of W = Q R        Büyükakyüz, 2024,
                                                                            arXiv:2406.01775, alg. 1
 
-Where they are made of W, those papers subtract s · B A from W before training. Here W keeps its
-bits: a layer holds the start, B₀ A₀, besides, and adds s · (B A − B₀ A₀) x to W x. It is the same
-sum, and an adapter still fits every copy of its base.
+If A and B are made from W, the papers subtract s · B A from W before training. Here W stays
+bit-exact: a layer also holds the initial A₀ and B₀, and adds s · (B A − B₀ A₀) x to W x. The sum is
+the same, and an adapter still fits every copy of its base.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,11 @@ _deferred = ContextVar("_deferred", default=False)
 
 @contextmanager
 def deferring_start() -> Iterator[None]:
-    """Within this block, layers do not start from their weights, which are not theirs yet.
+    """Keeps layers in this block from initializing from their weights, which are not loaded yet.
 
-    For models that are built to be loaded into: whoever loads them calls `start_from_weights`
-    afterwards. Without it, weights that are to be overwritten would be decomposed for nothing.
+    For models that are built to be loaded into: the caller loads the weights, and then calls
+    `start_from_weights`. Otherwise, weights that are about to be overwritten would be decomposed
+    for nothing.
     """
     token = _deferred.set(True)
     try:
@@ -43,21 +44,21 @@ def deferring_start() -> Iterator[None]:
 
 
 def start_is_deferred() -> bool:
-    """Whether this is called within a `deferring_start` block."""
+    """Returns whether this is called within a `deferring_start` block."""
     return _deferred.get()
 
 
 class NoInitialization(TorchFunctionMode):
-    """Within this block, random initialization does nothing: tensors stay uninitialized.
+    """A mode in which `torch.nn.init` does nothing: tensors stay uninitialized.
 
-    For models that are built to be loaded into. On the meta device it saves more than the random
-    numbers: there, PyTorch imports its compiler to draw them, which takes a second.
+    For models that are built to be loaded into. On the meta device this saves more than the random
+    numbers: PyTorch would import its compiler for them, which takes a second.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Leaves out what `torch.nn.init` does."""
+        """Skips the functions of `torch.nn.init`."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == nn.init.__name__:
             return args[0] if args else kwargs["tensor"]
@@ -65,10 +66,11 @@ class NoInitialization(TorchFunctionMode):
 
 
 def initializes() -> bool:
-    """Whether `torch.nn.init` does something: not while Transformers 4 or Lightning builds a model.
+    """Returns whether `torch.nn.init` has an effect.
 
-    Nor where somebody has replaced the random functions, as quantizers do, to build models faster.
-    Each of these leaves out others; of a tensor without elements none needs a random number.
+    It has none while Transformers 4 or Lightning builds a model, or where a quantizer has replaced
+    the random functions to build models faster. Each of these disables different functions, so two
+    are tried here, on a tensor without elements, which takes no random numbers.
     """
     tensor = torch.empty(0, device="cpu")
     nn.init.constant_(tensor, 0.0)
@@ -77,10 +79,10 @@ def initializes() -> bool:
 
 
 def check_initialization(name: str, r: int) -> None:
-    """Checks that there is such an initialization, for this rank.
+    """Checks that an initialization of this name exists, and takes this rank.
 
     Raises:
-        ValueError: there is none; or r is odd and it has to be even.
+        ValueError: there is none, or it takes only even ranks and r is odd.
     """
     if name not in INITIALIZATIONS:
         known = ", ".join(INITIALIZATIONS)
@@ -90,15 +92,16 @@ def check_initialization(name: str, r: int) -> None:
 
 
 def starts_from_weight(name: str) -> bool:
-    """Whether A and B start from factors of the frozen weight."""
+    """Returns whether an initialization makes A and B from factors of the frozen weight."""
     return name in _FROM_WEIGHT
 
 
 def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """A (rank, in) and B (out, rank), made of a weight (out, in); in float32 or wider.
+    """Returns A (rank, in) and B (out, rank), made from a weight (out, in), in float32 or wider.
 
     Raises:
-        ValueError: the weight has fewer factors; or a scaling has no square root to divide by.
+        ValueError: the weight has fewer factors than `rank`; or PiSSA's scaling, whose square
+            root divides the factors, is not above 0.
     """
     if rank > min(weight.shape):
         raise ValueError(
@@ -120,8 +123,9 @@ def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[T
 def orthogonal(A: Tensor, B: Tensor, r: int) -> None:
     """Initializes the stacked A (r·e, …) and B (width·e, …) so that the product of each pair is 0.
 
-    The rows of a random orthogonal r × r matrix are dealt out in turn: A's rows lie in the space of
-    one half, B's in that of the other. It is computed in float32 or wider.
+    The rows of a random orthogonal r × r matrix go to two halves in turn. The columns of A lie in
+    the span of one half, and the rows of B in the span of the other. The matrix is computed in
+    float32 or wider.
     """
     rows_A, rows_B = A.flatten(1), B.flatten(1)
     rank, wide = rows_B.shape[1], torch.promote_types(A.dtype, torch.float32)

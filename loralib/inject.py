@@ -1,13 +1,13 @@
-"""LoRA in a model that exists: `add_lora` adapts layers in place, `remove_lora` undoes it.
+"""LoRA in an existing model: `add_lora` adapts layers in place, `remove_lora` undoes it.
 
     names = lora.add_lora(model, targets=["q_proj", "v_proj"], r=8, lora_alpha=16)
 
 The modules stay the same objects with the same tensors, which are neither copied nor initialized
-again: names in the state dict stay, and `….lora_A`, `….lora_B` come with them. The base is frozen.
+again. Names in the state dict stay, and `….lora_A` and `….lora_B` are added. The base is frozen.
 
-    of the model                  becomes                         its update
+    in the model                  becomes                         its update
     nn.Linear                     Linear, MergedLinear by slices
-    Conv1D of upstream's GPT-2    the same, with fan_in_fan_out
+    Conv1D of Hugging Face GPT-2  the same, with fan_in_fan_out
     nn.Embedding                  Embedding
     nn.Conv1d, 2d, 3d             AdaptedConv1d, 2d, 3d           A a convolution, B one of 1 × 1
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
@@ -122,50 +122,50 @@ def add_lora(
     """Gives modules of a model a low-rank update each, in place, and freezes the rest.
 
     Args:
-        model: any model of PyTorch's layers. In half precision the updates are float32. A module
-            that it uses in several places has one update, and goes by the first of its names.
-        targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
-            head and leaves out. An `nn.MultiheadAttention` is adapted with
-            its out_proj, unless that is excluded. Also parameters that are stacks of matrices, such
-            as "experts.down_proj", by targets that match no module with parameters of its own; they
-            take no dropout and no DoRA. Known linear layers with quantized weights take no DoRA
-            and no initialization that is made of the weight, and are not merged.
+        model: any model made of PyTorch's layers. In half precision the updates are float32. A
+            module that it uses in several places has one update, under the first of its names.
+        targets: the modules to adapt, see `loralib.targets`, which also says which layer
+            "all-linear" takes for the head and leaves out. An `nn.MultiheadAttention` is adapted
+            with its out_proj, unless that is excluded. A target that matches no module with
+            parameters of its own can match parameters that are stacks of matrices, such as
+            "experts.down_proj". These cannot have dropout or DoRA. Linear layers with quantized
+            weights of the known kinds cannot have DoRA or an initialization that is made from the
+            weight, and cannot be merged.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
-        lora_dropout: dropout on the updates' input; an embedding's, which are numbers of rows, has
+        lora_dropout: dropout on the updates' input. Embeddings, whose input is row numbers, have
             none, as in PEFT.
-        exclude: which modules among these are left out; each exclusion has to leave out one.
+        exclude: which of these modules to leave out. Each exclusion has to leave out at least one.
         layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
-        rank_pattern: another r for some modules, by target; of several patterns that match, the
-            first counts.
+        rank_pattern: another r for some modules, by target. If several patterns match, the first
+            one counts.
         alpha_pattern: likewise, another lora_alpha.
         bias: which biases are trained as well, as for `mark_only_lora_as_trainable`.
-        modules_to_train: modules that are trained as they are, such as a new head. An empty list
-            says that a task's head of upstream's models is meant to stay frozen.
+        modules_to_train: modules that are trained themselves, without LoRA, such as a new head. An
+            empty list says that the task head of a Hugging Face model is meant to stay frozen.
         variant: a name in `loralib.functional.VARIANTS`: "lora", "rslora", "dora", "rslora+dora".
         initialization: a name in `loralib.initialization.INITIALIZATIONS`.
-        freeze_A: B alone is trained (LoRA-FA).
+        freeze_A: trains only B (LoRA-FA).
         enable_lora: by target, which of the equal slices of a linear layer's output are adapted,
-            for projections that are several in one.
+            for layers that combine several projections.
         untie: also adapts a module whose weight is tied to another's (an embedding and its head).
             The update then applies to that module only, and merging unties the two. By default
             this is an error.
 
-    If you load weights afterwards and the variant or the initialization depends on them (DoRA;
-    pissa, olora), call `start_from_weights` then.
+    If you load weights afterwards, and the variant (DoRA) or the initialization (pissa, olora)
+    depends on them, call `start_from_weights` then.
 
     Returns:
-        The names of the modules that have updates; that of a stack, ``experts.down_proj``, is in
-        one beside it, ``experts.down_proj_lora``. A second call adds others, and leaves what is
-        trained.
+        The names of the modules that have new updates. The update of a stack,
+        ``experts.down_proj``, is in a module beside it, ``experts.down_proj_lora``. A second call
+        adds updates, and what is trainable stays so.
 
     Raises:
         ValueError: a target or a pattern matches nothing, or a module that has LoRA already; an
-            exclusion leaves out nothing; a setting is of another type than it has to be, or out of
-            its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
-            rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
-            model is wrapped (DDP, FSDP, compile), has PEFT's LoRA, or its tensors are inference
-            tensors.
+            exclusion leaves out nothing; a setting has the wrong type, or is out of range; a rank
+            is larger than a dimension of its weight; DoRA is to adapt a weight with rows of zeros;
+            a module is both adapted and in modules_to_train; a weight is tied; the model is wrapped
+            (DDP, FSDP, compile), has PEFT's LoRA, or its tensors are inference tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_model(model, targets)
@@ -224,7 +224,7 @@ def _adapted_names(
     exclude: tuple[Target, ...],
     layers: Iterable[int] | None,
 ) -> list[str]:
-    """The names of the modules that are to be adapted, those of attentions' out_proj as well."""
+    """Returns the names of the modules to adapt, with the out_proj of each attention."""
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     if exclude:
         every = find(model, targets, is_linear=is_linear)
@@ -235,7 +235,7 @@ def _adapted_names(
 def _with_output_projections(
     model: nn.Module, names: Iterable[str], exclude: Iterable[Target]
 ) -> list[str]:
-    """The names with those of attentions' out_proj after their own, where not left out."""
+    """Adds the out_proj of each attention, unless excluded, after the attention itself."""
     complete, modules = dict[str, None](), dict(model.named_modules())
     for name in names:
         complete[name] = None
@@ -254,7 +254,7 @@ def _settings_by_name(
     enable_lora: Mapping[str, Sequence[bool]] | None,
     stacks: Collection[str],
 ) -> dict[str, LayerSettings]:
-    """The settings of each module and stack: the common ones, but for what its patterns say."""
+    """Returns the settings of each module and stack: the common ones, unless a pattern matches."""
     ranks = by_pattern(names, rank_pattern or {}, common.r, stacks)
     alphas = by_pattern(names, alpha_pattern or {}, common.lora_alpha, stacks)
     slices = by_pattern(names, _flags_by_pattern(enable_lora), common.enable_lora, stacks)
@@ -272,9 +272,9 @@ def _settings_by_name(
 def _flags_by_pattern(
     enable_lora: Mapping[str, Sequence[bool]] | None,
 ) -> Mapping[str, tuple[bool, ...]]:
-    """The values as tuples, each made once: an iterator ends with the first module that reads it.
+    """Returns enable_lora with tuples as values, as the first module would use up an iterator.
 
-    What is not a mapping stays as it is, for `by_pattern` to refuse.
+    What is not a mapping is returned unchanged, for `by_pattern` to refuse.
     """
     given: Any = {} if enable_lora is None else enable_lora
     if not isinstance(given, Mapping):
@@ -292,14 +292,15 @@ def adapt(
     """Adapts exactly these modules and stacks of a model, and freezes their weights.
 
     Args:
-        model: changed in place.
-        settings: by their names.
+        model: the model, which is changed in place.
+        settings: the settings of the modules and stacks, by their names.
         untie: as for `add_lora`.
-        any_rank: ranks may be larger than a dimension of their weight, as they are in some files.
-        rank_pattern: the targets by which some got another rank than the rest, for errors.
+        any_rank: allows ranks larger than a dimension of their weight, as some files have them, and
+            DoRA on rows of zeros.
+        rank_pattern: the targets that gave some of them another rank than the rest, for errors.
 
     Returns:
-        The names of the modules that have an update now. An attention of separate projections has
+        The names of the modules that have new updates. An attention with separate projections has
         its updates in modules `q_proj`, `k_proj`, `v_proj`.
 
     Raises:
@@ -336,7 +337,7 @@ def _turn_all(
     stacks: Mapping[str, Stack],
     settings: Mapping[str, LayerSettings],
 ) -> None:
-    """Adapts modules, the attentions around them, and stacks; all of them, or none."""
+    """Adapts modules, the attentions around them, and stacks: all of them, or none."""
     turned: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -353,7 +354,7 @@ def _turn_all(
                 turned.append(owner)
                 with turning(owner):
                     turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
-    except BaseException as error:  # nothing is changed then
+    except BaseException as error:  # undo all changes
         for stack in stacks.values():
             drop_stack(stack)
         for module in reversed(turned):
@@ -369,7 +370,7 @@ def _turn_all(
 def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
-    """The settings by the first names of the modules, which may have several."""
+    """Returns the settings by the first name of each module, which may have several names."""
     first, by_first = first_names_of_targets(model), dict[str, LayerSettings]()
     for name, of_module in settings.items():
         if by_first.setdefault(first.get(name, name), of_module) != of_module:
@@ -380,13 +381,13 @@ def _by_first_name(
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
-    """Makes a model the plain one that it was before `add_lora`; the updates are dropped.
+    """Turns a model back into the plain one that it was before `add_lora`, and drops the updates.
 
-    Weights have the bits that they had, and stay frozen: `model.requires_grad_(True)` has all of
-    them trained again. What was set on a module since stays, too.
+    Weights are bit-exact what they were, and stay frozen: `model.requires_grad_(True)` makes all of
+    them trainable again. Attributes that were set on a module since then stay, too.
 
     Args:
-        model: changed in place; also a part of a model, such as one of its blocks.
+        model: the model, or a part of it such as one of its blocks. It is changed in place.
 
     Returns:
         The names of the modules that were adapted.

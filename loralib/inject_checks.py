@@ -1,4 +1,4 @@
-"""Whether a model, and modules of it, can be adapted; errors are one line that names the module."""
+"""Checks that a model and its modules can be adapted. Errors are one line and name the module."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -46,7 +46,7 @@ from .wrappers import (
 )
 from .zero3 import check_not_copied, is_partitioned
 
-# The attributes of a LoRA layer that a model may not have for something else.
+# The attributes of a LoRA layer, which a module may not already have for something else.
 _LORA_ATTRIBUTES = {
     *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
     *("merge_weights", "merged", "r", "scaling", "variant"),
@@ -54,8 +54,8 @@ _LORA_ATTRIBUTES = {
 
 _WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
 
-# What is always true of a target: one that names this module alone has to go, and one that names
-# others as well may stay with an exclusion.
+# Advice that fits every target: drop it if it matches this module alone, exclude the module if it
+# matches others too.
 _LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 
 
@@ -93,7 +93,7 @@ def check_has_modules(model: nn.Module) -> None:
     """Checks that a model has modules that targets can name.
 
     Raises:
-        ValueError: it has none; a layer alone has to be put into a model.
+        ValueError: it has none. A single layer has to be put into a model first.
     """
     if next(model.children(), None) is not None or stacks_in(model):
         return
@@ -111,18 +111,18 @@ def check_has_modules(model: nn.Module) -> None:
 def check_has_parameters(
     model: nn.Module, to_train: Iterable[Target], trained: Collection[str]
 ) -> list[str]:
-    """Checks that modules_to_train means something that can be trained.
+    """Checks that modules_to_train matches a module with parameters.
 
     Args:
         model: the model.
         to_train: the targets.
-        trained: the names of the modules that they mean.
+        trained: the names of the modules that they match.
 
     Returns:
-        For each target that means only modules without parameters, such as a ReLU, one of them.
+        For each target that matches only modules without parameters, such as a ReLU, one of these.
 
     Raises:
-        ValueError: there is no other target.
+        ValueError: all targets are like that.
     """
     with_some = [n for n in trained if next(model.get_submodule(n).parameters(), None) is not None]
     without = [
@@ -138,7 +138,7 @@ def check_has_parameters(
 
 
 def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
-    """Checks that a module can be adapted, and with these settings.
+    """Checks that a module can be adapted with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
@@ -222,7 +222,7 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
 
 
 def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
-    """Checks that a parameter, a stack of matrices, can be adapted, and with these settings.
+    """Checks that a stack of matrices can be adapted with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
@@ -258,7 +258,7 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
 
 
 def _targets_within(name: str, block: nn.Module) -> str:
-    """The linear layers and the stacks within a block, as targets; empty where there are none."""
+    """Returns the linear layers and stacks within a block, as targets; empty if there are none."""
     last = name.rpartition(".")[2]
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
     within += [each for each in stacked_weights(block) if is_suggested(block, each)]
@@ -272,8 +272,8 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """The sizes of a weight as a matrix (out, in)."""
-    if is_quantized_linear(module):  # whose weight may be packed
+    """Returns the sizes of a weight as a matrix (out, in)."""
+    if is_quantized_linear(module):  # its weight may be packed
         layer: Any = module
         return layer.out_features, layer.in_features
     out, inner = weight.shape[0], math.prod(weight.shape[1:])
@@ -340,14 +340,14 @@ def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
 
 
 def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
-    """The parameters of a module itself; the one parameter, where this is a stack's name."""
+    """Returns a module's own parameters, or only the stack if this is a stack's name."""
     module, stack = _holder(model, name)
     own = module._parameters.values() if stack is None else (stack,)
     return {parameter for parameter in own if parameter is not None}
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
-    """The module of this name, and None; or the one that has the stack of this name, and that."""
+    """Returns the module of this name and None, or a stack's owner and the stack itself."""
     stack = stack_named(model, name)
     return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
 
@@ -355,7 +355,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
 def sharing(
     model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
 ) -> list[str]:
-    """The names of the modules, but for some, that have one of these parameters."""
+    """Returns the names of the modules, except `but_for`, that own one of these parameters."""
     return [
         name
         for name, module in model.named_modules()
@@ -370,8 +370,8 @@ def check_rank(
 
     Args:
         model: the model.
-        settings: those of its modules and stacks, by their names.
-        patterns: the targets by which some of these were given another rank than the rest.
+        settings: the settings of its modules and stacks, by their names.
+        patterns: the targets that gave some of these another rank than the rest.
     """
     largest, stacks = _largest_ranks(model, settings), stacked_weights(model)
     for name, most in largest.items():
@@ -399,9 +399,10 @@ def check_rank(
 def _largest_ranks(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, int | None]:
-    """The smallest dimension of the weights of modules and stacks, as matrices, by their names.
+    """Returns the largest possible ranks of modules and stacks, by their names.
 
-    None for a module without a weight of its own.
+    This is the smallest dimension of a weight as a matrix; None for a module without a weight of
+    its own.
     """
     held = {name: _holder(model, name) for name in settings}
     return {
@@ -411,7 +412,7 @@ def _largest_ranks(
 
 
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
-    """The smallest dimension of a module's weights as matrices; None without a weight."""
+    """Returns the smallest dimension of a module's weights as matrices; None without a weight."""
     sizes = []
     for part in _weight_names(module):
         weight = module._parameters.get(part)
@@ -422,9 +423,9 @@ def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
 
 
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
-    """Checks that the weight's rows have a direction, if DoRA is to adapt it.
+    """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
 
-    New memory that a loader has yet to fill is left unchecked, and so is what is partitioned.
+    Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
     """
     if not variant_of(settings.variant).has_magnitude:
         return
@@ -463,14 +464,15 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
-    LoRALayer(**{**settings.of_layer(), "merge_weights": False})  # its own checks of the settings
+    LoRALayer(**{**settings.of_layer(), "merge_weights": False})  # runs its checks of the settings
 
 
 def check_owner(model: nn.Module, name: str) -> None:
-    """Checks that a module does not belong to an attention with a forward of its own.
+    """Checks that a module does not belong to an attention that could not use its update.
 
-    An `nn.MultiheadAttention` computes with the weights of its out_proj, so that it becomes another
-    class where that is adapted.
+    An `nn.MultiheadAttention` computes with the weight of its out_proj itself, so it changes its
+    class when out_proj is adapted. It cannot if its class adds methods or attributes of its own, or
+    if that weight is quantized.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     if not isinstance(owner, nn.MultiheadAttention):
@@ -491,7 +493,7 @@ def check_owner(model: nn.Module, name: str) -> None:
 
 
 def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
-    """Checks that the projections of an attention, which takes their weights, have no dropout."""
+    """Checks that dropout is 0 for an attention and its projections, which cannot have it."""
     owner = model.get_submodule(name.rpartition(".")[0])
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
         if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
@@ -502,7 +504,7 @@ def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
 
 
 def check_tied(model: nn.Module, names: Iterable[str]) -> None:
-    """Checks that no other module has the weight of one that is to be adapted."""
+    """Checks that no module to be adapted shares its weight with another module."""
     owners: dict[Tensor, dict[int, str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""What `add_lora` warns of: what is likely to be meant otherwise, where it is no error."""
+"""The warnings of `add_lora`, about calls that are valid but probably not what was meant."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
-    """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
+    """Warns which layer "all-linear" has taken for the head, if it is frozen and not excluded."""
     head = guessed_head(model, is_linear)
     if head is None or is_any(head, exclude) or head in lora_layers(model):
         return
@@ -39,13 +39,13 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
 
 
 def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
-    """Says that targets leave out most of the weights, where these are stacks of matrices.
+    """Warns that targets leave out stacks of matrices with more weights than all that is adapted.
 
-    Recent versions of upstream's Transformers hold the experts of a layer so, and versions before
-    as linear layers, which such targets meant.
+    Recent versions of Hugging Face Transformers hold the experts of a layer as stacks. Earlier ones
+    held them as linear layers, for which such targets were written.
 
     Args:
-        model: it has been adapted.
+        model: the adapted model.
         matched: the stacks that the targets match, see `matched_stacks`.
     """
     adapted = {id(weight): weight.numel() for _, weight in weights_with_updates(model)}
@@ -68,7 +68,7 @@ def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
 
 
 def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
-    """Says with which layers' weights, and stacks, the model computes without calling modules."""
+    """Warns of layers and stacks that the model bypasses, where updates have no effect."""
     found = bypassed(model, names)
     stacks = [name for name in found if stack_named(model, name) is not None]
     layers = [name for name in found if name not in stacks]
@@ -89,12 +89,12 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _ends(names: Iterable[str]) -> list[str]:
-    """The last two parts of names, each once: as a rule they are of one kind in all layers."""
+    """Returns the last two parts of names, each once, as layers usually share them."""
     return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
 
 
 def warn_of_kinds(model: nn.Module) -> None:
-    """Says that a model has LoRA of several kinds, before it is trained in vain."""
+    """Warns that a model has LoRA of several kinds, which `save_adapter` would refuse."""
     layers = lora_layers(model).values()
     for setting in ("variant", "initialization"):
         kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
@@ -109,9 +109,9 @@ def warn_of_kinds(model: nn.Module) -> None:
 
 
 def warn_of_task_head(model: nn.Module) -> None:
-    """Says that the head of a model for a task stays frozen: it is random unless it was trained.
+    """Warns that the head of a model for a task stays frozen: it is random unless it was trained.
 
-    Upstream's models are known by what their classes are called, and their bases.
+    Hugging Face's models are recognized by the names of their classes and of their base models.
     """
     base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
     if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
@@ -127,12 +127,12 @@ def warn_of_task_head(model: nn.Module) -> None:
         )
 
 
-# Upstream's classes of models with a head that pretrained checkpoints lack.
+# Hugging Face's classes of models with a head that pretrained checkpoints lack.
 _FOR_A_TASK = re.compile(r"For\w*(Classification|MultipleChoice|QuestionAnswering)$")
 
 
 def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list[str]:
-    """The largest parts of a module that have frozen parameters, and no LoRA."""
+    """Returns the largest parts of a module that have frozen parameters and no LoRA."""
     module = model.get_submodule(name)
     if name in adapted or all(parameter.requires_grad for parameter in module.parameters()):
         return []
@@ -143,9 +143,9 @@ def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list
 
 
 def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
-    """Says what a number as a target means besides the module of that name, as in nn.Sequential.
+    """Warns that a number as a target, as for nn.Sequential, also matches other modules.
 
-    Other names end in it by chance; those that another target means as well are meant.
+    The names of these end in it by chance. Modules that another target matches too are intended.
     """
     for target in targets:
         if not isinstance(target, str) or target not in names or not target.isdigit():

@@ -1,6 +1,6 @@
-"""Parameters that are stacks of matrices, such as the weights of all experts of a layer.
+"""Finds parameters that are stacks of matrices, such as the weights of all experts of a layer.
 
-Which they are, how they are laid out, and what their LoRA layers are called.
+It also defines how they are laid out, and the names of their LoRA layers.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _ENDING = "_lora"
 
 
 class Stack(NamedTuple):
-    """A stack: the module that has it, and what it is called there."""
+    """A stack of matrices: the module that owns it, and the parameter's name there."""
 
     owner: nn.Module
     parameter: str
@@ -25,9 +25,9 @@ class Stack(NamedTuple):
 
 
 def stacks_in(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module itself that hold several matrices each, by their names.
+    """Returns a module's own parameters that are stacks of matrices, by name.
 
-    Not the kernels of convolutions.
+    Kernels of convolutions are not stacks.
     """
     own = module._parameters
     if not own or isinstance(module, nn.modules.conv._ConvNd):
@@ -40,7 +40,7 @@ def _is_stack(parameter: Tensor) -> bool:
 
 
 def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Those of all modules of a model."""
+    """Returns the stacks of all modules of a model, by their names in the model."""
     return {
         f"{name}.{last}" if name else last: parameter
         for name, module in model.named_modules()
@@ -49,39 +49,41 @@ def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stack_named(model: nn.Module, name: str) -> Stack | None:
-    """A model's stack of this name, such as "experts.down_proj"; None where it is none."""
+    """Returns a model's stack of this name, such as "experts.down_proj"; None if there is none."""
     at, _, parameter = name.rpartition(".")
     owner = model.get_submodule(at)
     return Stack(owner, parameter) if parameter in stacks_in(owner) else None
 
 
 def is_suggested(model: nn.Module, stack: str) -> bool:
-    """Whether errors and warnings may name a stack as one to adapt.
+    """Returns whether errors and warnings may suggest a stack as a target.
 
-    Not what a parameter is computed from, as a weight-normed kernel is: who means that names it.
+    They do not suggest the tensors that a parametrized weight is computed from, such as those of a
+    weight-normed kernel. Users who mean these can still name them.
     """
     owner = model.get_submodule(stack.rpartition(".")[0])
     return not isinstance(owner, ParametrizationList)
 
 
 def is_transposed(owner: nn.Module) -> bool:
-    """Whether a module holds its stacks as (experts, in, out): upstream's say so by this attribute.
+    """Returns whether a module says that its stacks are (experts, in, out), as Hugging Face's do.
 
-    Of one that does not say it, which PEFT cannot tell either, A is on the side of the outputs.
+    If a module with that layout lacks the attribute, A is on the side of the outputs. PEFT cannot
+    tell the layout then, either.
     """
     return bool(getattr(owner, "is_transposed", False))
 
 
 def matrices(owner: nn.Module, stack: Tensor) -> Tensor:
-    """A stack as (experts, out, in), a view."""
+    """Returns a view of a stack as (experts, out, in)."""
     return stack.mT if is_transposed(owner) else stack
 
 
 def layer_of_stack(parameter: str) -> str:
-    """What the LoRA layer of a parameter is called, by the parameter's name."""
+    """Returns the name of the LoRA layer of a parameter with this name."""
     return f"{parameter}{_ENDING}"
 
 
 def stack_of_layer(layer: str) -> str:
-    """The reverse of `layer_of_stack`."""
+    """Returns the name of the parameter: the reverse of `layer_of_stack`."""
     return layer.removesuffix(_ENDING)
