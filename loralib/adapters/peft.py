@@ -113,7 +113,7 @@ def is_targeted(config: Mapping[str, Any], name: str) -> bool:
 
 
 def is_targeted_parameter(config: Mapping[str, Any], name: str) -> bool:
-    """Whether PEFT's settings mean a parameter of this name."""
+    """Returns whether PEFT's settings mean a parameter of this name."""
     return any(name == t or name.endswith(f".{t}") for t in config.get("target_parameters") or ())
 
 
@@ -124,7 +124,7 @@ def _is_named(patterns: str | Collection[str] | None, name: str) -> bool:
 
 
 def attention_of(module: str, modules: Collection[str]) -> str | None:
-    """The `nn.MultiheadAttention` whose output projection this is.
+    """Returns the `nn.MultiheadAttention` whose output projection this is.
 
     No other kind of module is adapted together with a child of its own.
     """
@@ -150,7 +150,7 @@ def stacked_B_of(B: Tensor, rank: int) -> Tensor:
 
 
 def stacked_B_for(B: Tensor, experts: int) -> Tensor:
-    """The reverse."""
+    """Returns the reverse."""
     return B.unflatten(0, (experts, -1)).permute(1, 2, 0).flatten(1)
 
 

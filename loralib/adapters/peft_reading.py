@@ -63,7 +63,7 @@ _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def weights_of(path: Path) -> Path:
-    """The weights of the folder that `path`, its config or its weights, lies in.
+    """Returns the weights of the folder that `path`, its config or its weights, lies in.
 
     Raises:
         CheckpointError: config or weights are missing.
@@ -83,7 +83,7 @@ def read(
     known: LoraMetadata | None,
     stacks_of_model: Sequence[str] = (),
 ) -> Adapter:
-    """The adapter that PEFT's config and tensors are.
+    """Returns the adapter that PEFT's config and tensors are.
 
     Args:
         config_path: its config.
@@ -153,7 +153,7 @@ def _may_share(tensors: Collection[str]) -> bool:
 
 
 def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The head that PEFT's task type is for; in a registered family, if that has it.
+    """Returns the head that PEFT's task type is for; in a registered family, if that has it.
 
     Of such a family the model's class says it as well.
     """
@@ -252,7 +252,7 @@ def _around_stacks(
 
 
 def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:
-    """The names of a module's parameters that the settings mean."""
+    """Returns the names of a module's parameters that the settings mean."""
     ends = dict.fromkeys(t.rpartition(".")[2] for t in config.get("target_parameters") or ())
     own = (f"{owner}.{end}" for end in ends)
     return [name for name in own if is_targeted_parameter(config, name)]
@@ -453,7 +453,7 @@ def _by_pattern(
 
 
 def _adds_twice(config: Mapping[str, Any]) -> bool:
-    """Whether the PEFT that wrote this adds the update of an attention's out_proj twice.
+    """Returns whether the PEFT that wrote this adds the update of an attention's out_proj twice.
 
     0.21 does, as do those before, of which those up to 0.17 say no version; a correction is
     proposed there. This project's own folders are written as 0.21's.

@@ -191,7 +191,7 @@ def _without_start(adapter: Adapter) -> Adapter:
 
 
 def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
-    """The alpha by which an update of `parts` times the rank is scaled as its parts are."""
+    """Returns the alpha by which an update of `parts` times the rank is scaled as its parts are."""
     return as_int(alpha / metadata.delta.scale(1.0, parts))
 
 
@@ -347,7 +347,7 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
 
 
 def _saved_modules(adapter: Adapter) -> set[str]:
-    """The modules that PEFT is to save beside LoRA."""
+    """Returns the modules that PEFT is to save beside LoRA."""
     family = family_of(adapter.tensors)
     of_heads = family.heads.values() if family else ()
     as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
@@ -378,7 +378,7 @@ def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str,
 
 
 def _meant_by(pattern: str, modules: Iterable[str]) -> list[str]:
-    """The modules that a pattern's key means; none if it is no expression."""
+    """Returns the modules that a pattern's key means; none if it is no expression."""
     try:
         expression = end_of_name(pattern)
     except re.error:

@@ -280,7 +280,7 @@ def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
 
 @torch.no_grad()
 def _is_zero(layer: LoRALayer) -> bool:
-    """Whether an update leaves its weight as it is, as it does at its start."""
+    """Returns whether an update leaves its weight as it is, as it does at its start."""
     if starts_from_weight(layer.initialization):
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
         is_zero = all(torch.equal(half, start) for half, start in pairs)
@@ -347,7 +347,7 @@ def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _last_names(names: Iterable[str]) -> str:
-    """The last parts of names, each once."""
+    """Returns the last parts of names, each once."""
     return in_short(dict.fromkeys(name.rpartition(".")[2] for name in names), quote="'")
 
 
@@ -385,7 +385,7 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
 
 
 def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
-    """The names of what is trained besides LoRA, or was, and of what belongs to it.
+    """Returns the names of what is trained besides LoRA, or was, and of what belongs to it.
 
     A weight that modules share is there under all of its names.
     """
@@ -405,12 +405,12 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """The names of modules that have another one, which comes first in the model."""
+    """Returns the names of modules that have another one, which comes first in the model."""
     return {name for name, first in first_names(model).items() if name != first}
 
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
-    """The dropout of the layers that have any: embeddings and attentions have none."""
+    """Returns the dropout of the layers that have any: embeddings and attentions have none."""
     return max(map(_dropout_of, layers.values()))
 
 

@@ -122,7 +122,7 @@ def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.
 
 
 def _are_one_file(path: Path, other: Path) -> bool:
-    """Whether two paths name one regular file, there or not yet."""
+    """Returns whether two paths name one regular file, there or not yet."""
     if _open_file(path) is not None or _is_stream(path):
         return False
     if path.exists() and other.exists():
@@ -180,7 +180,7 @@ def _write_through(path: Path, content: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> Path:
-    """The regular file, there or not yet, that `path` names directly or through links.
+    """Returns the regular file, there or not yet, that `path` names directly or through links.
 
     Raises:
         OSError: there is a folder, a file that must not be written, or no folder to write in.
@@ -289,7 +289,7 @@ def _remove_half_folders(path: Path) -> None:
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether a folder is there, and was last changed more than a minute ago.
+    """Returns whether a folder is there, and was last changed more than a minute ago.
 
     A younger one may be that of another process, which has made it and is yet to lock it.
     """

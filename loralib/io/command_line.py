@@ -118,7 +118,7 @@ def _has(words: Sequence[str], word: str) -> bool:
 
 
 def _begins(one: str, other: str, least: int = 2) -> bool:
-    """Whether one of two names, of so many letters at least, begins the other."""
+    """Returns whether one of two names, of so many letters at least, begins the other."""
     short, long = sorted((one, other), key=len)
     return len(short) >= least and long.startswith(short)
 

@@ -34,7 +34,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def has_colours(stream: TextIO | None) -> bool:
-    """Whether what is written to a stream may be coloured."""
+    """Returns whether what is written to a stream may be coloured."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return is_terminal(stream)

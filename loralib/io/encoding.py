@@ -28,6 +28,6 @@ def refuse_utf16(source: object, start: bytes) -> None:
 
 
 def refuse_utf16_file(path: str | os.PathLike) -> None:
-    """The same for the file at `path`."""
+    """Returns the same for the file at `path`."""
     with open(path, "rb") as file:
         refuse_utf16(path, file.read(4))

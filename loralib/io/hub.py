@@ -31,7 +31,7 @@ class AbsentFileError(FileNotFoundError):
 
 
 def is_offline_mode() -> bool:
-    """Whether ``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` asks for cached files only."""
+    """Returns whether ``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` asks for cached files only."""
     on = {"1", "true", "yes", "on"}
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").lower() in on for name in switches)
@@ -61,7 +61,7 @@ def resolve_file(
     local_files_only: bool = False,
     force_download: bool = False,
 ) -> Path | None:
-    """The local path of `filename` in a model folder or in a repository of the hub.
+    """Returns the local path of `filename` in a model folder or in a repository of the hub.
 
     Args:
         name_or_path: a local folder, or a repository's name such as ``roberta-base``.
@@ -108,7 +108,7 @@ def fetch_file(
     force_download: bool = False,
     folder: str | os.PathLike | None = None,
 ) -> Path:
-    """The local path of a file of the hub, fetched unless it is there.
+    """Returns the local path of a file of the hub, fetched unless it is there.
 
     Args:
         name: a repository's name, such as ``roberta-base``.
@@ -154,7 +154,7 @@ def fetch_file(
 
 
 def is_a_path(name: str) -> bool:
-    """Whether a name cannot be a repository's, and the hub is not asked for it."""
+    """Returns whether a name cannot be a repository's, and the hub is not asked for it."""
     return name.startswith((".", "/", os.sep, "~")) or name.count("/") > 1
 
 
@@ -346,7 +346,7 @@ def _not_cached(
     offline: str,
     folder: str | os.PathLike | None,
 ) -> FileNotFoundError:
-    """The same, where the hub was not reached and the cache holds no such file."""
+    """Returns the same, where the hub was not reached and the cache holds no such file."""
     if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
         return AbsentFileError(f"'{name}' has no {filename} on the hub")
     if not offline:
@@ -380,7 +380,7 @@ def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, st
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause."""
+    """Returns the first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

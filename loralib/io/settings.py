@@ -99,7 +99,7 @@ def check_settings(
 
 @functools.cache
 def _hints(function: Callable) -> dict[str, Any]:
-    """The annotations of the parameters that have a name of their own."""
+    """Returns the annotations of the parameters that have a name of their own."""
     hints = typing.get_type_hints(function, include_extras=True)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()

@@ -114,7 +114,7 @@ class _Sink:
 
 
 def index_of(path: str | os.PathLike) -> Path | None:
-    """The index beside a file that lists it as a part of a model, if there is one.
+    """Returns the index beside a file that lists it as a part of a model, if there is one.
 
     One that lists no other file is that of a model which is whole in this one.
     """
@@ -160,7 +160,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read_tensors(
     path: str | os.PathLike, verify: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
+    """Returns the tensors of a safetensors or torch file, on the CPU, and the file's metadata.
 
     The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
     a torch file may be wrapped, as `write_wrapped_tensors` does it.
@@ -258,7 +258,7 @@ def _is_held(tensor: Tensor) -> bool:
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one dtype and shape, and equal."""
+    """Returns whether two tensors are of one dtype and shape, and equal."""
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
