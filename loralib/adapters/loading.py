@@ -116,7 +116,7 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
 
 
 def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
-    """Returns the layers' initialization. None if they differ, but trained layers do not show it."""
+    """Returns the layers' initialization, or None if they differ and no update depends on it."""
     values = {getattr(layer, "initialization", "default") for layer in layers.values()}
     if len(values) == 1 or any(map(starts_from_weight, values)):
         return _common(layers, "initialization", "default")
@@ -236,7 +236,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
             raise SettingsError(adapter.source, setting, said, built)
     for module in sorted(adapted):
         slices = [slices_in(each, module) for each in both]
-        # Nor this, where no family says it.
+        # If neither the adapter's metadata nor a family says its slices, they cannot be compared.
         if slices[0] and slices[0] != slices[1]:
             theirs_of, ours_of = map(list, slices)
             raise SettingsError(adapter.source, f"slices of {module}", theirs_of, ours_of)
@@ -392,7 +392,7 @@ def _check_quantized(
         if reader is None or not is_quantized_linear(weights[name].module):
             continue
         way_out = "load the base in float16 or bfloat16"
-        # In a PEFT folder the update is plain LoRA, without an initialization that needs the weight.
+        # In a PEFT folder the update is plain LoRA, and its initialization needs no weight.
         if needs_weight(own.variant, "default") is None:
             way_out += ", or the adapter as a PEFT folder: "
             way_out += "lora.write_adapter(path, lora.read_adapter(source), 'peft')"
@@ -443,7 +443,7 @@ def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
 def _check_present(
     adapter: Adapter, present: Mapping[str, LoRALayer], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Checks that the LoRA layers of a model have the settings that the adapter was trained with."""
+    """Checks that a model's LoRA layers have the settings that the adapter was trained with."""
     for name, layer in present.items():
         if name not in settings:
             raise CheckpointError(
