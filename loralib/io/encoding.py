@@ -28,6 +28,10 @@ def refuse_utf16(source: object, start: bytes) -> None:
 
 
 def refuse_utf16_file(path: str | os.PathLike) -> None:
-    """Returns the same for the file at `path`."""
+    """Refuses the file at `path` if it is UTF-16 or UTF-32 text, as `refuse_utf16` does.
+
+    Raises:
+        ValueError: it is.
+    """
     with open(path, "rb") as file:
         refuse_utf16(path, file.read(4))
