@@ -158,7 +158,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
 
 
 def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
-    """Returns whether a delta reaches slices of the output. A stack's delta does not count."""
+    """Returns whether a delta is stacked or of one slice of the output, and not a stack's."""
     is_of_slices = len(delta.starts) > 1 or len(delta.B) != delta.out_features
     return is_of_slices and module not in (adapter.lora.stacks or ())
 
@@ -447,12 +447,12 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
 
 
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
-    """Returns the adapter's weights that replace a weight which modules share, in one module alone.
+    """Returns the adapter's weights that are for one module alone, although the model shares them.
 
     Our own adapters hold a shared weight once for all its modules, or once under each name. There
     are two exceptions: the metadata says otherwise (`separate`), or the adapter holds a weight that
-    its family ties to another one. A weight that is still tied is in no adapter. PEFT's adapters
-    hold a separate weight for each module that they name.
+    its family ties to another one, which is only held if it is no longer tied. PEFT's adapters hold
+    a separate weight for each module that they name.
 
     Returns:
         For the name of each such weight, the names of the others that share it in the model. The

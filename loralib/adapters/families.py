@@ -124,13 +124,13 @@ class Family:
         return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
 
     def untied_in(self, names: Collection[str]) -> set[str]:
-        """Returns those names that the family ties to a tensor of the backbone."""
+        """Returns those names that the family ties to the backbone unless a file brings them."""
         return {n for n, kept in self.tied.items() if n in names and kept.startswith(self.backbone)}
 
     def unused_by_head(self, names: Collection[str]) -> set[str]:
-        """Returns the tensors that are in a head within the backbone, if these form no known head.
+        """Returns the names in a head's module within the backbone, if the names form no head.
 
-        An early checkpoint of a classifier holds such a pooler.
+        An early checkpoint of a classifier holds such a module, a pooler.
         """
         return set() if self.head_of(names) else {name for name in names if head_within(name)}
 

@@ -140,9 +140,13 @@ def possible_fingerprints(
     """Returns the fingerprints that an adapter may have recorded for a model as its base, if any.
 
     For a registered family it is the backbone's fingerprint. In other models, names do not tell the
-    backbone from the head, so there are several candidates for the backbone: all tensors except
-    those that the adapter brings besides LoRA; all except the top-level modules with these tensors
-    or with the last projection; only the top-level modules with adapted modules; or all tensors.
+    backbone from the head, so there are several candidates for the backbone:
+
+    - all tensors except the top-level modules with the last projection or with tensors that the
+      adapter brings besides LoRA,
+    - all tensors except those that the adapter brings,
+    - only the top-level modules with adapted modules,
+    - all tensors.
 
     Args:
         model: the model, with or without LoRA.

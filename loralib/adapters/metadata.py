@@ -48,7 +48,7 @@ class AdapterMetadata:
     own: ClassVar[frozenset[str]] = frozenset()
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns the fields that are set as safetensors metadata: values are JSON strings."""
+        """Returns safetensors metadata: JSON strings of all fields that are not None."""
         return {key: json.dumps(value) for key, value in asdict(self).items() if value is not None}
 
     @classmethod
@@ -180,7 +180,7 @@ class LoraMetadata(AdapterMetadata):
 
     @property
     def has_start(self) -> bool:
-        """Whether the tensors include the start of A and B, relative to which the update counts."""
+        """Whether the tensors include the start of A and B, from which the update is measured."""
         return starts_from_weight(self.initialization or "default")
 
     def rank_of(self, module: str) -> int:

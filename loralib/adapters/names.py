@@ -15,7 +15,7 @@ def within_layer(module: str) -> str:
 
 
 def lora_targets(modules: Iterable[str]) -> tuple[str, ...]:
-    """Returns the targets that modules are, sorted: ``a.0.query, a.1.query`` -> ``query``.
+    """Returns the targets of modules, each once, sorted: ``a.0.query, a.1.query`` -> ``query``.
 
     A target is the last part of a module's name. If that is ambiguous, it is everything after the
     layer's number, as in ``attention.output.dense``.

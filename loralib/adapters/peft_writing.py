@@ -46,7 +46,7 @@ from .peft import (
     stacked_B_for,
 )
 
-# The head that PEFT itself saves as one module, where the task is its SEQ_CLS or TOKEN_CLS.
+# The head that PEFT itself saves as one module, if the task type is SEQ_CLS or TOKEN_CLS.
 _CLASSIFIER = "classifier"
 # The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
 # its own version. It keeps this one when it saves the adapter again.

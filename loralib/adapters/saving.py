@@ -45,7 +45,7 @@ from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
 
 logger = logging.getLogger(__name__)
 
-# How errors tell users to save a whole model. (A pickled module would break if a class is renamed.)
+# How errors tell users to save a whole model. A pickled module would break when a class is renamed.
 _SAVED_WHOLE = "torch.save(model.state_dict(), …)"
 
 
@@ -189,7 +189,7 @@ def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if the number of labels differs from the number of outputs of every head."""
+    """Returns a warning if the number of labels differs from the outputs of every head."""
     labels = adapter.lora.labels
     outputs = {
         name: module.out_features
@@ -207,7 +207,7 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if an adapter holds most of its base, which was never frozen."""
+    """Returns a warning if an adapter holds most of its base, which was never frozen."""
     of_lora = {id(weight) for _, weight in weights_with_updates(model)}
     base = {
         name: parameter.numel()
@@ -232,7 +232,10 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if some of the base was trained along with LoRA and frozen since: nothing saves it."""
+    """Returns a warning if some of the base was trained with LoRA and frozen since.
+
+    Neither the adapter nor the original base holds these values.
+    """
     held = {id(p) for name, p in model.named_parameters() if name in adapter.tensors}
     lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
@@ -253,7 +256,7 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if running statistics, which training mode changes, are not in the adapter."""
+    """Returns a warning if the adapter lacks running statistics, which training mode changes."""
     normed = [
         name
         for name, module in model.named_modules()
@@ -269,7 +272,10 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if updates are zero: they were not trained, or the model does not call the layer."""
+    """Returns a warning if updates are zero.
+
+    They were not trained, or the model does not call these layers.
+    """
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
     if not zero:
@@ -296,7 +302,7 @@ def _is_zero(layer: LoRALayer) -> bool:
 
 
 def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if layers differ in dropout, as files record only one value."""
+    """Returns a warning if layers differ in dropout, as files record only one value."""
     layers = lora_layers(model)
     dropouts = {_dropout_of(layer) for n, layer in layers.items() if takes_dropout(model, n, layer)}
     if len(dropouts) < 2:
@@ -308,7 +314,7 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if A is frozen in some of the layers only, which files cannot record."""
+    """Returns a warning if A is frozen in some of the layers only, which files cannot record."""
     frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
     if len(frozen) < 2:
         return None
@@ -319,7 +325,7 @@ def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if PEFT may leave out updates because it takes their modules for experts.
+    """Returns a warning if PEFT may leave out updates because it takes their modules for experts.
 
     In upstream's Transformers 5, all experts of a layer are one parameter in some models. For these
     models, PEFT (0.21) replaces targets that have the experts' former names, whatever modules they
@@ -338,7 +344,7 @@ def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
-    """Warns if PEFT refuses to adapt some modules because of their names and the model's type."""
+    """Returns a warning if PEFT refuses modules because of their names and the model's type."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     refused = [name for name in lora_layers(model) if name.rpartition(".")[2] in REFUSED_NAMES]
     if kind not in REFUSED_IN or not refused:

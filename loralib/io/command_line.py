@@ -13,7 +13,7 @@ from .elastic_error import tell_launcher
 _SIMILAR, _MISSPELLED = 0.75, 0.9  # least similarity of two names, by difflib
 _RANK = {"r": "rank", "dim": "rank"}  # words for LoRA's rank in flags: --lora_r, --lora_dim
 _AT_MOST = 4  # suggested flags for an unknown one
-_LARGEST = 2**62  # integer: PyTorch's end at 2**63, and a number near that is a typing mistake
+_LARGEST = 2**62  # valid integer: PyTorch's end at 2**63, and a number near that is a typo
 # A negative number as `float` reads it, including scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
 _EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"
@@ -89,10 +89,14 @@ class ArgumentParser(argparse.ArgumentParser):
 def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     """Returns the flags that an unknown one may have meant, by the first rule that finds any.
 
-    In order, the unknown flag: equals a known flag's words or their initials (--lr); is misspelled
-    by a letter or two; is the beginning of a known flag or begins with one (--output); has only
-    words that the known flag has (--batch_size); is similar; has a first word that the known flag
-    has (--target_modules).
+    The rules for an unknown flag and a known one, in order:
+
+    - the unknown flag has the known one's words, or is their initials (--lr),
+    - it is misspelled by a letter or two,
+    - it begins the known flag, or begins with it (--output),
+    - all of its words are in the known flag (--batch_size),
+    - it is similar,
+    - its first word is in the known flag (--target_modules).
     """
     name = _words(unknown)
     words = {flag: _words(flag) for flag in flags}

@@ -274,6 +274,6 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Returns whether a file is safetensors, by its suffix or by ``{`` after a length of 8 bytes."""
+    """Returns whether a file is safetensors: by its suffix, or by ``{`` after 8 bytes of length."""
     with open(path, "rb") as file:
         return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
