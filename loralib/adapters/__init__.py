@@ -1,1 +1,1 @@
-"""Adapters: what they hold, their metadata, and their formats on disk."""
+"""Adapters: their contents, their metadata, and their formats on disk."""

@@ -1,9 +1,9 @@
-"""Adapters: what they hold, and what the names of their tensors say.
+"""Defines adapters in memory, and what can be derived from the names of their tensors.
 
 A LoRA adapter holds the tensors whose name contains ``lora_`` and those outside the backbone (the
-classification head). An adapter of another kind is the same with what it trains in LoRA's place:
-see `Kind`. A run that trains several of them writes a file of each. Rank, alpha, base and more are
-its metadata, against which everything is checked. Their formats on disk are in
+classification head). An adapter of another `Kind` holds what that kind trains in place of LoRA. A
+run that trains several kinds writes one file for each. An adapter's metadata records its rank,
+alpha, base and more, and everything is checked against it. The formats on disk are described in
 formats.py.
 """
 
@@ -31,10 +31,11 @@ class Foreign:
     """The format in which another library writes adapters of a kind: a folder of files.
 
     Args:
-        owner: what messages call the library.
-        names: the files by which the format is known, and which can be named in the folder's place.
-        others: its other files; of these the first that exists is fetched from a repository.
-        read: reads the adapter of this kind of which this is one of the files.
+        owner: the library's name in messages.
+        names: the files that identify the format. A user can name one of them instead of the
+            folder.
+        others: its other files. The first of these that exists is fetched from a repository.
+        read: reads an adapter of the given kind, given the path of one of the folder's files.
     """
 
     owner: str
@@ -47,17 +48,17 @@ class Foreign:
 class Kind:
     """A part of the backbone that can be trained while the rest is frozen.
 
-    Kinds are compared by ``==``: that of an adapter from another process is another object.
+    Compare kinds with ``==``, not ``is``: an adapter from another process has a copy of its kind.
 
     Args:
-        name: what messages call it.
-        part: what the names of its tensors contain.
-        file: its files' name in a checkpoint's folder, without the suffix.
+        name: its name in messages.
+        part: a string that the names of its tensors contain.
+        file: the name of its files in a checkpoint's folder, without the suffix.
         metadata: the class of its files' metadata.
-        switch: the setting that puts it into a model.
-        sized_by: how the names of tensors end whose rows are a setting of its metadata, and that
-            setting; empty where there is none.
-        foreign: the format that another library has for it, other than PEFT's for LoRA.
+        switch: the setting that adds it to a model.
+        sized_by: a suffix of tensor names, and the metadata setting that is the number of rows of
+            these tensors. Both are empty if there is none.
+        foreign: another library's format for it. PEFT's format for LoRA is not declared here.
     """
 
     name: str
@@ -74,14 +75,14 @@ class Kind:
         return f"{self.file}.safetensors", f"{self.file}.bin"
 
     def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
-        """Whether a tensor of this name, in a model with these backbones, belongs to this kind."""
+        """Returns whether a tensor belongs to this kind, in a model with these backbones."""
         return self.part in name
 
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
-        """Why an adapter does not fit a model, by the names of their tensors.
+        """Compares the tensor names of an adapter and a model, and returns why they do not fit.
 
         Returns:
-            The text for an error; None where the kind finds no reason.
+            The text for an error, or None if the kind finds no reason.
         """
         return None
 
@@ -89,7 +90,7 @@ class Kind:
 @dataclass(frozen=True)
 class _Lora(Kind):
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
-        """LoRA on other modules."""
+        """Returns an error text if LoRA is on other modules in the adapter than in the model."""
         modules = [{name.rpartition(".")[0] for name in names} for names in (theirs, ours)]
         trained, built = (lora_targets(names) for names in modules)
         return None if trained == built else trained_with("targets", trained, built)
@@ -110,14 +111,15 @@ class Adapter:
     """An adapter in memory.
 
     Args:
-        tensors: by their canonical names.
-        metadata: what the tensors do not say; None where it is unknown.
-        source: the file or folder that it was read from; what errors call it.
-        kind: what it is.
+        tensors: its tensors by their canonical names.
+        metadata: what cannot be derived from the tensors. None if it is unknown.
+        source: the file or folder that it was read from, which is its name in errors.
+        kind: its kind.
         format: the format that it had on disk, see `loralib.adapters.formats`.
-        base_weights: what its file also holds of the base, by the base's names: not the adapter's,
-            but what it was trained with.
-        peft_config: of a folder that PEFT wrote, the settings that say what of a model it holds.
+        base_weights: weights of the base that its file also holds, by the base's names. They are
+            not part of the adapter, but are the weights that it was trained with.
+        peft_config: for a folder that PEFT wrote, the settings that say which modules and
+            parameters of the model it holds.
     """
 
     tensors: dict[str, Tensor]
@@ -130,10 +132,10 @@ class Adapter:
 
     @property
     def lora(self) -> LoraMetadata:
-        """The metadata of LoRA.
+        """The metadata, if they are LoRA's.
 
         Raises:
-            AlphaError: they are unknown.
+            AlphaError: the metadata are unknown.
         """
         if not isinstance(self.metadata, LoraMetadata):
             raise AlphaError(self.source)
@@ -141,9 +143,9 @@ class Adapter:
 
     @property
     def head(self) -> str | None:
-        """What its head does, a key of `Family.heads`: as its metadata says, or its names.
+        """The task of its head, a key of `Family.heads`, from its metadata or its tensors' names.
 
-        None where it is unknown, or there is no head.
+        None if it is unknown or there is no head.
         """
         if self.metadata is not None and self.metadata.head is not None:
             return self.metadata.head
@@ -152,7 +154,7 @@ class Adapter:
 
     @property
     def outputs(self) -> int | None:
-        """How many labels the head that it brings has; None where it brings none."""
+        """The number of labels of its head. None if it has no head with labels."""
         family = family_of(self.tensors)
         head = family.heads.get(self.head or "") if family else None
         logits = self.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
@@ -164,14 +166,15 @@ def adapter_tensors(
     backbones: Iterable[str] | None = None,
     kind: Kind = LORA,
 ) -> dict[str, Tensor]:
-    """The part of a full state dict that an adapter file holds: LoRA, and all outside the backbone.
+    """Returns the part of a full state dict that an adapter holds: LoRA, and all but the backbone.
 
-    What a registered family ties to another tensor is left out.
+    A tensor that a registered family ties to another one is left out.
 
     Args:
-        state_dict: the full one.
-        backbones: names that start so belong to the base; None for those of registered families.
-        kind: whose tensors to take in the place of LoRA's.
+        state_dict: the full state dict.
+        backbones: prefixes of the names that belong to the base. None means the backbones of the
+            registered families.
+        kind: the kind whose tensors are taken, LoRA by default.
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     tied = _tied(state_dict)
@@ -183,7 +186,7 @@ def adapter_tensors(
 
 
 def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
-    """Of a model's state the names of tensors that its family has under another one."""
+    """Returns the names of the tensors that the model's family ties to another tensor."""
     family = family_of(state_dict)
     pairs = family.tied.items() if family else ()
     return {
@@ -196,11 +199,11 @@ def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
 
 
 def base_biases(tensors: Iterable[str]) -> set[str]:
-    """The biases of a base among the names of a LoRA adapter's tensors.
+    """Returns those names of a LoRA adapter's tensors that are biases of the base.
 
-    In a model of no registered family, the bias of a head is one whose weight is there as well: its
-    own, or one within the module that has the bias, as in a masked-language model's lm_head. A
-    module with LoRA in it is no head.
+    If the model belongs to no registered family, a bias is the head's if a weight comes with it:
+    the weight of the same module, or one in a submodule, as in a masked-language model's lm_head. A
+    module with LoRA in it is no head. All other biases are the base's.
     """
     names = set(tensors)
     ends = ("bias", "bias_k", "bias_v")  # the latter two of an `nn.MultiheadAttention`
@@ -212,21 +215,21 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
 
 
 def _is_of_head(bias: str, weights: Collection[str], names: Collection[str]) -> bool:
-    """Whether a bias belongs to one of these weights, by the names of an adapter's tensors."""
+    """Returns whether a bias belongs to one of these weights, given all of an adapter's names."""
     start = bias.rpartition("bias")[0]
     if f"{start}weight" in weights:
         return True
-    # A container with LoRA in it is the base's, even where a trained head is in it as well.
+    # A container with LoRA in it is the base's, even if it also has a trained head in it.
     if not bias.endswith(".bias") or any(n.startswith(start) and LORA.part in n for n in names):
         return False
     return any(weight.startswith(start) for weight in weights)
 
 
 def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:
-    """What the names of a LoRA adapter's tensors say of it, with its rank and alpha.
+    """Derives metadata from the names of a LoRA adapter's tensors, its rank and its alpha.
 
-    Names do not say whether the update reaches positions: where it might, the adapter is taken for
-    one of the release's, whose do not.
+    Names do not tell whether the update reaches positions. If it could, the adapter is assumed to
+    be the release's, whose updates do not reach them.
     """
     modules = {name.rpartition(".")[0] for name in tensors if LORA.part in name}
     trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
@@ -238,5 +241,5 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
 
 
 def in_words(value: object) -> str:
-    """A field's value as messages show it."""
+    """Formats a field's value for messages."""
     return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""The canonical names of an adapter's tensors: those that this project's models have for them."""
+"""Gives an adapter's tensors their canonical names: the names that this project's models use."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,13 +14,13 @@ _DDP_PREFIX = "module."
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """An adapter's tensors, or a full checkpoint's, under their canonical names.
+    """Returns the tensors of an adapter or of a full checkpoint under their canonical names.
 
-    Replaced are the earlier names of registered families. Tensors that such a family ties to
-    another one are left out.
+    Earlier names in registered families are replaced. Tensors that such a family ties to another
+    one are left out.
 
     Raises:
-        CheckpointError: two tensors have one name, or tied ones differ.
+        CheckpointError: two tensors get the same name, or tied tensors differ.
     """
     families = [family for family in registered() if _has_names_of(family, tensors)]
     rename = partial(_newest_name, families=families)
@@ -28,13 +28,13 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 
 
 def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors of a file that may have been written of a DDP wrapper, without its ``module.``.
+    """Removes the ``module.`` prefix from the names of a file that was written from a DDP wrapper.
 
-    A model may have a module of that name itself. So it is the wrapper's where all names begin so,
-    or the name of a registered family's backbone follows it.
+    A model may have a module called ``module`` itself. The prefix is taken for DDP's only if all
+    names have it, or if the backbone of a registered family follows it.
 
     Raises:
-        CheckpointError: two tensors have one name.
+        CheckpointError: two tensors get the same name.
     """
     if not has_ddp_prefix(tensors):
         return dict(tensors)
@@ -42,7 +42,7 @@ def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, 
 
 
 def has_ddp_prefix(names: Collection[str]) -> bool:
-    """Whether the names that begin with ``module.`` would be a DDP wrapper's, by that rule."""
+    """Returns whether `without_ddp_prefix` would take a ``module.`` prefix for a DDP wrapper's."""
     wrapped = [name.removeprefix(_DDP_PREFIX) for name in names if name.startswith(_DDP_PREFIX)]
     is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
     return is_known or len(wrapped) == len(names) > 0
@@ -61,7 +61,7 @@ def _renamed(
 
 
 def _has_names_of(family: Family, names: Iterable[str]) -> bool:
-    """Whether names may be earlier ones of this family: not where its layers would be another's."""
+    """Returns whether names may be this family's earlier ones, not those of another's layers."""
     newest = [_newest_name(name, [family]) for name in names]
     inside = [name for name in newest if name.startswith(family.layers)]
     return not inside or family.has_layers_of(inside)

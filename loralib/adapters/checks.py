@@ -1,4 +1,4 @@
-"""Checks of an adapter against its base, a model's positions, and other adapters of its run."""
+"""Checks an adapter against its base, a model's positions, and the other adapters of its run."""
 
 import itertools
 import logging
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_together(adapters: Sequence[Adapter]) -> None:
-    """Checks that adapters of several kinds are those of one model.
+    """Checks that adapters of several kinds belong to one model.
 
     Raises:
-        MissingPartError: one was trained together with another that is not here.
+        MissingPartError: one of them was trained together with an adapter that is missing.
         CheckpointError: their heads differ.
     """
     here = {adapter.kind.switch for adapter in adapters}
@@ -34,15 +34,16 @@ def check_together(adapters: Sequence[Adapter]) -> None:
 
 
 def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
-    """Checks that an adapter of shared projections says whether it reaches positions.
+    """Checks that an adapter of shared projections records whether it reaches positions.
+
+    An adapter without metadata is assumed to be the release's, which does not reach them.
 
     Args:
-        adapter: LoRA, for a model with shared projections.
-        reached: whether that model's LoRA reaches positions, where it has LoRA; an adapter without
-            metadata is the release's, which does not.
+        adapter: LoRA for a model in which contents and positions share projections.
+        reached: whether that model's LoRA reaches positions. None if it has no LoRA.
 
     Raises:
-        CheckpointError: it does not say it, or it says the opposite.
+        CheckpointError: the adapter does not record it, or records the opposite of `reached`.
     """
     theirs = adapter.lora.positions if adapter.metadata else False
     if theirs is None:
@@ -67,22 +68,22 @@ def check_finite(adapter: Adapter) -> None:
 
 
 def warn_of_alpha(source: str | None, alpha: float) -> None:
-    """Says that nothing confirms the alpha that was given for a file."""
+    """Warns that the alpha that was given for a file cannot be checked."""
     logger.warning("%s does not record its alpha: cannot check that it is %g", source, alpha)
 
 
 def warn_of_base(source: str | None, base: str | None) -> None:
-    """Says that nothing confirms that a file was trained on this base."""
+    """Warns that it cannot be checked whether a file was trained on this base."""
     logger.warning(
         "%s does not record its base's fingerprint: cannot check that its base is %s", source, base
     )
 
 
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
-    """Checks that an adapter was trained on the base of this fingerprint, as far as both are known.
+    """Checks that an adapter was trained on the base with this fingerprint, if both are known.
 
     Raises:
-        WrongBaseError: it was trained on another.
+        WrongBaseError: it was trained on another base.
     """
     metadata = adapter.metadata
     if metadata is None or metadata.base_fingerprint is None or base_fingerprint is None:
@@ -93,9 +94,9 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
 
 
 def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
-    """As `check_base`, for a base that has several fingerprints, or none.
+    """Checks what `check_base` does, for a base that has several possible fingerprints, or none.
 
-    Where they cannot be compared, a warning says so.
+    If there is nothing to compare, it logs a warning.
     """
     theirs = adapter.lora.base_fingerprint
     if not theirs:

@@ -1,4 +1,4 @@
-"""The checksum in an adapter's metadata: written with it, compared when it is read."""
+"""Computes the checksum in an adapter's metadata, and compares it when a file is read."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from .metadata import AdapterMetadata
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 over metadata, names, dtypes, shapes and bytes."""
+    """Returns the SHA-256 of the metadata and of the tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -25,16 +25,17 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def with_checksum(tensors: Mapping[str, Tensor], metadata: AdapterMetadata) -> dict[str, str]:
-    """An adapter's metadata as its file holds it."""
+    """Returns an adapter's metadata as its file holds it, with the checksum."""
     fields = metadata.to_metadata()
     return {**fields, "digest": checksum(tensors, fields)}
 
 
 def read_checked(path: Path, kind: Kind) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and metadata of a file of this kind, after its checksum, if it has one.
+    """Reads the tensors and metadata of a file of this kind, and compares its checksum if any.
 
     Raises:
-        CheckpointError: as `read_tensors`; or the checksum is wrong, or missing where it belongs.
+        CheckpointError: for the reasons of `read_tensors`, or because the checksum is wrong, or is
+            missing in a file that must have one.
     """
     tensors, metadata = read_tensors(path, verify=True)
     metadata.pop("format", None)
@@ -46,7 +47,7 @@ def read_checked(path: Path, kind: Kind) -> tuple[dict[str, Tensor], dict[str, s
             raise CheckpointError(
                 f"{path}: damaged: its content is not what was written (checksum)"
             )
-    # A torch archive has checksums of its own, which cover its metadata as well.
+    # A torch archive has its own checksums, which cover its metadata as well.
     elif kind.metadata.own & metadata.keys() and is_safetensors(path):
         raise CheckpointError(f"{path}: damaged: the checksum that belongs to it is missing")
     return tensors, metadata

@@ -1,4 +1,4 @@
-"""Whether a folder of PEFT's holds all that its settings say is adapted, trained or saved."""
+"""Checks that a PEFT folder holds all that its settings say is adapted, trained or saved."""
 
 import re
 from collections.abc import Collection
@@ -13,15 +13,15 @@ from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter
 
 
 def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
-    """Checks that an adapter lacks nothing of a model that its settings name.
+    """Checks that an adapter has tensors for every part of the model that its settings name.
 
     Args:
-        model: the one that the adapter is for.
-        adapter: with the settings that PEFT has written; without, there is nothing to check.
-        adapted: the names of the modules that it has updates of.
+        model: the model that the adapter is for.
+        adapter: the adapter. If it does not have the settings that PEFT wrote, nothing is checked.
+        adapted: the names of the modules that it has updates for.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: some tensors are missing.
     """
     if not adapter.peft_config:
         return
@@ -46,7 +46,7 @@ def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]
 def _trained_of(
     name: str, module: nn.Module, adapter: Adapter, adapted: Collection[str]
 ) -> set[str]:
-    """The names of a module's parameters that the settings say are saved beside LoRA."""
+    """Returns the names of a module's parameters that the settings say are saved beside LoRA."""
     bias, saved = adapter.peft_config.get("bias"), adapter.peft_config.get("modules_to_save") or ()
     names = {n for n, _ in module.named_parameters(name)} if name.endswith(tuple(saved)) else set()
     has_bias = module._parameters.get("bias") is not None
@@ -56,9 +56,10 @@ def _trained_of(
 
 
 def _is_meant(name: str, adapter: Adapter) -> bool:
-    """Whether a module is one of those to adapt, whichever of PEFT's versions has written that.
+    """Returns whether every version of PEFT would adapt a module, given the adapter's settings.
 
-    They differ in which of several numbers in a name is the layer's.
+    If a name has several numbers, PEFT's versions disagree on which of them is the layer's. If
+    layers are selected by number, such a name therefore does not count.
     """
     by_layer = adapter.peft_config.get("layers_to_transform") not in (None, [])
     is_ambiguous = by_layer and len(re.findall(r"(?:^|\.)\d+(?=\.)", name)) > 1

@@ -1,4 +1,4 @@
-"""What an adapter adds to each weight of its base, whatever layers it was trained in.
+"""Computes what an adapter adds to each weight of its base, whatever layers it was trained in.
 
 An adapter's tensors belong to modules. A module ``m`` has
 
@@ -6,10 +6,10 @@ An adapter's tensors belong to modules. A module ``m`` has
     m.lora_magnitude_vector            the magnitudes of DoRA
     m.lora_A_start, m.lora_B_start     where A and B started, if from the weight's own factors
 
-Those of a `Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a
-block for each updated slice of the output (see functional.py). The tensors do not say which slices
-these are: the metadata does, or the model's `Family`. Those of a stack of matrices have a block for
-each matrix (see experts.py).
+The tensors of a `Linear` are one update of the whole output. Those of a `MergedLinear` are stacked,
+with one block for each updated slice of the output (see functional.py). Which slices these are is
+not in the tensors but in the metadata, or in the model's `Family`. The tensors of a stack of
+matrices have one block for each matrix (see experts.py).
 """
 
 import re
@@ -48,10 +48,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def lora_pairs(tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs (lora_A, lora_B) among an adapter's tensors, as matrices, by their module's name.
+    """Returns the pairs (lora_A, lora_B) of an adapter, flattened to matrices, by module name.
 
     Raises:
-        CheckpointError: one of a pair is missing, or they cannot be multiplied.
+        CheckpointError: one of a pair is missing, or the two cannot be multiplied.
     """
     halves = [name for name in tensors if name.endswith((".lora_A", ".lora_B"))]
     pairs = {}
@@ -75,7 +75,7 @@ def _belong_together(A: Tensor, B: Tensor) -> bool:
 
 
 def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
-    """The rank of each module's update.
+    """Returns the rank of each module's update.
 
     Raises:
         CheckpointError: there are none.
@@ -87,10 +87,10 @@ def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
 
 
 def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
-    """The rank that all pairs among an adapter's tensors have.
+    """Returns the rank that all pairs among an adapter's tensors have.
 
     Raises:
-        CheckpointError: there are none, or they are of several ranks.
+        CheckpointError: there are no pairs, or their ranks differ.
     """
     ranks = {rank: module for module, rank in ranks_of(tensors, source).items()}
     if len(ranks) != 1:
@@ -100,21 +100,21 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
 
 
 def slices_of(adapter: Adapter, module: str) -> tuple[bool, ...]:
-    """Which slices of a module's output stacked updates belong to; () where that is unknown."""
+    """Returns which slices of a module's output its stacked updates reach, or () if unknown."""
     return slices_in(adapter.metadata, module)
 
 
 def slices_in(metadata: AdapterMetadata | None, module: str) -> tuple[bool, ...]:
-    """Likewise, as metadata says it, or else the module's family."""
+    """Does the same as `slices_of`, from the metadata or else from the module's family."""
     own = getattr(metadata, "slices", None) or {}
     return own.get(module) or enabled_slices(module)
 
 
 def deltas_of(adapter: Adapter) -> dict[str, Delta]:
-    """What an adapter adds, by the name of the module that each delta belongs to.
+    """Returns an adapter's deltas by the name of the module that each belongs to.
 
     Raises:
-        CheckpointError: its alpha is unknown; or a delta is stacked in a module whose updated
+        CheckpointError: its alpha is unknown, or a delta is stacked in a module whose updated
             slices are unknown.
     """
     ranks_of(adapter.tensors, adapter.source)
@@ -142,7 +142,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor) -> Delta:
 
 
 def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple[int, ...], int]:
-    """The first rows of the slices that a module's `count` updates reach, and its output's size."""
+    """Returns the first row of each slice that a module's updates reach, and its output's size."""
     if count == 1 and module not in (adapter.lora.slices or {}):
         return (0,), rows
     is_stack = module in (adapter.lora.stacks or ())
@@ -158,7 +158,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
 
 
 def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
-    """Whether a module's delta is stacked, or of one slice of the output; not a stack's."""
+    """Returns whether a delta is stacked or of one slice of the output, and not a stack's."""
     is_of_slices = len(delta.starts) > 1 or len(delta.B) != delta.out_features
     return is_of_slices and module not in (adapter.lora.stacks or ())
 
@@ -168,12 +168,12 @@ def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight of a plain model, and what an adapter adds to it.
+    """A weight of a plain model, and the delta that an adapter adds to it.
 
     Args:
-        module: the one that has the weight.
-        name: of the parameter in the module.
-        delta: what is added.
+        module: the module that has the weight.
+        name: the parameter's name in the module.
+        delta: the delta that is added.
     """
 
     module: nn.Module
@@ -192,27 +192,27 @@ class AdaptedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's shape as the delta has it: that of a kernel, (out, in), or of several."""
+        """The weight's shape in the delta's layout: (out, in), a kernel's or a stack's shape."""
         if self.is_stack:
             return tuple(matrices(self.module, self.weight).shape)
-        if is_quantized_linear(self.module):  # whose weight may be packed
+        if is_quantized_linear(self.module):  # its weight may be packed
             layer: Any = self.module
             return layer.out_features, layer.in_features
         is_kernel = self.weight.dim() > 2
         return tuple((self.weight if is_kernel else out_in(self.module, self.weight)).shape)
 
     def shape_of_delta(self, A: Tensor) -> tuple[int, ...]:
-        """The delta's shape likewise; A is the adapter's, not as a matrix."""
+        """Returns the delta's shape in the same layout. A is the adapter's, not flattened."""
         if self.is_stack:
             count = len(self.delta.starts)
             return count, self.delta.out_features // count, self.delta.in_features
         return self.delta.out_features, *A.shape[1:]
 
     def merged(self) -> Tensor:
-        """The weight with the delta merged into it, a new tensor.
+        """Returns the weight with the delta merged into it, as a new tensor.
 
-        The result does not depend on how a file's tensors lie in memory, by which products are
-        rounded differently: they are copied.
+        The delta's tensors are copied first, because matrix products are rounded differently
+        depending on how their factors, which may be mapped from a file, lie in memory.
         """
         copied = self.delta.to(self.weight.device, copy=True)
         if self.is_stack:
@@ -221,14 +221,14 @@ class AdaptedWeight:
 
 
 def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Module, str]:
-    """The module whose weight an adapter adapts under this name, and what the weight is called.
+    """Returns the module whose weight an adapter adapts under a name, and the weight's name in it.
 
-    It is the module of this name; or, for the q_proj, k_proj and v_proj of an
-    `nn.MultiheadAttention` whose inputs have different sizes, the attention.
+    It is usually the module of this name. For the q_proj, k_proj and v_proj of an
+    `nn.MultiheadAttention` whose inputs have different sizes, it is the attention.
 
     Raises:
-        CheckpointError: the model has no such module, or it is of a kind that the adapter was not
-            trained in.
+        CheckpointError: the model has no such module, or the module is of another kind than the one
+            that the adapter was trained in.
     """
     source, embeddings = adapter.source, adapter.lora.embeddings or ()
     if name in (adapter.lora.stacks or ()):
@@ -259,7 +259,7 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
 
 
 def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Module, str]:
-    """The module that has a stack of this name, and what the stack is called there."""
+    """Returns the module that has the stack of this name, and the stack's name in it."""
     at, _, last = name.rpartition(".")
     owner = dict(model.named_modules(remove_duplicate=False)).get(at)
     if owner is None or last not in stacks_in(owner):
@@ -274,7 +274,7 @@ def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.M
 
 
 def _no_such_lora(parameter: str, module: nn.Module) -> str:
-    """That PEFT has adapted a parameter of a module which cannot have that here."""
+    """Returns the error text for a parameter that PEFT has adapted and this library cannot."""
     return (
         f"adapts {parameter}, a parameter of a module of the class {type(module).__name__}, which "
         "has no such LoRA here: merge it with PEFT, by its merge_and_unload()"
@@ -282,9 +282,9 @@ def _no_such_lora(parameter: str, module: nn.Module) -> str:
 
 
 def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
-    """What to give in the place of a model that lacks a module: a part of it, or another model."""
+    """Returns advice for a model that lacks a module: to give a part of it, or another model."""
     stacks = stacked_weights(model)
-    if stacks and re.search(r"\.experts\.\d+(?:\.|$)", name):  # of upstream's Transformers before 5
+    if stacks and re.search(r"\.experts\.\d+(?:\.|$)", name):  # a name from Transformers before 5
         return (
             f"this model holds all experts of a layer in one parameter, such as {min(stacks)}: "
             "load the adapter with PEFT, which converts it for some models, and save it there; or "
@@ -301,12 +301,12 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
 
 
 def base_to_give(adapter: Adapter, layers: tuple[int, int] | None = None) -> str:
-    """The way out for an adapter that is not of a model, by the name of its base if it has one.
+    """Returns advice for an adapter that was trained in another model, with its base's name if any.
 
     Args:
-        adapter: it.
-        layers: those of its base, as far as it has updates there, and of the model, see
-            `more_layers`.
+        adapter: the adapter.
+        layers: the number of layers of its base, as far as its updates show it, and that of the
+            model, see `more_layers`.
     """
     base = adapter.metadata.base if adapter.metadata else None
     why = f"its base has at least {layers[0]} layers, this model {layers[1]}; " if layers else ""
@@ -328,10 +328,11 @@ def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, s
 
 
 def out_in(module: nn.Module, weight: Tensor) -> Tensor:
-    """A module's weight as (out, in), a view of it.
+    """Returns a view of a module's weight as (out, in).
 
-    Embeddings hold it as (in, out), and so do modules with `fan_in_fan_out` and upstream's Conv1D,
-    which is not an `nn.Linear`. Of a convolution all that follows the first dimension is `in`.
+    Embeddings hold their weight as (in, out), and so do modules with `fan_in_fan_out` and
+    upstream's Conv1D, which is not an `nn.Linear`. For a convolution, `in` is the product of all
+    dimensions after the first.
     """
     if weight.dim() > 2:
         return weight.flatten(1)
@@ -341,13 +342,15 @@ def out_in(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeight]:
-    """The weights of a plain model that an adapter adapts, and what it adds, by module's name.
+    """Returns the weights of a plain model that an adapter adapts, with deltas, by module name.
 
     Raises:
-        CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
-            or in several places, of which PEFT has adapted one alone, or as a convolution whose
-            update PEFT computes in another way; or it holds several updates of one module.
-        ValueError: such a module's weight has no values, or is quantized in a way that is unknown.
+        CheckpointError: for the reasons of `deltas_of`. Or the model lacks an adapted module, has
+            it in another shape, or uses it in several places although PEFT has adapted only one of
+            them. Or it is a convolution whose update PEFT computes in another way. Or the adapter
+            holds different updates for one module.
+        ValueError: the weight of an adapted module has no values, or is quantized in an unknown
+            way.
     """
     modules: dict[str, AdaptedWeight] = {}
     first = first_names(model)
@@ -381,7 +384,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
 
 
 def _is_repeated(adapter: Adapter, name: str, first: Mapping[str, str]) -> bool:
-    """Whether an adapter has this module's update under the module's first name as well."""
+    """Returns whether an adapter has this module's update under the module's first name as well."""
     original = first.get(name, name)
     if original == name or f"{original}.lora_A" not in adapter.tensors:
         return False
@@ -398,18 +401,19 @@ def _is_repeated(adapter: Adapter, name: str, first: Mapping[str, str]) -> bool:
 def merge_into(model: nn.Module, adapter: Adapter) -> None:
     """Merges an adapter into a plain model, which stays a plain model.
 
-    Deltas are added to the weights, summed in float32 or wider and rounded once, to the weight's
-    dtype; a head and biases that the adapter brings replace the model's. All that changes gets new
-    tensors, so that the old ones, which may be a mapped file, keep their bits. Where a delta does
-    not reach the positions that share its weight, those first get projections of their own, see
-    nn/positions.py.
+    Deltas are added to the weights in float32 or wider, and the sum is rounded once, to the
+    weight's dtype. The adapter's head and biases replace the model's. All that changes gets new
+    tensors, so that the old ones, which may be mapped from a file, keep their bits. If a delta does
+    not reach the positions that share its weight, the positions first get projections of their own,
+    see nn/positions.py.
 
     Args:
-        model: the base, with a head of the adapter's shape, and no LoRA layers.
+        model: the base, with a head of the adapter's shape and without LoRA layers.
         adapter: LoRA, with its metadata.
 
     Raises:
-        CheckpointError: as `deltas_of`, or it does not fit the model; that is unchanged then.
+        CheckpointError: for the reasons of `deltas_of`, or because the adapter does not fit the
+            model. The model is then unchanged.
     """
     modules = adapted_modules(model, adapter)
     check_all_there(model, adapter, modules)
@@ -443,14 +447,16 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
 
 
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
-    """What an adapter brings for one of several modules that share a weight in a model.
+    """Returns the adapter's weights that are for one module alone, although the model shares them.
 
-    Our own adapters bring a shared weight once for all of them, or for each by its name, unless
-    their metadata says otherwise, or they bring what their family has tied to another weight: one
-    that is tied is in no adapter. PEFT's have a weight of its own for each module that they name.
+    Our own adapters hold a shared weight once for all its modules, or once under each name. There
+    are two exceptions: the metadata says otherwise (`separate`), or the adapter holds a weight that
+    its family ties to another one, which is only held if it is no longer tied. PEFT's adapters hold
+    a separate weight for each module that they name.
 
     Returns:
-        By the names of such weights, the names that the others have; they keep what they have.
+        For the name of each such weight, the names of the others that share it in the model. The
+        others do not get its values.
     """
     base, first, untied = _named_tensors(model), first_names(model), {}
     family = family_of(adapter.tensors)
@@ -459,7 +465,7 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     for name, tensor in besides.items():
         if name not in base:
             continue
-        # By the first name of each module: one that is used twice shares nothing with itself.
+        # By the first name of each module: a module that is used twice shares nothing with itself.
         sharing = {_in_module(other, first): other for other in base if base[other] is base[name]}
         others = [
             other
@@ -477,21 +483,23 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
 
 
 def _is_left_out(other: str, name: str, brought: Collection[str]) -> bool:
-    """Whether a tensor is within the module that `name` is of, which was brought as a whole: then
-    it was left out of the adapter as one that is tied, such as a bias with a second name.
+    """Returns whether a tensor is in the same module as `name`, but not in the adapter.
+
+    The adapter brings that module as a whole, so the tensor was left out because it is tied, such
+    as a bias with a second name.
     """
     module = name.rpartition(".")[0]
     return bool(module) and other.startswith(f"{module}.") and other not in brought
 
 
 def _in_module(name: str, first: Mapping[str, str]) -> str:
-    """A tensor's name, by the first one of its module."""
+    """Returns a tensor's name with its module's first name."""
     owner, _, last = name.rpartition(".")
     return f"{first.get(owner, owner)}.{last}"
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names, of which those that are tied have several."""
+    """Returns parameters and buffers by all of their names. Tied ones have several."""
     named = (model.named_parameters, model.named_buffers)
     return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
 
@@ -501,7 +509,7 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _like(old: Tensor, tensor: Tensor) -> Tensor:
-    """A parameter, trained or not, if `old` is one."""
+    """Returns `tensor` as a parameter if `old` is one, with the same requires_grad."""
     if isinstance(old, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=old.requires_grad)
     return tensor

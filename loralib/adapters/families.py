@@ -1,4 +1,4 @@
-"""Families of models: what of an adapter depends on the model that it was trained in.
+"""Describes families of models: how an adapter depends on the model that it was trained in.
 
 A package with a model of its own registers the model's family, in one place next to it:
 
@@ -16,11 +16,11 @@ A package with a model of its own registers the model's family, in one place nex
         )
     )
 
-This library names no model. An adapter of a family that is not registered is handled as one of any
-model: its modules are taken for linear layers with one low-rank update each, but for what its
-metadata (embeddings, slices) and its shapes (convolutions) say, and what belongs to the base is
-told from the adapter itself. Where that is not enough, as for stacked updates of unknown slices, it
-is refused.
+This library names no model. An adapter of an unregistered family is handled without knowledge of
+its model: its modules are assumed to be linear layers with one low-rank update each, unless its
+metadata (embeddings, slices) or its shapes (convolutions) say otherwise, and which tensors belong
+to the base is derived from the adapter itself. An adapter for which that is not enough is refused,
+such as one with stacked updates of unknown slices.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,13 +31,13 @@ from .names import within_layer
 
 @dataclass(frozen=True)
 class Head:
-    """A head of a family's models: what a task trains in full.
+    """A head of a family's models: the modules that a task trains in full.
 
     Args:
-        modules: its modules, by full name. They are outside the backbone, but for such as a pooler
-            that no other head uses.
-        logits: the module that makes the logits; None where it is tied to the backbone's.
-        labelled: the task names its labels, and there is a logit for each.
+        modules: its modules, by full name. They are outside the backbone, except modules such as a
+            pooler that no other head uses.
+        logits: the module that computes the logits. None if its weight is tied to the backbone's.
+        labelled: whether the task names its labels, with one logit for each.
     """
 
     modules: tuple[str, ...]
@@ -45,11 +45,11 @@ class Head:
     labelled: bool = False
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of this name belongs to it."""
+        """Returns whether a tensor of this name belongs to it."""
         return any(name.startswith(f"{module}.") for module in self.modules)
 
     def is_of(self, names: Collection[str]) -> bool:
-        """Whether these tensors, of a head, are one of this kind."""
+        """Returns whether these tensors, which are those of one head, form this head."""
         has_all = all(any(name.startswith(f"{m}.") for name in names) for m in self.modules)
         has_logits = self.logits is None or f"{self.logits}.weight" in names
         return has_all and has_logits and all(map(self.holds, names))
@@ -57,33 +57,35 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the library needs to know of a family's models to handle their adapters.
+    """What the library needs to know about a family's models to handle their adapters.
 
-    Modules of a layer are named as `within_layer` does it: by what follows the layer's number.
+    Modules of a layer are named by what follows the layer's number, as `within_layer` returns it.
 
     Args:
         name: its model type in ``config.json``.
-        title: what messages call it.
-        backbone: what the names of the backbone's tensors start with; what starts otherwise belongs
-            to a head.
-        layers: what the names of its layers start with, up to the number.
-        layer_parts: what the names of all tensors in a layer start with, after its number, where
-            other models have layers of that name; empty for any.
-        heads: its models' heads, by what they do, such as "token_classification".
-        release_modules: the modules of a layer in which the release's models can have LoRA; None
-            where its format is written for any.
+        title: its name in messages.
+        backbone: the prefix of the names of the backbone's tensors. All others belong to a head.
+        layers: the prefix of the names of its layers, up to the number.
+        layer_parts: the prefixes, after a layer's number, of the names of all tensors in a layer.
+            They tell the family from other models whose layers have the same prefix. Empty if any
+            name will do.
+        heads: its models' heads, by their tasks, such as "token_classification".
+        release_modules: the modules of a layer that can have LoRA in the release's models. None if
+            the release's format can hold any module.
         stacked: modules of a layer that compute several projections in one, as `MergedLinear` does
-            -> which of these have LoRA in the release, and where an adapter does not say it.
+            -> which of these projections have LoRA in the release, and in an adapter that does not
+            record it.
         shared_with_positions: projections of a layer that positions may share with contents, see
             `loralib.nn.positions`.
-        tied: tensors that are another one, and no file needs to hold -> the other's name.
-        may_untie: a model can also have some of these as tensors of their own.
-        old_names: regular expressions of names in earlier files -> what takes their place.
-        wrapped_in_release: the release's scripts wrote such models as they were wrapped in DDP, and
-            in a larger dict: names begin with ``module.``, under ``model_state_dict``.
-        fan_in_fan_out: weights are held as (in, out), so that PEFT has to be told.
-        peft_task: PEFT's task type, where it does not depend on the head.
-        tokenizer_files: the files of its tokenizer that are not named alike for all models.
+        tied: names of tensors that are tied to another one, so that files need not hold them -> the
+            other tensor's name.
+        may_untie: whether some models have separate tensors in place of tied ones.
+        old_names: regular expressions for names in earlier files -> their replacements.
+        wrapped_in_release: whether the release's scripts saved such models from a DDP wrapper and
+            inside a larger dict: names begin with ``module.``, under ``model_state_dict``.
+        fan_in_fan_out: whether weights are held as (in, out), which PEFT's settings must say.
+        peft_task: PEFT's task type, if it does not depend on the head.
+        tokenizer_files: those of its tokenizer's files that other models do not have by that name.
     """
 
     name: str
@@ -105,30 +107,30 @@ class Family:
 
     @property
     def of_base(self) -> tuple[str, ...]:
-        """What the names of all tensors of a base start with, those that are tied included."""
+        """Prefixes of the names of all tensors of a base, including those of tied tensors."""
         return self.backbone, *self.tied
 
     def has_layers_of(self, names: Iterable[str]) -> bool:
-        """Whether some of these modules or tensors are in its layers, none in another model's."""
+        """Returns whether some names are in this family's layers, and none in another model's."""
         inside = [within_layer(name) for name in names if name.startswith(self.layers)]
         return bool(inside) and all(name.startswith(self.layer_parts or "") for name in inside)
 
     def head_of(self, names: Iterable[str]) -> str | None:
-        """Which head these tensors are, those of the backbone left out; None if it is not clear.
+        """Returns which head these tensors form, ignoring the backbone's, or None if it is unclear.
 
-        Of heads that are alike it is the first.
+        If several heads have the same tensors, it is the first one.
         """
         of_head = {name for name in names if not in_backbone(name, (self.backbone,))}
         return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
 
     def untied_in(self, names: Collection[str]) -> set[str]:
-        """Those of these tensors that are one with the backbone's, unless a file brings them."""
+        """Returns those names that the family ties to the backbone unless a file brings them."""
         return {n for n, kept in self.tied.items() if n in names and kept.startswith(self.backbone)}
 
     def unused_by_head(self, names: Collection[str]) -> set[str]:
-        """Those of these tensors that are a head's within the backbone, but no part of this one.
+        """Returns the names in a head's module within the backbone, if the names form no head.
 
-        An early checkpoint of a classifier holds such a pooler.
+        An early checkpoint of a classifier holds such a module, a pooler.
         """
         return set() if self.head_of(names) else {name for name in names if head_within(name)}
 
@@ -137,7 +139,7 @@ _REGISTERED: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Makes a family known, and returns it; a second time changes nothing.
+    """Registers a family and returns it. Registering it again changes nothing.
 
     Raises:
         ValueError: another family has its name.
@@ -148,29 +150,29 @@ def register(family: Family) -> Family:
 
 
 def registered() -> tuple[Family, ...]:
-    """The families that are known, in the order in which they were registered."""
+    """Returns the registered families, in the order of their registration."""
     return tuple(_REGISTERED.values())
 
 
 def backbone_prefixes() -> tuple[str, ...]:
-    """What the names of tensors of known backbones start with."""
+    """Returns the prefixes of the names of tensors in the registered families' backbones."""
     return tuple(family.backbone for family in registered())
 
 
 def in_backbone(name: str, backbones: tuple[str, ...]) -> bool:
-    """Whether a tensor's name starts as those of these backbones do, and it is not a head's."""
+    """Returns whether a tensor's name has one of these prefixes, and the tensor is not a head's."""
     return name.startswith(backbones) and head_within(name) is None
 
 
 def in_known_backbone(name: str) -> bool:
-    """Whether this is the name of a tensor in the backbone of a registered family."""
+    """Returns whether this is the name of a tensor in the backbone of a registered family."""
     return in_backbone(name, backbone_prefixes())
 
 
 def head_within(name: str) -> str | None:
-    """The module within a registered family's backbone that belongs to a head and has this tensor.
+    """Returns the module of a head within a registered family's backbone that has this tensor.
 
-    None for all other tensors.
+    None if the tensor is in no such module.
     """
     for family in registered():
         for head in family.heads.values():
@@ -181,23 +183,23 @@ def head_within(name: str) -> str | None:
 
 
 def top_module(name: str) -> str:
-    """A model's top module that a tensor is in; of a head within a backbone, its module."""
+    """Returns a tensor's top-level module, or the head's module if it is within a backbone."""
     return head_within(name) or name.partition(".")[0]
 
 
 def family_of(names: Iterable[str]) -> Family | None:
-    """The registered family whose layers some of these modules or tensors are in, if any."""
+    """Returns the registered family whose layers have some of these modules or tensors, if any."""
     names = tuple(names)
     return next((family for family in registered() if family.has_layers_of(names)), None)
 
 
 def enabled_slices(module: str) -> tuple[bool, ...]:
-    """Which slices of a module's output its stacked updates belong to; () where that is unknown."""
+    """Returns which slices of a module's output its stacked updates reach, or () if unknown."""
     family = family_of([module])
     return family.stacked.get(within_layer(module), ()) if family else ()
 
 
 def may_share_positions(modules: Iterable[str]) -> bool:
-    """Whether modules of these names can be projections that positions share with contents."""
+    """Returns whether any of these modules may be a projection shared with positions."""
     found = ((family_of([module]), within_layer(module)) for module in modules)
     return any(family and name in family.shared_with_positions for family, name in found)

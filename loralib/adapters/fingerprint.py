@@ -1,4 +1,4 @@
-"""Fingerprints of a base's weights, by which an adapter knows its base."""
+"""Computes fingerprints of a base's weights, by which an adapter recognizes its base."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
@@ -13,23 +13,24 @@ from ..wrappers import is_packed, unreadable
 from ..zero3 import is_partitioned
 from .families import backbone_prefixes, in_known_backbone
 
-# Parts of names of what is trained in a base, and of what not every model has. Files record
-# fingerprints, so this can never change.
+# Tensors with these parts in their names may have been trained, or are missing in some models.
+# Files record fingerprints, so this can never change.
 _LEFT_OUT = ("lora_", "adapter", "pooler.")
 
 
 def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None = None) -> str:
-    """A short name for a base's weight matrices.
+    """Returns a short hash that identifies a base by its weight matrices.
 
-    SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
-    bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
-    does not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
-    and norms; so is the pooler, which not every model has.
+    It is the SHA-256 of up to 1,024 evenly spaced values of every weight matrix of the backbone,
+    rounded to bfloat16, so that a copy of the base in bfloat16 has the same fingerprint. (A copy in
+    float16 does not, because its values are rounded twice.) Tensors that may have been trained are
+    left out: LoRA, adapters, biases and norms. So is the pooler, which not every model has.
 
     Args:
-        tensors: a state dict. Where no name starts as `backbones` do, all of its matrices count:
-            leave a head out that is to be trained.
-        backbones: names that start so belong to the base; None for those of registered families.
+        tensors: a state dict. If no name has a prefix in `backbones`, all of its matrices count, so
+            leave out a head that is to be trained.
+        backbones: prefixes of the names that belong to the base. None means the backbones of the
+            registered families.
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     if not any(name.startswith(starts) for name in tensors):
@@ -51,15 +52,15 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Up to 1,024 evenly spaced values of a tensor, on the CPU."""
+    """Returns up to 1,024 evenly spaced values of a tensor, on the CPU."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // 1024)][:1024].cpu()
 
 
 def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:
-    """The fingerprint of a model's matrices but for some that are trained, by their names.
+    """Returns the fingerprint of a model's matrices, without the trained ones that are named.
 
-    None where `has_no_fingerprint` says so.
+    None if the model has no fingerprint, see `has_no_fingerprint`.
     """
     names = _with_tied(model, trained)
     state = {name: t for name, t in state_of(model).items() if name not in names}
@@ -67,31 +68,33 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
 
 
 def has_float16(state: Mapping[str, Any]) -> bool:
-    """Whether weights are rounded to float16, and so have no fingerprint to compare."""
+    """Returns whether any weight is in float16, which leaves no fingerprint to compare."""
     return any(isinstance(t, Tensor) and t.dtype == torch.float16 for t in state.values())
 
 
 def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized and so on.
+    """Returns whether weights are in float16, or cannot be read (offloaded, quantized, ...).
 
     Args:
-        model: it has these weights.
-        state: those that are to have a fingerprint.
+        model: the model.
+        state: those of its weights that the fingerprint would be computed from.
     """
     if has_float16(state) or _has_packed_weights(model):
         return True
     return not all(is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor))
 
 
-# Of int64 are indices.
+# int64 is left out: it is the dtype of indices.
 _PACKED_INTO = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def _has_packed_weights(model: nn.Module) -> bool:
-    """Whether a package packs weights of a model into integers: without it they have other names.
+    """Returns whether a quantization package has packed weights of a model into integers.
 
-    Upstream's models say so. In others a layer is known by having integers for all its matrices; a
-    mask or a table is a buffer, or lies beside weights, or in a module around others.
+    Packed weights also have other names than the original ones. The config of upstream's models
+    records quantization. In other models, a packed layer is recognized by having only integer
+    matrices as parameters. Masks and tables do not count: they are buffers, or belong to a module
+    that also has weights or submodules.
     """
     configs = (vars(module).get("config") for module in model.modules())
     if any(getattr_static(each, "quantization_config", None) is not None for each in configs):
@@ -114,13 +117,13 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values, and plain ones: not offloaded, partitioned or quantized."""
+    """Returns whether a tensor has plain values, not offloaded, partitioned or quantized ones."""
     has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
     return has_values and not is_partitioned(tensor) and unreadable(tensor) is None
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """A model's state, in which packed and partitioned weights are known for what they are."""
+    """Returns a model's state dict, with packed and partitioned weights left recognizable."""
     state = model.state_dict(keep_vars=True)
     return {name: _as_saved(each) for name, each in state.items()}
 
@@ -134,16 +137,21 @@ def _as_saved(each: Any) -> Any:
 def possible_fingerprints(
     model: nn.Module, adapted: Collection[str], brought: Collection[str]
 ) -> list[str]:
-    """The fingerprints by which an adapter may know a model as its base, if it has any.
+    """Returns the fingerprints that an adapter may have recorded for a model as its base, if any.
 
-    Of a registered family it is that of the backbone. Other names do not tell backbone from head:
-    the backbone is all but what the adapter brings besides LoRA; or all but the top modules with
-    that, and with the last projection; or the top modules with what is adapted; or all.
+    For a registered family it is the backbone's fingerprint. In other models, names do not tell the
+    backbone from the head, so there are several candidates for the backbone:
+
+    - all tensors except the top-level modules with the last projection or with tensors that the
+      adapter brings besides LoRA,
+    - all tensors except those that the adapter brings,
+    - only the top-level modules with adapted modules,
+    - all tensors.
 
     Args:
-        model: with LoRA or without.
+        model: the model, with or without LoRA.
         adapted: the names of the modules that the adapter adapts.
-        brought: the names of the tensors that it brings besides.
+        brought: the names of the tensors that it brings besides LoRA.
     """
     state = state_of(model)
     if any(in_known_backbone(name) for name in state):
@@ -163,13 +171,13 @@ def possible_fingerprints(
 
 
 def _with_tied(model: nn.Module, names: Collection[str]) -> set[str]:
-    """These names of tensors, and the others that a model has for the same tensors."""
+    """Returns these names, and all other names that the model has for the same tensors."""
     state = model.state_dict(keep_vars=True)
     meant = {id(state[name]) for name in names if name in state}
     return {name for name, tensor in state.items() if id(tensor) in meant}
 
 
 def last_projection(model: nn.Module) -> str:
-    """The name of a model's last linear layer: in a classifier, the one that makes the logits."""
+    """Returns the name of a model's last linear layer. A classifier's computes the logits."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return names[-1] if names else ""

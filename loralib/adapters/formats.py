@@ -1,4 +1,4 @@
-"""The formats that an adapter has on disk: which one a file is, reading it, writing another.
+"""Reads and writes the formats that an adapter can have on disk, and tells them apart.
 
     format    what it is                                            variant, alphas, base, task
     lora      this project's: safetensors, with a `LoraMetadata`    yes
@@ -11,11 +11,11 @@
     plain     what `lora_state_dict` gives of any model, saved by   no
               torch
 
-Another kind than LoRA can have another library's format in PEFT's place, see `Kind.foreign`.
+Kinds other than LoRA can have another library's format in place of PEFT's, see `Kind.foreign`.
 
 Whatever the format, an `Adapter` in memory has canonical names: those of this project's models,
-which are the release's. Writing is atomic, torch files are read weights-only, and checksums are
-compared where a file has them: torch's archives and our own safetensors do.
+which are the release's. Writing is atomic, and torch files are read weights-only. Checksums are
+compared if a file has them, as torch's archives and our own safetensors do.
 """
 
 import json
@@ -53,25 +53,25 @@ from .soundness import check_lora, check_names, check_values
 
 FORMATS = ("lora", "release", "peft")
 
-# What changes what is computed, and what the release's files have no place for.
+# Metadata that the release's files cannot record, and that changes what the adapter computes.
 _NOT_IN_RELEASE = (
     *("variant", "initialization", "rank_pattern", "alpha_pattern"),
     *("embeddings", "slices", "stacks"),
 )
-# What PEFT has no place for, and no need of.
+# Metadata that PEFT's settings cannot record, and that PEFT does not need.
 _NOT_IN_PEFT = (
     *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A", "separate"),
 )
-# Initializations that a trained adapter does not show.
+# Initializations that make no difference to a trained adapter.
 _WITHOUT_EFFECT = ("orthogonal",)
 
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
-# What a file's name ends in, where it tells the format.
+# The suffixes by which a file's name tells its format.
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
-# Names of a model's files of settings and of weights, in the folders of Transformers.
+# The names of a model's config and weights files in a Transformers folder.
 _CONFIG = "config.json"
 _MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
-# What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
+# Suffixes of files, ours, other programs' or mistyped. A folder or a repository has none of them.
 _FILE_SUFFIXES = (
     *SUFFIXES,
     ".ckpt",
@@ -103,27 +103,27 @@ def read_adapter(
 ) -> Adapter:
     """Reads an adapter of any format.
 
-    The release's format says nothing of itself; where this project wrote it, its sidecar, the
-    safetensors next to it, holds the same tensors, and the metadata is taken from there.
+    The release's format has no metadata. If this project wrote the file, its sidecar, the
+    safetensors file next to it, holds the same tensors, and the metadata is taken from there.
 
     Args:
-        source: a file; a folder with one, such as a checkpoint's, or another library's; or the name
-            of a repository on the hub.
-        kind: what the file has to hold.
-        lora_alpha: the alpha that LoRA was trained with, where the file does not say it.
+        source: a file; a folder with an adapter file, such as a checkpoint's folder or one of
+            another library; or the name of a repository on the hub.
+        kind: the kind of adapter that the file must hold.
+        lora_alpha: the alpha that LoRA was trained with, if the file does not record it.
         cache_dir: where files from the hub are kept, as in `resolve_file`.
         revision: branch, tag or commit of a repository on the hub.
-        token: for a private repository; True for the one that is logged in.
+        token: an access token for a private repository, or True for the stored one.
 
     Returns:
-        The adapter. Its metadata is None where neither the file nor `lora_alpha` say enough.
+        The adapter. Its metadata is None if neither the file nor `lora_alpha` provides it.
 
     Raises:
-        AlphaError: the file says another alpha than `lora_alpha`.
-        FullModelError: it holds a full model.
-        ModelAsAdapterError: likewise, and no LoRA.
-        CheckpointError: there is no such adapter, it is damaged, not an adapter of this kind, or
-            says something else than its own tensors.
+        AlphaError: the file records another alpha than `lora_alpha`.
+        FullModelError: it holds a full model with LoRA.
+        ModelAsAdapterError: it holds a full model without LoRA.
+        CheckpointError: there is no such adapter, it is damaged or not an adapter of this kind, or
+            its metadata contradicts its tensors.
         OSError: the hub cannot be reached.
     """
     where = {"cache_dir": cache_dir, "revision": revision, "token": token}
@@ -137,14 +137,15 @@ def read_adapter_for(
     lora_alpha: float | None,
     where: Mapping[str, Any],
 ) -> Adapter:
-    """As `read_adapter`, for a model that has these stacks of matrices: their names, in its order.
+    """Reads an adapter as `read_adapter` does, for a model whose stacks of matrices are known.
 
-    PEFT's folders leave it to that order which update is whose.
+    `stacks` are their names, in the model's order. In PEFT's folders, only that order tells which
+    update belongs to which stack.
     """
     path = as_path("the adapter's name", source)
     foreign = _PEFT if kind == LORA else kind.foreign
     if not path.is_file():
-        # Not of `path`, in which "./a" is "a", as a repository may be called.
+        # `path` will not do: it turns "./a" into "a", which may be a repository's name.
         name = os.path.expanduser(source)
         path = _within(name, kind, foreign, where)
     if foreign and path.name in (*foreign.names, *foreign.others):
@@ -159,7 +160,7 @@ def read_adapter_for(
 
 
 def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str, Any]) -> Path:
-    """The adapter file within a folder or a repository; one of another library's where it is that.
+    """Returns the adapter file in a folder or a repository, which may be another library's.
 
     Of the two files that a run of this project writes, the one with metadata is taken.
     """
@@ -186,7 +187,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
 
 
 def _files_of_weights(folder: str, kind: Kind) -> list[str]:
-    """The files of a folder that may be adapters under names of their own, such as GPT-2's."""
+    """Returns a folder's files that may be adapters with unusual names, such as GPT-2's."""
     if not os.path.isdir(folder):
         return []
     paths = [Path(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIXES)]
@@ -194,7 +195,7 @@ def _files_of_weights(folder: str, kind: Kind) -> list[str]:
 
 
 def _is_model_without_lora(folder: str) -> bool:
-    """Whether a folder is a model's, all of whose weights can be read and have other names."""
+    """Returns whether a folder holds a model without LoRA, all of whose weights can be read."""
     if not os.path.isfile(os.path.join(folder, _CONFIG)):
         return False
     paths = [Path(folder, name) for name in os.listdir(folder) if _MODEL_FILE.fullmatch(name)]
@@ -206,7 +207,7 @@ def _is_model_without_lora(folder: str) -> bool:
 
 
 def _names_in(path: Path) -> Iterable[str]:
-    """The names of a file's tensors; of a model's part, those of all its parts."""
+    """Returns the names of a file's tensors. For one shard of a model, those of all its shards."""
     index = index_of(path)
     if index is not None:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -214,7 +215,7 @@ def _names_in(path: Path) -> Iterable[str]:
 
 
 def _seems_to_be(kind: Kind, path: Path) -> bool:
-    """Whether a file holds tensors with names of this kind; an optimizer's state does not."""
+    """Returns whether a file holds tensors of this kind. An optimizer's state does not."""
     try:
         tensors, _ = read_tensors(path)
     except CheckpointError:
@@ -223,12 +224,12 @@ def _seems_to_be(kind: Kind, path: Path) -> bool:
 
 
 def _may_be_on_hub(source: str) -> bool:
-    """Whether this can be a repository's name: not one that ends as a file does."""
+    """Returns whether this can be a repository's name. A name with a file's suffix cannot."""
     return not is_a_path(source) and Path(source).suffix.lower() not in _FILE_SUFFIXES
 
 
 def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:
-    """Brings the first of these files that a repository has to the cache."""
+    """Downloads the first of these files that a repository has into the cache."""
     for name in names:
         if resolve_file(source, name, **where):
             return
@@ -258,7 +259,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     metadata = kind.metadata.from_metadata(fields, path) or _metadata_of_sidecar(
         path, tensors, kind
     )
-    if metadata is None or path.suffix != ".safetensors":  # which has the model's own names
+    # Our own safetensors have the model's own names already.
+    if metadata is None or path.suffix != ".safetensors":
         tensors = without_ddp_prefix(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
@@ -300,17 +302,18 @@ def write_adapter(
     """Writes an adapter.
 
     Args:
-        path: a file, ``.safetensors`` for the format lora and ``.bin`` or ``.pt`` for release; or a
-            folder: these formats then get the file name that runs of this project give them.
-        adapter: what to write.
-        format: of `FORMATS`; by default the one that the file's name says.
+        path: a file, ``.safetensors`` for the format lora and ``.bin`` or ``.pt`` for release. Or a
+            folder: for these two formats, the file in it then gets the name that runs of this
+            project use.
+        adapter: the adapter to write.
+        format: one of `FORMATS`. By default the file's name decides.
 
     Returns:
-        What a user has to know of the result, a line each: what this format cannot hold, and what
+        Remarks that the user should see, one line each: what this format cannot hold, and what
         could not be checked.
 
     Raises:
-        AlphaError: the format has to say an alpha, and the adapter has none.
+        AlphaError: the format must record an alpha, and the adapter has none.
         NeedsMergingError: the format, or the models that read it, cannot express the adapter.
         CheckpointError: the adapter is not sound, or the name does not fit the format. Nothing is
             written.
@@ -328,13 +331,14 @@ def write_adapter(
 def write_checked_adapter(
     path: str | os.PathLike, adapter: Adapter, format: str, model: nn.Module | None = None
 ) -> list[str]:
-    """As `write_adapter`, for an adapter whose model is known to have such layers.
+    """Writes an adapter as `write_adapter` does, if its model is known to have such layers.
 
     Args:
-        path: likewise.
-        adapter: likewise.
-        format: likewise.
-        model: that model, of which PEFT's settings say the class, and which modules are adapted.
+        path: as in `write_adapter`.
+        adapter: as in `write_adapter`.
+        format: as in `write_adapter`.
+        model: the adapter's model. PEFT's settings record its class, and name the adapted modules
+            so that they match no others in it.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -355,10 +359,10 @@ def write_checked_adapter(
 
 
 def format_of_name(path: Path) -> str:
-    """The format of a file that is called so.
+    """Returns the format that a file's name implies.
 
     Raises:
-        CheckpointError: the name does not tell.
+        CheckpointError: the name implies none.
     """
     for format, suffixes in _SUFFIXES.items():
         if path.suffix in suffixes:
@@ -370,10 +374,10 @@ def format_of_name(path: Path) -> str:
 
 
 def format_of_path(path: Path) -> str:
-    """The format of an adapter at this path: a file's, or that of a folder, which is PEFT's.
+    """Returns the format that a path implies: a file's by its suffix, or PEFT's for a folder.
 
     Raises:
-        CheckpointError: the name is one of a file of another format.
+        CheckpointError: the path has the suffix of a file that is no adapter's.
     """
     if path.suffix in SUFFIXES:
         return format_of_name(path)
@@ -386,7 +390,7 @@ def format_of_path(path: Path) -> str:
 
 
 def what_forbids(adapter: Adapter, format: str) -> str | None:
-    """Why an adapter would compute something else in a format; None where it computes the same."""
+    """Returns why an adapter would compute something else in a format, or None if it would not."""
     reached = getattr(adapter.metadata, "positions", None)
     if format == "release" and has_ddp_prefix(adapter.tensors):
         return "its names begin with 'module.', which readers of this format take for DDP's"
@@ -399,7 +403,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
                 return (
                     f"its LoRA is of the {what} {in_words(value)}, which this format cannot record"
                 )
-        # Of a registered family, the names of what is held say it.
+        # In a registered family, the names of the tensors show it.
         if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
             return (
                 "its head has its own copy of a weight that the base's head shares with another "
@@ -424,7 +428,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
 
 
 def _check_sound(adapter: Adapter, format: str) -> None:
-    """Checks that what is written can be read again."""
+    """Checks that the written adapter could be read again."""
     reason = what_forbids(adapter, format)
     if reason:
         raise NeedsMergingError(adapter.source, reason)
@@ -438,7 +442,10 @@ def _check_sound(adapter: Adapter, format: str) -> None:
 
 
 def _check_has_layers(adapter: Adapter, format: str) -> None:
-    """Checks that a registered family's own models, or the release's, have the adapted layers."""
+    """Checks that this project's models of a registered family can have the adapted layers.
+
+    For the release's format, the release's models must have them as well.
+    """
     family = family_of(adapter.tensors)
     if adapter.kind != LORA or family is None:
         return
@@ -469,7 +476,7 @@ def _write_lora(path: Path, adapter: Adapter) -> list[str]:
 
 
 def _unchecked(adapter: Adapter, format: str) -> list[str]:
-    """What LoRA's tensors cannot tell of the layers of a model of no registered family."""
+    """Returns a remark on what LoRA's tensors do not show in a model of no registered family."""
     is_known = adapter.kind != LORA or any(in_known_backbone(name) for name in adapter.tensors)
     if is_known or format == "release":
         return []
@@ -504,7 +511,7 @@ def _write_release(path: Path, adapter: Adapter) -> list[str]:
 
 
 def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
-    """What a format that keeps no more than these fields loses, a line each."""
+    """Returns what a format that keeps only these fields loses, one line each."""
     if metadata is None:
         return []
     known = {name: value for name, value in asdict(metadata).items() if value is not None}

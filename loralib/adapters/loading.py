@@ -1,6 +1,7 @@
 """Copies an adapter into a model, after all checks.
 
-`load_into` takes a model that was built with the layers, `load_adapter` any model: it adds them.
+`load_into` takes a model that was built with LoRA layers. `load_adapter` takes any model, and adds
+them.
 """
 
 import logging
@@ -58,14 +59,15 @@ logger = logging.getLogger(__name__)
 
 
 def lora_settings(model: nn.Module) -> dict[str, Any]:
-    """What a model's LoRA was built with, by the names that `LoraMetadata` has for it.
+    """Returns the settings of a model's LoRA layers, by their names in `LoraMetadata`.
 
     Args:
-        model: it has LoRA layers; they may differ in rank and alpha, and in what is of no effect
-            once they are trained.
+        model: a model with LoRA layers. They may differ in rank and alpha, and in settings that
+            have no effect once they are trained.
 
     Raises:
-        CheckpointError: they differ in more, or their scaling is not what alpha and rank make.
+        CheckpointError: they differ in other settings, or a layer's scaling is not the one that
+            follows from its alpha and rank.
     """
     layers = lora_layers(model)
     for name, layer in layers.items():
@@ -102,7 +104,7 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
-    """A setting that all layers have; None for the default."""
+    """Returns the value of a setting that all layers must have in common, None for the default."""
     values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
     common, others = usual(values)
     for name, value in others.items():
@@ -114,7 +116,7 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
 
 
 def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
-    """That of all layers; None where they differ and nothing that is trained depends on it."""
+    """Returns the layers' initialization, or None if they differ and no update depends on it."""
     values = {getattr(layer, "initialization", "default") for layer in layers.values()}
     if len(values) == 1 or any(map(starts_from_weight, values)):
         return _common(layers, "initialization", "default")
@@ -122,7 +124,7 @@ def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
 
 
 def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:
-    """The slices that stacked updates reach, where no family says them."""
+    """Returns the slices that stacked updates reach, if they are not the family's."""
     slices = {
         name: tuple(layer.enable_lora)
         for name, layer in layers.items()
@@ -143,19 +145,20 @@ def load_into(
     """Copies an adapter's tensors into `model`, after checking all that can be checked.
 
     Args:
-        model: a model with the LoRA layers, or what else the adapter is of, in place.
-        adapter: what `read_adapter` read.
+        model: a model that already has the LoRA layers, or the parts that the adapter's kind needs.
+        adapter: the adapter, as `read_adapter` returned it.
         base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
-        backbones: names that start so belong to the base; None for those of registered families.
-        new_head: a head of another shape is left as it is instead of refused: the adapter then is
-            the start for another task.
-        settings: what the model was built with, by the metadata's names for it; compared with the
-            adapter's. LoRA's are seen from its layers.
-        known: the model's tensors that its base has brought: of these, a head's module may stay as
-            it is where the adapter has nothing of it.
+        backbones: prefixes of the names that belong to the base. None means the backbones of the
+            registered families.
+        new_head: if the adapter's head has another shape, the model's head is left as it is. The
+            adapter then is the start for another task. Otherwise such an adapter is refused.
+        settings: the settings that the model was built with, by their names in the metadata. They
+            are compared with the adapter's. LoRA's settings are read from the layers instead.
+        known: the names of the tensors that the model got from its base. A head's module among them
+            may stay as it is if the adapter has no tensors of it.
 
     Returns:
-        The names of the head's tensors that were left as they are.
+        The names of the adapter's head tensors that were not copied.
 
     Raises:
         MissingLayersError: the model has no layers of the adapter's kind.
@@ -166,7 +169,7 @@ def load_into(
     state = model.state_dict()
     expected = adapter_tensors(state, starts, adapter.kind)
     if adapter.kind == LORA:
-        # Biases that were trained with it take the place of the base's.
+        # Biases that were trained with LoRA replace the base's.
         expected |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         if not lora_layers(model):
             raise MissingLayersError(adapter.source, LORA.name, LORA.switch)
@@ -180,7 +183,7 @@ def load_into(
     }
     _check_names(adapter, expected, starts, state.keys())
     if settings and settings.get("positions") is not None:
-        # Only here: an adapter of another family does not say it, and cannot.
+        # Only in this case: an adapter of another family does not record positions, and cannot.
         check_positions(adapter, settings["positions"])
     skipped = _check_shapes(adapter, expected, starts, new_head)
     check_finite(adapter)
@@ -197,7 +200,7 @@ def _check_metadata(
     metadata = adapter.metadata
     if metadata is None:
         return
-    check_base(adapter, base_fingerprint)  # first: what another base has led to is told by it
+    check_base(adapter, base_fingerprint)  # first: a wrong base explains other differences, too
     if isinstance(metadata, LoraMetadata):
         _check_lora_settings(adapter, metadata, LoraMetadata(**settings))
     else:
@@ -208,7 +211,7 @@ def _check_metadata(
 
 
 def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:
-    """Checks all that changes what a model computes with the adapter's tensors."""
+    """Checks all settings that change what a model computes with the adapter's tensors."""
     both = theirs, ours
     by_module = any((theirs.rank_pattern, theirs.alpha_pattern))
     by_module = by_module or any((ours.rank_pattern, ours.alpha_pattern))
@@ -233,14 +236,14 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
             raise SettingsError(adapter.source, setting, said, built)
     for module in sorted(adapted):
         slices = [slices_in(each, module) for each in both]
-        # Nor this, where no family says it.
+        # If neither the adapter's metadata nor a family says its slices, they cannot be compared.
         if slices[0] and slices[0] != slices[1]:
             theirs_of, ours_of = map(list, slices)
             raise SettingsError(adapter.source, f"slices of {module}", theirs_of, ours_of)
 
 
 def _start_of(metadata: LoraMetadata) -> str | None:
-    """The initialization, if a trained adapter depends on it."""
+    """Returns the initialization, if a trained adapter depends on it."""
     return metadata.initialization if metadata.has_start else None
 
 
@@ -250,7 +253,7 @@ def _check_names(
     starts: tuple[str, ...],
     names: Collection[str],
 ) -> None:
-    """Checks that an adapter has the tensors that are expected; `names` are all of the model's."""
+    """Checks that an adapter has exactly the expected tensors. `names` are all of the model's."""
     kind = adapter.kind
     theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
     ours = {name for name in expected if kind.holds(name, starts)}
@@ -311,19 +314,19 @@ def load_adapter(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> tuple[str, ...]:
-    """Gives a model the adapter of any format, and the LoRA layers that it needs.
+    """Loads an adapter of any format into a model, and adds the LoRA layers that it needs.
 
-    What the adapter brings can be trained on: its LoRA, and the head and biases that it holds
-    besides, which replace the model's. If the model had no LoRA, the rest is frozen.
+    Everything that the adapter brings can be trained further: its LoRA, and its head and biases,
+    which replace the model's. If the model had no LoRA, the rest is frozen.
 
     Args:
-        model: the base, plain or with LoRA layers of the adapter's own settings; with these it may
-            be wrapped, as by DDP.
-        source: a file, a folder, or the name of a repository on the hub; see `read_adapter`.
-        lora_alpha: the alpha that it was trained with, where it does not say it.
+        model: the base, plain or with LoRA layers that have the adapter's settings. In the latter
+            case it may be wrapped, as by DDP.
+        source: a file, a folder, or the name of a repository on the hub, see `read_adapter`.
+        lora_alpha: the alpha that the adapter was trained with, if it does not record it.
         revision: for the hub, as in `read_adapter`.
-        cache_dir: likewise.
-        token: likewise.
+        cache_dir: for the hub, as in `read_adapter`.
+        token: for the hub, as in `read_adapter`.
 
     Returns:
         The names of the adapted modules, in the model's order.
@@ -340,7 +343,7 @@ def load_adapter(
     with without_wrappers(model) as plain:
         adapter = read_adapter_for(stacked_weights(plain), source, LORA, lora_alpha, where)
         if plain is not model and not lora_layers(plain):
-            # What DDP shares and torch.compile has compiled is settled when they wrap.
+            # DDP and torch.compile fix what they share or compile when they wrap a model.
             raise ValueError(
                 f"the model is wrapped or compiled already ({type(model).__name__}): load the "
                 "adapter before that"
@@ -349,7 +352,7 @@ def load_adapter(
 
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
-    """As `load_adapter`, of a model without wrappers."""
+    """Does the work of `load_adapter`, for a model without wrappers."""
     check_no_peft_layers(model)
     check_not_copied(
         model,
@@ -383,13 +386,14 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
 def _check_quantized(
     adapter: Adapter, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Checks that an adapter needs no weight that is quantized."""
+    """Checks that no update of an adapter needs the value of a quantized weight."""
     for name, own in settings.items():
         reader = needs_weight(own.variant, own.initialization)
         if reader is None or not is_quantized_linear(weights[name].module):
             continue
         way_out = "load the base in float16 or bfloat16"
-        if needs_weight(own.variant, "default") is None:  # such a folder holds plain LoRA
+        # In a PEFT folder the update is plain LoRA, and its initialization needs no weight.
+        if needs_weight(own.variant, "default") is None:
             way_out += ", or the adapter as a PEFT folder: "
             way_out += "lora.write_adapter(path, lora.read_adapter(source), 'peft')"
         raise CheckpointError(
@@ -401,7 +405,7 @@ def _check_quantized(
 def _settings_of(
     model: nn.Module, adapter: Adapter, weights: Mapping[str, AdaptedWeight]
 ) -> dict[str, LayerSettings]:
-    """What the layers of an adapter are built with, by module."""
+    """Returns the settings that an adapter's layers are built with, by module."""
     metadata, settings = adapter.lora, {}
     for name, adapted in weights.items():
         dropout = metadata.dropout or 0.0
@@ -421,14 +425,15 @@ def _settings_of(
 
 
 def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
-    """Whether the update under this name can have dropout: those of attentions' projections cannot.
+    """Returns whether the update with this name can have dropout.
 
-    Nor can an embedding's; nor a stack's, of which only its LoRA layer tells.
+    The updates of attentions' projections, of embeddings and of stacks cannot. A stack is only
+    recognized if `module` is its LoRA layer.
 
     Args:
         model: the model.
-        name: of the update.
-        module: the one whose weight it is of, or that has the update.
+        name: the update's name.
+        module: the module whose weight is updated, or the one that has the update.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
@@ -438,7 +443,7 @@ def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
 def _check_present(
     adapter: Adapter, present: Mapping[str, LoRALayer], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Checks that the LoRA that a model has is what the adapter was trained in."""
+    """Checks that a model's LoRA layers have the settings that the adapter was trained with."""
     for name, layer in present.items():
         if name not in settings:
             raise CheckpointError(
@@ -462,14 +467,14 @@ def _check_present(
 
 
 def _other(layer: Any) -> str:
-    """How a model gets other LoRA than it has in this layer."""
+    """Returns advice on how to get LoRA with other settings than this layer's."""
     return "remove_lora first" if is_in_place(layer) else "build the model as the adapter says"
 
 
 def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
-    """Checks that what an adapter brings besides LoRA is in the model, in its shape.
+    """Checks that the model has all that an adapter brings besides LoRA, in the same shapes.
 
-    And that it replaces all that an adapter before it has brought.
+    Also checks that it replaces everything that an adapter loaded before has brought.
     """
     state = model.state_dict()
     for name, source in noted(model).items():
@@ -497,13 +502,13 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
 
 
 def _kind(tensor: Tensor) -> str:
-    """A tensor's shape, and its dtype where it is not a floating one."""
+    """Formats a tensor's shape, with its dtype if that is not a floating one."""
     dtype = "" if tensor.is_floating_point() else f" of {tensor.dtype}"
     return f"{tuple(tensor.shape)}{dtype}"
 
 
 def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
-    """Checks that what an adapter's file holds of its base is the model's, in either's dtype."""
+    """Checks that the base weights in an adapter's file equal the model's, in either's dtype."""
     state = model.state_dict()
     for name, theirs in adapter.base_weights.items():
         ours = state.get(name)
@@ -515,13 +520,13 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
 
 
 def same_when_rounded(one: Tensor, other: Tensor) -> bool:
-    """Whether these are the same in the dtype of one of them."""
+    """Returns whether two tensors are equal in the dtype of one of them."""
     one = one.to(other.device)
     return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
 
 
 def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:
-    """Whether LoRA in these projections, which positions share, would reach positions."""
+    """Returns whether LoRA in these projections, which positions share, would reach positions."""
     name = min(shared_projections(model) & set(adapted))
     owner: Any = model.get_submodule(name.rpartition(".")[0])
     return owner.lora_positions
@@ -530,9 +535,10 @@ def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:
 def _add_layers(
     model: nn.Module, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
 ) -> None:
-    """Adapts the modules of these names; of an attention's separate projections, the attention.
+    """Adds LoRA layers to the modules of these names.
 
-    Of stacks of matrices the parameters.
+    For the separate projections of an attention, the attention is adapted. For stacks of matrices,
+    the parameters are.
     """
     by_module = {}
     for name, own in settings.items():
@@ -540,9 +546,9 @@ def _add_layers(
         at = name if is_own else name.rpartition(".")[0]
         by_module[stack_of_layer(name) if weights[name].is_stack else at] = own
     if by_module:
-        # An adapter is of the module that it names, whatever else has its weight, and PEFT's may
-        # have any rank.
-        with deferring_start():  # the adapter brings what would be made of the weights
+        # untie: an adapter belongs to the module that it names, even if others share its weight.
+        # any_rank: PEFT's adapters may have any rank.
+        with deferring_start():  # the adapter brings what would be computed from the weights
             adapt(model, by_module, untie=True, any_rank=True)
 
 

@@ -1,4 +1,4 @@
-"""Metadata of an adapter: what its tensors do not say of themselves, such as its alpha and base."""
+"""Defines an adapter's metadata: what its tensors do not show, such as its alpha and base."""
 
 import json
 from collections import Counter
@@ -18,19 +18,20 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMetadata:
-    """What the tensors of a file do not say of themselves, whatever its kind.
+    """The metadata that adapters of all kinds have: what the tensors of a file do not show.
 
     Args:
         base: name or path of the base model.
-        base_revision: branch, tag or commit of the base, where it is on the hub.
+        base_revision: branch, tag or commit of the base, if it is on the hub.
         base_fingerprint: `fingerprint` of the base's weights.
         task: name of the task that the head was trained for.
-        head: what the head does, such as "token_classification": a key of `Family.heads`.
-        is_decoder: True where tokens saw those before them alone.
+        head: the head's task, such as "token_classification": a key of `Family.heads`.
+        is_decoder: True if tokens attended only to themselves and earlier ones.
         labels: the head's label names, in the order of its outputs.
-        text_columns: where the head classifies texts, the columns of its training data that were
-            one row's texts, in the order in which the model reads them.
-        trained_with: the switches (see `Kind`) of what was trained with this, in other files.
+        text_columns: if the head classifies sequences, the columns of its training data that held a
+            row's one or two sequences, in the order in which the model reads them.
+        trained_with: the switches (see `Kind`) of the adapters that were trained together with this
+            one and are in other files.
     """
 
     base: str | None = None
@@ -43,19 +44,19 @@ class AdapterMetadata:
     text_columns: tuple[str, ...] | None = None
     trained_with: tuple[str, ...] | None = None
 
-    # Fields whose presence tells that a file's metadata are of this class.
+    # If a file's metadata have any of these fields, they are of this class.
     own: ClassVar[frozenset[str]] = frozenset()
 
     def to_metadata(self) -> dict[str, str]:
-        """The fields as safetensors' metadata: strings of JSON; unset fields are left out."""
+        """Returns safetensors metadata: JSON strings of all fields that are not None."""
         return {key: json.dumps(value) for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_metadata(cls: type[_Own], metadata: Mapping[str, str], path: Path) -> _Own | None:
-        """The reverse of `to_metadata`; None where the metadata is not of this class.
+        """Reads what `to_metadata` returned. None if the metadata is not of this class.
 
         Raises:
-            CheckpointError: some of the class's own fields are there, but not all are sound.
+            CheckpointError: some of the class's own fields are there, but not all are valid.
         """
         known = {field.name for field in fields(cls)} & metadata.keys()
         if not known & cls.own:
@@ -74,10 +75,10 @@ class AdapterMetadata:
         return own
 
     def check(self, path: object) -> None:
-        """Checks that each value is one that this class can have; `path` is what errors name.
+        """Checks that each field has a valid value. Errors name `path`.
 
         Raises:
-            CheckpointError: one is not.
+            CheckpointError: a value is invalid.
         """
         for name in ("base", "base_revision", "base_fingerprint", "task", "head"):
             value = getattr(self, name)
@@ -90,7 +91,7 @@ class AdapterMetadata:
 
 
 def are_text_columns(names: object) -> bool:
-    """Whether this names the columns of a row's texts: one, or two different ones."""
+    """Returns whether this is a list of one or two different column names."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return False
     return 1 <= len({*names}) == len(names) <= 2
@@ -106,33 +107,33 @@ def _strings(value: object) -> tuple[str, ...]:
 class LoraMetadata(AdapterMetadata):
     """Metadata of LoRA weights.
 
-    Of two spellings of one thing the shorter is kept: "lora", "default", False and empty mappings
-    become None, and patterns hold what differs from `rank` and `alpha` alone.
+    Equivalent values are stored in the shortest form: "lora", "default", False and empty mappings
+    become None, and patterns hold only the values that differ from `rank` and `alpha`.
 
     Args:
         rank: r, the rank of the low-rank update.
         alpha: the update is scaled by alpha / r.
         targets: the adapted modules, as `lora_targets` names them: ``("query", "value")``.
-        dropout: dropout on the update's input in training, where there was any.
-        bias: which of the base's biases were trained, and are held as well: those of `loralib`'s
-            `mark_only_lora_as_trainable`.
-        positions: whether the update reaches the positions that an adapted projection is shared
-            with, see loralib/nn/positions.py; None where none is shared.
-        variant: of the update, a name in `loralib.functional.VARIANTS`; None for the paper's.
-        rank_pattern: the ranks of the modules that have another than `rank`, by the modules' full
-            names.
-        alpha_pattern: likewise, the alphas of those that have another than `alpha`.
-        initialization: how A and B were initialized, as for `loralib`'s layers; None for the
-            default. "pissa" and "olora" have their start among the tensors.
-        freeze_A: True where B alone was trained.
+        dropout: dropout on the update's input in training, if there was any.
+        bias: which of the base's biases were trained and are held as well, as a value of `bias` in
+            `loralib`'s `mark_only_lora_as_trainable`.
+        positions: whether the update reaches the positions that share an adapted projection, see
+            loralib/nn/positions.py. None if no projection is shared.
+        variant: the update's variant, a name in `loralib.functional.VARIANTS`. None for the
+            paper's.
+        rank_pattern: the ranks that differ from `rank`, by the modules' full names.
+        alpha_pattern: the alphas that differ from `alpha`, by the modules' full names.
+        initialization: how A and B were initialized, as for `loralib`'s layers. None for the
+            default. For "pissa" and "olora", the start of A and B is among the tensors.
+        freeze_A: True if only B was trained.
         embeddings: the full names of the adapted modules that are embeddings.
         slices: which of the equal slices of its output an update reaches, by the module's full
-            name: of stacked updates in models of no registered family.
+            name. Only for stacked updates in models of no registered family.
         stacks: the full names of the updates of stacks of matrices, see loralib/experts.py, in the
-            model's order of those stacks.
-        separate: True where what is held besides LoRA is each module's own, whatever shares it with
-            others in the base, as PEFT has it: in models of no registered family, and where a
-            family ties it.
+            order in which the model has those stacks.
+        separate: True if tensors held besides LoRA belong to the named module alone, even if
+            modules of the base share them, as in PEFT. It is used in models of no registered
+            family, and for tensors that a family ties.
     """
 
     rank: int
@@ -169,29 +170,29 @@ class LoraMetadata(AdapterMetadata):
 
     @property
     def delta(self) -> type[Delta]:
-        """What computes the update."""
+        """The class that computes the update."""
         return VARIANTS[self.variant or "lora"]
 
     @property
     def has_magnitude(self) -> bool:
-        """Whether the tensors hold magnitudes, as those of DoRA do."""
+        """Whether the tensors include magnitudes, as DoRA's do."""
         return self.delta.has_magnitude
 
     @property
     def has_start(self) -> bool:
-        """Whether the tensors hold the start of A and B, which the update is counted from."""
+        """Whether the tensors include the start of A and B, from which the update is measured."""
         return starts_from_weight(self.initialization or "default")
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's update."""
+        """Returns the rank of a module's update."""
         return (self.rank_pattern or {}).get(module, self.rank)
 
     def alpha_of(self, module: str) -> float:
-        """The alpha of a module's update."""
+        """Returns the alpha of a module's update."""
         return (self.alpha_pattern or {}).get(module, self.alpha)
 
     def check(self, path: object) -> None:
-        """As in `AdapterMetadata`."""
+        """Checks that each field has a valid value, see `AdapterMetadata.check`."""
         super().check(path)
         for name, is_sound in (
             ("rank", is_rank(self.rank)),
@@ -211,23 +212,23 @@ class LoraMetadata(AdapterMetadata):
 
 
 def usual(values: Mapping[str, _Value]) -> tuple[_Value, dict[str, _Value]]:
-    """The value that most names have, the first among equals; and those of the other names."""
+    """Returns the most common value (the first of several), and the names with other values."""
     ((most, _),) = Counter(values.values()).most_common(1)
     return most, {name: value for name, value in values.items() if value != most}
 
 
 def is_rank(value: object) -> bool:
-    """Whether this can be a rank."""
+    """Returns whether this can be a rank."""
     return isinstance(value, int) and _is_number(value, 1, 1e9)
 
 
 def is_alpha(value: object) -> bool:
-    """Whether this can be an alpha; scaled by any rank it is a number still."""
+    """Returns whether this can be an alpha: a number that stays finite if scaled by any rank."""
     return _is_number(value, 1e-30, 1e30)
 
 
 def is_dropout(value: object) -> bool:
-    """Whether this can be a probability of dropout."""
+    """Returns whether this can be a probability of dropout."""
     return _is_number(value, 0, 1)
 
 
@@ -250,14 +251,14 @@ def _is_slices(value: object) -> bool:
 
 
 def _others(pattern: Any, usual: object) -> Any:
-    """What of a pattern is not the usual; what is not a pattern stays for `check`."""
+    """Returns the entries of a pattern that are not `usual`. `check` refuses what is no pattern."""
     if not isinstance(pattern, Mapping):
         return pattern
     return {name: pattern[name] for name in sorted(pattern) if pattern[name] != usual} or None
 
 
 def _of_tuples(slices: Any) -> Any:
-    """Lists, as JSON has them, as tuples; what is not of lists stays for `check`."""
+    """Converts JSON's lists to tuples. Anything else is left as it is, for `check` to refuse."""
     if not isinstance(slices, Mapping):
         return slices
     return {

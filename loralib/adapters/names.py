@@ -1,30 +1,30 @@
-"""Names of adapted modules within a layer, and what names tell of the number of layers."""
+"""Derives targets from the names of adapted modules, and numbers of layers from any names."""
 
 import re
 from collections.abc import Collection, Iterable
 
 from ..targets import layer_of
 
-# What several modules of one layer are called: their last name alone does not tell which it is.
+# Last parts of names that several modules of one layer have, so that they do not identify one.
 AMBIGUOUS = ("dense", "c_proj")
 
 
 def within_layer(module: str) -> str:
-    """What follows the layer's number in a module's name: ``a.0.attn.query`` -> ``attn.query``."""
+    """Returns what follows the layer's number in a name: ``a.0.attn.query`` -> ``attn.query``."""
     return re.split(r"\.\d+\.", module)[-1]
 
 
 def lora_targets(modules: Iterable[str]) -> tuple[str, ...]:
-    """Which modules of a layer these are, each once, sorted: ``a.0.query, a.1.query`` -> ``query``.
+    """Returns the targets of modules, each once, sorted: ``a.0.query, a.1.query`` -> ``query``.
 
-    The last part of a module's name says it, unless that is ambiguous: then it takes all that
-    follows the layer's number, as in ``attention.output.dense``.
+    A target is the last part of a module's name. If that is ambiguous, it is everything after the
+    layer's number, as in ``attention.output.dense``.
     """
     return tuple(sorted({_target(module) for module in modules}))
 
 
 def are_targets(targets: Iterable[str], modules: Iterable[str]) -> bool:
-    """Whether targets, as a file says them, are those of these modules, and of all of them."""
+    """Returns whether targets recorded in a file are exactly the targets of these modules."""
     return set(targets) == set(lora_targets(modules))
 
 
@@ -34,11 +34,12 @@ def _target(module: str) -> str:
 
 
 def more_layers(theirs: Iterable[str], ours: Collection[str]) -> tuple[int, int] | None:
-    """The numbers of layers of two models, if names differ because the first one has more.
+    """Returns the numbers of layers of two models, if names differ because the first has more.
 
     Args:
-        theirs: names of modules or tensors. All that are not `ours` have to be of further layers.
-        ours: the other model's.
+        theirs: names of the first model's modules or tensors. All that are not in `ours` must
+            belong to additional layers, otherwise None is returned.
+        ours: the second model's names.
     """
     unknown = set(theirs).difference(ours)
     known = 1 + max(map(_layer, ours), default=-1)

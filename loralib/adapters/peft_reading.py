@@ -1,4 +1,4 @@
-"""Reading PEFT's folders; peft.py says what is in them."""
+"""Reads PEFT's folders. Their contents are described in peft.py."""
 
 import json
 import logging
@@ -39,14 +39,14 @@ from .peft import (
 
 logger = logging.getLogger(__name__)
 
-# Settings that do not change what a trained adapter computes, or that its tensors show.
+# Settings that do not change what a trained adapter computes, or that follow from its tensors.
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 }
-# Of these, what says which modules are adapted, trained and saved.
+# Settings that say which modules are adapted, trained and saved.
 _SAYING_WHAT = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "bias", "modules_to_save"),
@@ -56,14 +56,14 @@ _READ = {
     *("rank_pattern", "alpha_pattern", "target_parameters"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
 }
-# What follows the name of an adapted module in that of its frozen weight.
+# The suffix that makes an adapted module's name that of its frozen weight.
 _BASE_WEIGHT = ".base_layer.weight"
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
 _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def weights_of(path: Path) -> Path:
-    """The weights of the folder that `path`, its config or its weights, lies in.
+    """Returns the path of the weights in the folder of `path`, which is the config or the weights.
 
     Raises:
         CheckpointError: config or weights are missing.
@@ -83,19 +83,18 @@ def read(
     known: LoraMetadata | None,
     stacks_of_model: Sequence[str] = (),
 ) -> Adapter:
-    """The adapter that PEFT's config and tensors are.
+    """Returns the adapter that PEFT's config and tensors describe.
 
     Args:
-        config_path: its config.
-        tensors: its weights, under their canonical names.
+        config_path: the path of the config.
+        tensors: the adapter's tensors, under their canonical names.
         weights: the file that they are from.
-        known: what this project wrote into the metadata of the weights, where it wrote them.
-        stacks_of_model: the names of the stacks of matrices of the model, in its order, where it is
-            known.
+        known: the metadata that this project wrote into the weights file, if it wrote it.
+        stacks_of_model: if the model is known, the names of its stacks of matrices, in its order.
 
     Raises:
-        CheckpointError: they are damaged, do not belong together, or are not LoRA as the paper
-            has it; or the config says another rank, alpha or variant than `known`.
+        CheckpointError: config and tensors are damaged, do not belong together, or are not LoRA as
+            in the paper, or the config has another rank, alpha or variant than `known`.
     """
     config, source = _read_config(config_path), str(weights)
     tensors, embeddings = _as_ours(tensors, source)
@@ -131,7 +130,7 @@ def read(
         stacks=stacks,
         slices={m: slices[m] for m in blocks if slices[m] != enabled_slices(m)},
         initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
-        # What PEFT adapts is adapted wherever it is used.
+        # PEFT's update applies wherever a module is used, which includes positions.
         positions=None if metadata.positions is None else True,
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
@@ -141,21 +140,22 @@ def read(
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
-    # Our own folders have a checksum, and PEFT's settings do not say all of what they hold.
+    # Our own folders have a checksum instead, and PEFT's settings do not say all that they hold.
     written = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
     return Adapter(tensors, metadata, source, format="peft", peft_config=written)
 
 
 def _may_share(tensors: Collection[str]) -> bool:
-    """Whether what is saved may share weights in the base: in a registered family, what it ties."""
+    """Returns whether saved tensors may share weights in the base. A family says what it ties."""
     family = family_of(tensors)
     return family is None or bool(family.untied_in(tensors))
 
 
 def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The head that PEFT's task type is for; in a registered family, if that has it.
+    """Returns the head that PEFT's task type is for, or None.
 
-    Of such a family the model's class says it as well.
+    In a registered family it must be one of the family's heads, and the name of the model's class
+    tells it as well.
     """
     family, task = family_of(names), config.get("task_type")
     if family and family.peft_task and task == family.peft_task:
@@ -171,7 +171,7 @@ def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
 def _as_ours(
     tensors: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors as this project calls and shapes them; the names of adapted embeddings."""
+    """Returns the tensors with our names and shapes, and the names of the adapted embeddings."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
@@ -185,13 +185,17 @@ def _as_ours(
 def _with_stacks(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], order: Sequence[str], source: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors with those of stacks of matrices named and shaped as ours; the stacks' layers.
+    """Gives the tensors of stacks of matrices our names and shapes, and returns the stacks, too.
 
-    PEFT wraps a module once for each of its parameters, that of the first one innermost.
+    PEFT wraps a module once for each of its adapted parameters. The first one's wrapper is the
+    innermost.
+
+    Returns:
+        All tensors, and the names of the stacks' updates.
 
     Raises:
-        CheckpointError: it is unknown which stack they are of, or they are not of the rank that the
-            settings say.
+        CheckpointError: it is unknown which stack an update belongs to, an update is missing, or
+            one does not have the rank that the settings say.
     """
     ours, named = dict(tensors), dict[str, str]()
     for owner, modules in _around_stacks(tensors, config).items():
@@ -230,17 +234,17 @@ def _with_stacks(
         layer = layer_of_stack(name)
         ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
     stacks = dict.fromkeys(name for name in order if name in named.values())
-    stacks |= dict.fromkeys(named.values())  # of which the model has no stack: it says that
+    stacks |= dict.fromkeys(named.values())  # also those that the model lacks: loading reports them
     return ours, tuple(map(layer_of_stack, stacks))
 
 
 def _around_stacks(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[str, list[str]]:
-    """What PEFT calls the updates of stacks, those that it has added first before others.
+    """Returns PEFT's names for the updates of stacks, by the module that has the stacks.
 
-    By the module that has the stacks. A bare name as a target would fit other modules as well,
-    whose updates are of the rank that the settings say.
+    Updates that PEFT added first come first. A target parameter that is a bare name would match
+    other modules as well. Their updates are recognized by having the rank that the settings say.
     """
     found: dict[str, list[str]] = {}
     for module in (name.rpartition(".")[0] for name in tensors if name.endswith(".lora_A")):
@@ -252,7 +256,7 @@ def _around_stacks(
 
 
 def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:
-    """The names of a module's parameters that the settings mean."""
+    """Returns the names of a module's parameters that the settings target."""
     ends = dict.fromkeys(t.rpartition(".")[2] for t in config.get("target_parameters") or ())
     own = (f"{owner}.{end}" for end in ends)
     return [name for name in own if is_targeted_parameter(config, name)]
@@ -264,7 +268,7 @@ def _check_ranks(
     source: str,
     config_path: Path,
 ) -> None:
-    """Checks that updates are not stacked, and have the ranks that the settings say."""
+    """Checks that updates are not stacked and have the ranks that the settings say."""
     for module, (A, B) in pairs.items():
         if len(A) != B.shape[1]:
             raise CheckpointError(
@@ -281,13 +285,17 @@ def _check_ranks(
 def _with_known(
     read: LoraMetadata, known: LoraMetadata, modules: Collection[str], source: str
 ) -> LoraMetadata:
-    """What this project wrote into the metadata of PEFT's weights, if the config says the same.
+    """Returns the metadata that this project wrote into PEFT's weights, if the config agrees.
+
+    The base, its revision and the slices are taken from `read`, and so are ranks and alphas if
+    stacked updates have become one.
 
     Raises:
-        CheckpointError: the config says another variant, rank or alpha.
+        CheckpointError: the config has another variant, rank, alpha or head.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
-    # A task that is told by a head's name alone says less than what was written here.
+    # Without a family, the config's task type may come from the head's name alone, see `config_of`
+    # in peft_writing.py. Then it adds nothing to what was written here.
     own["head"] = known.head or (read.head if family_of(modules) else None)
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
     if known.head and read.head:
@@ -309,7 +317,7 @@ def _with_known(
 
 
 def _is_joined(module: str, read: LoraMetadata, known: LoraMetadata) -> bool:
-    """Whether updates that were stacked are one of a higher rank, as nothing says their slices."""
+    """Returns whether stacked updates are now one of a higher rank, as their slices are unknown."""
     times, rest = divmod(read.rank_of(module), known.rank_of(module))
     if times < 2 or rest or family_of([module]) is not None:
         return False
@@ -407,9 +415,9 @@ def _check_complete(
     modules: Iterable[str],
     source: str,
 ) -> None:
-    """Checks that a registered family's modules are adapted in the same layers, and the head.
+    """Checks that a registered family's modules are adapted in the same layers, and its head saved.
 
-    In other models, such as those of an encoder and a decoder, numbers may well differ.
+    In other models, such as those with an encoder and a decoder, the layers may well differ.
 
     Raises:
         CheckpointError: some tensors are missing.
@@ -422,17 +430,18 @@ def _check_complete(
             layers.setdefault(kind, set()).add(int(number[1]))
     everywhere = set().union(*layers.values())
     for kind, numbers in layers.items():
-        # A pattern of full names may choose layers for each module.
+        # Full names may select different layers for each module.
         if numbers != everywhere and not _names_layers(config):
             missing = min(everywhere - numbers)
             raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
-    saved = config.get("modules_to_save") if layers else None  # else the model says, later
+    # If no registered family has such layers, this is checked later, against the model.
+    saved = config.get("modules_to_save") if layers else None
     if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
         raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {shown(saved)}")
 
 
 def _names_layers(config: Mapping[str, Any]) -> bool:
-    """Whether the settings say module by module what is adapted, so that layers may differ."""
+    """Returns whether the settings name adapted modules one by one, so that layers may differ."""
     targets = config.get("target_modules")
     in_full = isinstance(targets, str) or any(re.search(r"\.\d+\.", str(t)) for t in targets or ())
     return in_full or bool(config.get("exclude_modules"))
@@ -444,8 +453,10 @@ _PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 def _by_pattern(
     config: Mapping[str, Any], setting: str, module: str, modules: Collection[str]
 ) -> Any:
-    """A module's rank or alpha, as in PEFT: that of the first pattern which matches, or else that
-    of its name, which as a pattern may not match itself.
+    """Returns a module's rank or alpha, as PEFT finds it.
+
+    It is the value of the first pattern that matches. Otherwise it is that of a key equal to the
+    module's name, which as an expression may not match itself, or else the general setting.
     """
     name, patterns = attention_of(module, modules) or module, config.get(_PATTERNS[setting]) or {}
     matching = (value for key, value in patterns.items() if end_of_name(key).match(name))
@@ -453,17 +464,17 @@ def _by_pattern(
 
 
 def _adds_twice(config: Mapping[str, Any]) -> bool:
-    """Whether the PEFT that wrote this adds the update of an attention's out_proj twice.
+    """Returns whether the PEFT that wrote this adds the update of an attention's out_proj twice.
 
-    0.21 does, as do those before, of which those up to 0.17 say no version; a correction is
-    proposed there. This project's own folders are written as 0.21's.
+    All versions up to 0.21 do, of which those up to 0.17 record no version. A fix has been proposed
+    to PEFT. This project's own folders say that they are version 0.21's.
     """
     version = re.match(r"0\.(\d+)", str(config.get("peft_version") or "0.21"))
     return version is not None and int(version[1]) <= 21
 
 
 def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What PEFT has written of the base, an adapted embedding's weight, by the base's names."""
+    """Returns the base's weights that PEFT wrote (of adapted embeddings), by the base's names."""
     return {
         name.removeprefix(PREFIX).removesuffix(_BASE_WEIGHT) + ".weight": tensor
         for name, tensor in tensors.items()
@@ -472,19 +483,19 @@ def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """PEFT's tensors under the names that the base model has for them.
+    """Returns PEFT's tensors under the names that the base model has for them.
 
     Raises:
-        CheckpointError: some are not PEFT's, or two have one name.
+        CheckpointError: some names are not PEFT's, or two different tensors get the same name.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith(PREFIX):
             raise CheckpointError(f"{source}: {name} is not a name that PEFT gives")
-        # With biases PEFT also writes a head's own copy of them, and those of the head before.
+        # With biases, PEFT also writes those of a head's trained copy and of the original head.
         if ".original_module." in name:
             continue
-        # With an adapted embedding PEFT also writes the frozen weight.
+        # With an adapted embedding, PEFT also writes the frozen weight.
         if name.endswith(_BASE_WEIGHT):
             logger.warning("%s: %s is left out: it is the base's own weight", source, name)
             continue
@@ -501,10 +512,10 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
 def _blocks_of_all(
     pairs: Mapping[str, tuple[Tensor, Tensor]], slices: Mapping[str, tuple[bool, ...]]
 ) -> dict[str, Tensor]:
-    """B of the modules that stack several updates, see the module's head: its blocks, stacked.
+    """Returns B of the modules that stack updates, with its blocks stacked: see peft.py's drawing.
 
-    Empty where some B does not consist of such blocks: each update then stays one of its module's
-    full output.
+    Empty if any B does not consist of such blocks. Then each update stays one of its module's whole
+    output.
     """
     found = {}
     for module, enabled in slices.items():
@@ -516,7 +527,7 @@ def _blocks_of_all(
 
 
 def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
-    """(out, rank) in blocks -> the blocks one below the other; None if others are not zero."""
+    """Stacks the blocks of B, which is (out, rank). None if B is not zero outside its blocks."""
     count = sum(enabled)
     if not count or B.shape[1] % count or len(B) % len(enabled):
         return None

@@ -1,4 +1,4 @@
-"""Writing PEFT's folders; peft.py says what is in them."""
+"""Writes PEFT's folders. Their contents are described in peft.py."""
 
 import json
 import os
@@ -46,10 +46,10 @@ from .peft import (
     stacked_B_for,
 )
 
-# The head that PEFT itself saves as one module, where the task is its SEQ_CLS or TOKEN_CLS.
+# The head that PEFT itself saves as one module, if the task type is SEQ_CLS or TOKEN_CLS.
 _CLASSIFIER = "classifier"
-# Folders with an attention are written as this version's. PEFT takes its own version where none is
-# said, and keeps this one when it saves the adapter again.
+# The PEFT version that is recorded in folders with an attention. If none is recorded, PEFT assumes
+# its own version. It keeps this one when it saves the adapter again.
 _VERSION = "0.21.0"
 
 
@@ -59,10 +59,10 @@ def write(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes PEFT's folder, atomically.
+    """Writes PEFT's folder atomically.
 
     Raises:
-        CheckpointError: there is something at `path`.
+        CheckpointError: there is something at `path` other than an empty folder.
     """
     with atomic_write_folder(path) as folder:
         write_tensors(folder / WEIGHTS_NAMES[0], tensors, metadata)
@@ -71,7 +71,7 @@ def write(
 
 
 def what_forbids(adapter: Adapter) -> str | None:
-    """Why PEFT cannot hold an adapter; None where it can."""
+    """Returns why PEFT cannot hold an adapter, or None if it can."""
     metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
     for module, (A, B) in pairs.items():
@@ -115,7 +115,7 @@ def what_forbids(adapter: Adapter) -> str | None:
 
 
 def _tied_head(adapter: Adapter) -> str | None:
-    """Why PEFT cannot hold a head of which a part is the base's; None where there is none."""
+    """Returns why PEFT cannot hold a head that shares a weight with the base, or None."""
     family = family_of(adapter.tensors)
     tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
     for name, kept in (family.tied if family else {}).items():
@@ -132,11 +132,11 @@ def _strength(metadata: LoraMetadata, module: str) -> tuple[int, float]:
 
 
 def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
-    """The adapter in the terms that PEFT has for it; what a user has to know of that, a line each.
+    """Converts an adapter to one that PEFT can express, and returns remarks for the user.
 
-    An update that is counted from a start is a plain one of twice the rank, as in PEFT's own
-    conversion. What slices stacked updates reach is in the metadata, so that they can be told again
-    from what PEFT holds.
+    An update relative to its start becomes a plain one of twice the rank, as in PEFT's own
+    conversion. The metadata record which slices stacked updates reach, so that the updates can be
+    recovered from PEFT's tensors. Each remark is one line.
     """
     remarks = []
     if adapter.lora.has_start:
@@ -171,7 +171,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
 
 
 def _without_start(adapter: Adapter) -> Adapter:
-    """The adapter with plain LoRA of twice the rank in place of what is counted from a start."""
+    """Replaces updates that are relative to their start by plain LoRA of twice the rank."""
     metadata, tensors = adapter.lora, dict(adapter.tensors)
     for module, rank in ranks_of(tensors, adapter.source).items():
         names = [f"{module}.{half}" for half in ("lora_A", "lora_B", START_A, START_B)]
@@ -191,16 +191,17 @@ def _without_start(adapter: Adapter) -> Adapter:
 
 
 def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
-    """The alpha by which an update of `parts` times the rank is scaled as its parts are."""
+    """Returns the alpha that gives an update of `parts` times the rank the scaling of its parts."""
     return as_int(alpha / metadata.delta.scale(1.0, parts))
 
 
 def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]:
-    """The tensors of an adapter, as `as_peft_computes` gives it, as PEFT names and holds them.
+    """Returns an adapter's tensors with PEFT's names and shapes.
 
     Args:
-        adapter: the adapter.
-        is_of_model: its metadata are those of a model, so that they name all of its embeddings.
+        adapter: the adapter, as `as_peft_computes` returned it.
+        is_of_model: whether its metadata were taken from a model, so that they name all adapted
+            embeddings.
 
     Raises:
         CheckpointError: PEFT has no such updates.
@@ -232,7 +233,7 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
 
 
 def _tied_within(adapter: Adapter) -> dict[str, Tensor]:
-    """What the family ties to a tensor that the adapter brings: PEFT saves it under both names."""
+    """Returns tensors tied to one of the adapter's, which PEFT saves under both names."""
     family = family_of(adapter.tensors)
     return {
         name: adapter.tensors[kept]
@@ -242,10 +243,10 @@ def _tied_within(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def _divided(B: Tensor, module: str, source: str) -> Tensor:
-    """B as PEFT holds it, which adds it several times.
+    """Returns B divided by the number of times that PEFT adds it.
 
     Raises:
-        CheckpointError: values are too small to be divided in their dtype.
+        CheckpointError: values are too small to be divided exactly in their dtype.
     """
     divided = B / TIMES_ADDED
     if not torch.equal(divided * TIMES_ADDED, B):
@@ -257,7 +258,7 @@ def _divided(B: Tensor, module: str, source: str) -> Tensor:
 
 
 def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
-    """What PEFT's names of a module's tensors begin with: of LoRA's, or of the module's own."""
+    """Returns the prefix of PEFT's names for a module's LoRA, or for the module's own tensors."""
     attention = attention_of(module, adapted)
     inner = f"{attention}.base_layer{OUT_PROJ}" if attention else module
     of_base = module in adapted and not of_lora
@@ -265,7 +266,7 @@ def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
 
 
 def _places_of_stacks(adapter: Adapter) -> dict[str, str]:
-    """What PEFT's names of a stack's LoRA begin with: it wraps a module once for each stack."""
+    """Returns the prefixes of PEFT's names for stacks' LoRA. It wraps a module once per stack."""
     places: dict[str, str] = {}
     for layer in reversed(adapter.lora.stacks or ()):  # what was wrapped last is the outermost
         place = f"{PREFIX}{layer.rpartition('.')[0]}"
@@ -276,7 +277,7 @@ def _places_of_stacks(adapter: Adapter) -> dict[str, str]:
 
 
 def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
-    """Refuses what files without metadata do not say: that a module is an embedding."""
+    """Refuses modules that seem to be embeddings, as files without metadata do not say it."""
     for module in sorted(modules):
         last = module.rpartition(".")[2]
         is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2
@@ -288,7 +289,7 @@ def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
 
 
 def _joined_B(delta: Delta) -> Tensor:
-    """B of one update of the whole output: the blocks of stacked ones, and zeros."""
+    """Returns B of one update of the whole output: the blocks of stacked updates, and zeros."""
     joined = delta.B.new_zeros(delta.out_features, len(delta.A))
     for block in delta.blocks():
         joined[block.columns, block.rows] = block.B
@@ -296,12 +297,13 @@ def _joined_B(delta: Delta) -> Tensor:
 
 
 def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any]:
-    """PEFT's settings for an adapter, as `as_peft_computes` gives it.
+    """Returns PEFT's settings for an adapter.
 
     Args:
-        adapter: the adapter.
-        model: its model, where there is one: by its class PEFT's auto classes find it where there
-            is no task type, and none of its other modules may be meant by what is written.
+        adapter: the adapter, as `as_peft_computes` returned it.
+        model: its model, if there is one. If there is no task type, the settings record the model's
+            class, by which PEFT's auto classes find it. The targets are chosen so that they match
+            no other module of the model.
     """
     metadata, family = adapter.lora, family_of(adapter.tensors)
     stacks = {layer: stack_of_layer(layer) for layer in metadata.stacks or ()}
@@ -331,7 +333,7 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         "lora_alpha": as_int(alpha),
         "rank_pattern": _pattern(ranks, targets),
         "alpha_pattern": _pattern(alphas, targets),
-        # Beside parameters, PEFT refuses any.
+        # PEFT refuses dropout if parameters are adapted.
         "lora_dropout": 0.0 if stacks else metadata.dropout or 0.0,
         **_targets(modules, model),
         **({"target_parameters": [*stacks.values()]} if stacks else {}),
@@ -339,15 +341,15 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
         "init_lora_weights": True,
-        # Versions that do not know a setting refuse the folder, as they should: those before 0.7
-        # would take no biases from it.
+        # A PEFT version that does not know a flag refuses the folder, as it should. With biases,
+        # flags are therefore written even if off: PEFT before 0.7 would not read the biases.
         **{flag: is_on for flag, is_on in flags if is_on or metadata.bias != "none"},
         **({"peft_version": _VERSION} if has_attention else {}),
     }
 
 
 def _saved_modules(adapter: Adapter) -> set[str]:
-    """The modules that PEFT is to save beside LoRA."""
+    """Returns the modules that PEFT is to save beside LoRA."""
     family = family_of(adapter.tensors)
     of_heads = family.heads.values() if family else ()
     as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
@@ -368,8 +370,10 @@ def _auto_mapping(model_class: type) -> dict[str, str]:
 
 
 def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
-    """How PEFT is told the rank or alpha of some of the adapted modules: by their names, where
-    these, as the expressions that PEFT takes them for, mean these modules alone.
+    """Returns PEFT's pattern for the ranks or alphas of some of the adapted modules.
+
+    PEFT reads each key as a regular expression. A key is the module's name if that matches this
+    module alone, and otherwise the escaped name after ``^``.
     """
     return {
         module if _meant_by(module, modules) == [module] else f"^{re.escape(module)}": as_int(value)
@@ -378,7 +382,7 @@ def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str,
 
 
 def _meant_by(pattern: str, modules: Iterable[str]) -> list[str]:
-    """The modules that a pattern's key means; none if it is no expression."""
+    """Returns the modules that a pattern's key matches, or none if it is no valid expression."""
     try:
         expression = end_of_name(pattern)
     except re.error:
@@ -387,11 +391,12 @@ def _meant_by(pattern: str, modules: Iterable[str]) -> list[str]:
 
 
 def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any]:
-    """How PEFT is told which modules are adapted, and no others of the model.
+    """Returns PEFT's settings that target these modules, and no others of the model.
 
-    By the last part of their names and the layers, where that is enough; by their full names where
-    several modules of a layer are called so, or not all are adapted in the same layers; by an
-    expression where a full name is the end of another module's.
+    They are the last parts of the names with the numbers of the layers if that is enough. They are
+    the full names if several modules of a layer have the same last part, or if the modules are not
+    all adapted in the same layers. If a full name is also the end of another module's name, they
+    are one regular expression.
     """
     told = _targets_by_name(modules) if modules else {"target_modules": []}
     others = {name for name, _ in model.named_modules()} - set(modules) if model else ()

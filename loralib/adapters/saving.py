@@ -1,4 +1,4 @@
-"""An adapter of a model that has LoRA layers, whatever model it is: taken out of it, and written.
+"""Extracts an adapter from any model with LoRA layers, and writes it.
 
 lora.save_adapter(model, "my_adapter")                   a folder that PEFT opens too
 lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that is known
@@ -45,7 +45,7 @@ from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
 
 logger = logging.getLogger(__name__)
 
-# How errors say that all of a model is saved: a pickled module would break with a renamed class.
+# How errors tell users to save a whole model. A pickled module would break when a class is renamed.
 _SAVED_WHOLE = "torch.save(model.state_dict(), …)"
 
 
@@ -58,27 +58,28 @@ def save_adapter(
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> list[str]:
-    """Writes what is trained of a model with LoRA layers: see `adapter_of`.
+    """Writes the trained part of a model with LoRA layers, see `adapter_of`.
 
     Args:
-        model: this project's own, one that `add_lora` has adapted, or any other with LoRA layers.
+        model: one of this project's models, one that `add_lora` has adapted, or any other model
+            with LoRA layers.
         path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
-            release's, either of which replaces a file that is there; without such a suffix a
-            folder in PEFT's, which must be new. Other files' suffixes (``.pth``) are refused.
-        format: of `loralib.adapters.formats.FORMATS`, where the name does not say it.
-        base: the base's name or path, for the metadata; by default what the model's config says.
-        task: the name of the task that it was trained for.
-        labels: what the outputs of its head stand for.
+            release's. An existing file is replaced. A path without such a suffix is a folder in
+            PEFT's format, which must be new. Other files' suffixes (``.pth``) are refused.
+        format: one of `loralib.adapters.formats.FORMATS`, if the path does not tell it.
+        base: the base's name or path, for the metadata. By default the one in the model's config.
+        task: the name of the task that the adapter was trained for.
+        labels: the names of the classes that the head's outputs stand for.
 
     Returns:
-        What a user has to know of the result, a line each, as `write_adapter` does.
+        Remarks that the user should see, one line each, as `write_adapter` returns them.
 
     Raises:
-        ValueError: the model has no LoRA layers, has PEFT's as well, or is sharded; what has LoRA
-            or is trained is offloaded or has been quantized since; bitsandbytes has packed a layer
-            for evaluation; or base, task or labels are something else.
+        ValueError: the model has no LoRA layers, has PEFT's layers as well, or is sharded. Or a
+            module with LoRA or a trained parameter is offloaded, or has been quantized since. Or
+            bitsandbytes has packed a layer for evaluation. Or base, task or labels are invalid.
         NeedsMergingError: the format cannot express the adapter.
-        CheckpointError: the adapter is not sound; or the folder is there already.
+        CheckpointError: the adapter is not sound, or the folder exists already.
     """
     check_model(model, path)
     path = as_path("the path to write to", path)
@@ -114,16 +115,17 @@ def adapter_of(
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Adapter:
-    """What is trained of a model: its LoRA, and the parameters that are trained besides.
+    """Returns the trained part of a model: its LoRA, and the parameters that are trained besides.
 
-    Of a module whose parameters are trained, such as a head, everything is taken, buffers as well;
-    of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
+    If a module's parameters are trained, as those of a head are, all of its tensors are taken,
+    including buffers. If only its bias is trained, the bias is taken. The tensors share their
+    memory with the model's.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
-            offloaded or has been quantized since; or bitsandbytes has packed a layer.
-        CheckpointError: its LoRA layers are of several kinds, of which an adapter records one; or
-            the weight of one is trained as well.
+        ValueError: the model has no LoRA layers or is sharded. Or a module with LoRA or a trained
+            parameter is offloaded, or has been quantized since. Or bitsandbytes has packed a layer.
+        CheckpointError: its LoRA layers are of several kinds, and an adapter can record only one.
+            Or the weight of a LoRA layer is trained as well.
     """
     check_model(model)
     with without_wrappers(model) as plain, with_shapes(plain):
@@ -175,7 +177,7 @@ def _adapter_of(
 
 
 def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that what is trained is not of a registered family's backbone, but for biases."""
+    """Checks that no parameters of a registered family's backbone are trained, except biases."""
     biases = base_biases(tensors)
     base = [n for n in tensors if in_known_backbone(n) and LORA.part not in n and n not in biases]
     if base:
@@ -187,7 +189,7 @@ def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that there are more labels than outputs, or fewer, of any head that is held."""
+    """Returns a warning if the number of labels differs from the outputs of every head."""
     labels = adapter.lora.labels
     outputs = {
         name: module.out_features
@@ -205,7 +207,7 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that an adapter holds most of its base, which was never frozen."""
+    """Returns a warning if an adapter holds most of its base, which was never frozen."""
     of_lora = {id(weight) for _, weight in weights_with_updates(model)}
     base = {
         name: parameter.numel()
@@ -216,8 +218,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
     }
     held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
     size = sum(base[name] for name in held)
-    # A head is few of the tensors, and biases few of the numbers: these were chosen, the rest was
-    # frozen by hand. A base is many of both, also where one table of it was.
+    # A head is a small part of the tensors, and biases are a small part of the numbers. If only
+    # these are trained, the rest was frozen on purpose. A base that was not frozen is most of both,
+    # even if one of its tables was frozen.
     is_most = 2 * size > sum(base.values()) and 4 * len(held) > 3 * len(base)
     if not is_most or not is_never_frozen(model, base):
         return None
@@ -229,14 +232,17 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
+    """Returns a warning if some of the base was trained with LoRA and frozen since.
+
+    Neither the adapter nor the original base holds these values.
+    """
     held = {id(p) for name, p in model.named_parameters() if name in adapter.tensors}
     lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
         return None
     first, of_lora = next(iter(lost)), {id(weight) for _, weight in weights_with_updates(model)}
     which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
-    if of_lora & {id(parameter) for parameter in lost.values()}:  # which no adapter can hold
+    if of_lora & {id(parameter) for parameter in lost.values()}:  # no adapter can hold these
         way_out = (
             f"the adapter needs this very base: {_SAVED_WHOLE} too, or train again from the base "
             "after mark_only_lora_as_trainable"
@@ -250,7 +256,7 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
-    """What training mode changes of a model and an adapter does not hold: running statistics."""
+    """Returns a warning if the adapter lacks running statistics, which training mode changes."""
     normed = [
         name
         for name, module in model.named_modules()
@@ -266,7 +272,10 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says which updates are zero: they were not trained, or the model does not call the layer."""
+    """Returns a warning if updates are zero.
+
+    They were not trained, or the model does not call these layers.
+    """
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
     if not zero:
@@ -280,7 +289,7 @@ def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
 
 @torch.no_grad()
 def _is_zero(layer: LoRALayer) -> bool:
-    """Whether an update leaves its weight as it is, as it does at its start."""
+    """Returns whether an update does not change its weight, as before training."""
     if starts_from_weight(layer.initialization):
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
         is_zero = all(torch.equal(half, start) for half, start in pairs)
@@ -293,7 +302,7 @@ def _is_zero(layer: LoRALayer) -> bool:
 
 
 def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that layers differ in their dropout, of which files record one."""
+    """Returns a warning if layers differ in dropout, as files record only one value."""
     layers = lora_layers(model)
     dropouts = {_dropout_of(layer) for n, layer in layers.items() if takes_dropout(model, n, layer)}
     if len(dropouts) < 2:
@@ -305,7 +314,7 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says that layers differ in whether A is trained, of which files record one."""
+    """Returns a warning if A is frozen in some of the layers only, which files cannot record."""
     frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
     if len(frozen) < 2:
         return None
@@ -316,10 +325,11 @@ def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says which updates PEFT may leave out, because it takes their modules for those of experts.
+    """Returns a warning if PEFT may leave out updates because it takes their modules for experts.
 
-    In upstream's Transformers 5 the experts of some models are one parameter, and for these models
-    PEFT (0.21) replaces targets with the names that experts had before, whatever modules they name.
+    In upstream's Transformers 5, all experts of a layer are one parameter in some models. For these
+    models, PEFT (0.21) replaces targets that have the experts' former names, whatever modules they
+    name.
     """
     if not any(name.endswith("gate_up_proj") for name in stacked_weights(model)):
         return None
@@ -334,7 +344,7 @@ def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
-    """Says which modules PEFT does not adapt in a model of this type, whatever computes them."""
+    """Returns a warning if PEFT refuses modules because of their names and the model's type."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     refused = [name for name in lora_layers(model) if name.rpartition(".")[2] in REFUSED_NAMES]
     if kind not in REFUSED_IN or not refused:
@@ -347,7 +357,7 @@ def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
 
 
 def _last_names(names: Iterable[str]) -> str:
-    """The last parts of names, each once."""
+    """Formats the last parts of names, each once."""
     return in_short(dict.fromkeys(name.rpartition(".")[2] for name in names), quote="'")
 
 
@@ -363,7 +373,7 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
             )
-        weight = getattr(layer, "frozen_weight", None)  # which those of other packages may lack
+        weight = getattr(layer, "frozen_weight", None)  # layers of other packages may lack it
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
@@ -372,7 +382,7 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
 
 
 def _instead_of_saving(weight: torch.Tensor) -> str:
-    """What to do with a model of which a weight beneath LoRA is not frozen."""
+    """Returns advice for a model in which the weight of a LoRA layer is not frozen."""
     if was_trained_along(weight):
         return (
             f"lora.merge(model), then {_SAVED_WHOLE}; or train again from the base, and call "
@@ -385,9 +395,10 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
 
 
 def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
-    """The names of what is trained besides LoRA, or was, and of what belongs to it.
+    """Returns the names of what is or was trained besides LoRA, and of what goes with it.
 
-    A weight that modules share is there under all of its names.
+    All other tensors of a module go with its trained parameters, unless only its bias is trained. A
+    weight that modules share is listed under all of its names.
     """
     earlier, second = noted(model), _second_names(model)
     parameters = {
@@ -405,23 +416,23 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """The names of modules that have another one, which comes first in the model."""
+    """Returns those names of modules that are not the module's first name in the model."""
     return {name for name, first in first_names(model).items() if name != first}
 
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
-    """The dropout of the layers that have any: embeddings and attentions have none."""
+    """Returns the largest dropout of the layers. Embeddings and attentions have none."""
     return max(map(_dropout_of, layers.values()))
 
 
 def _name_in_config(model: nn.Module) -> str | None:
-    """What upstream's models have the name of their checkpoint under."""
+    """Returns the name of the checkpoint in the config of upstream's models."""
     name = getattr_static(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and name else None
 
 
 def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
-    """Refuses infinite buffers, such as a mask; NaN in them are of a training that diverged."""
+    """Refuses buffers with infinities, such as masks. NaN come from a training that diverged."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name not in adapter.tensors or LORA.part in name or buffer.isnan().any():
             continue
@@ -433,7 +444,7 @@ def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
 
 
 def _check_peft_adapts(model: nn.Module, source: str) -> None:
-    """Refuses layers that PEFT would adapt in another way, where tensors do not show it."""
+    """Refuses layers that PEFT would adapt in another way, if the tensors do not show it."""
     others = other_places(model)
     for name, layer in lora_layers(model).items():
         reason = _not_as_in_peft(model, name)

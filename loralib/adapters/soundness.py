@@ -1,4 +1,4 @@
-"""Whether an adapter is sound in itself: its tensors, and what its metadata says of them."""
+"""Checks that an adapter's tensors are valid and agree with its metadata."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
-    """A LoRA adapter with its alpha, after the checks that `read_adapter` makes.
+    """Checks a LoRA adapter as `read_adapter` does, and returns it with its alpha.
 
     Args:
-        adapter: as it was read.
-        lora_alpha: the alpha that it was trained with, where it does not say it itself; a warning
-            says that nothing confirms it.
+        adapter: the adapter, as read from its file.
+        lora_alpha: the alpha that it was trained with, if it does not record it. A warning then
+            says that the alpha cannot be checked.
 
     Raises:
-        AlphaError: it says another alpha.
+        AlphaError: it records another alpha.
         FullModelError: its tensors are those of a full model.
-        CheckpointError: it is damaged, or says something else than its tensors.
+        CheckpointError: it is damaged, or its metadata contradicts its tensors.
     """
     says_alpha = adapter.metadata is not None
     adapter = _with_alpha(adapter, lora_alpha)
@@ -39,7 +39,7 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
     if lora_alpha is not None and not says_alpha:
         warn_of_alpha(adapter.source, lora_alpha)
     if family_of(adapter.tensors) is None:
-        # A file that says nothing of itself leaves more open than the others.
+        # A file without metadata leaves more unknown than others.
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
@@ -65,11 +65,11 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
 
 
 def check_names(adapter: Adapter) -> None:
-    """Checks that LoRA's tensors are complete, without the base's, and what its metadata says.
+    """Checks that an adapter has all LoRA tensors, none of the base's, and what its metadata says.
 
     Raises:
-        FullModelError: some belong to the base.
-        CheckpointError: they are not.
+        FullModelError: some tensors belong to the base.
+        CheckpointError: tensors are missing, unknown, or contradict the metadata.
     """
     tensors, source = adapter.tensors, adapter.source
     ranks, biases = ranks_of(tensors, source), base_biases(tensors)
@@ -90,7 +90,7 @@ def check_names(adapter: Adapter) -> None:
     metadata = None if adapter.metadata is None else adapter.lora
     _check_parts(tensors, ranks, metadata, source)
     if metadata is None:
-        rank_of(tensors, source)  # what says nothing of itself has one
+        rank_of(tensors, source)  # an adapter without metadata must have a single rank
     else:
         _check_said(metadata, tensors, ranks, source)
 
@@ -101,7 +101,7 @@ def _check_parts(
     metadata: LoraMetadata | None,
     source: str,
 ) -> None:
-    """Checks that each module has what its variant and initialization hold besides A and B."""
+    """Checks which tensors each module has besides A and B, by its variant and initialization."""
     expected = {
         MAGNITUDE: metadata is not None and metadata.has_magnitude,
         START_A: metadata is not None and metadata.has_start,
@@ -139,7 +139,7 @@ def _check_shape(tensors: Mapping[str, Tensor], name: str, source: str) -> None:
 def _check_said(
     metadata: LoraMetadata, tensors: Mapping[str, Tensor], ranks: Mapping[str, int], source: str
 ) -> None:
-    """Checks what metadata says against what the tensors show."""
+    """Checks the metadata against what the tensors show."""
     rank, others = usual(ranks)
     seen = lora_metadata(tensors, rank, metadata.alpha)
     for what in ("targets", "bias"):
@@ -162,7 +162,7 @@ def _contradiction(source: str, said: str, found: str) -> CheckpointError:
 
 
 def check_values(adapter: Adapter) -> None:
-    """Checks that an adapter's values are finite, and of a floating type that files hold.
+    """Checks that an adapter's values are finite, and of a dtype that adapter files can hold.
 
     Raises:
         CheckpointError: some are not.

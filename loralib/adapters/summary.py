@@ -1,4 +1,4 @@
-"""What of a model is adapted and what is trained, in words."""
+"""Describes in words which modules of a model are adapted and how much of it is trained."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .names import lora_targets
 
 
 def lora_in_words(model: nn.Module) -> str | None:
-    """Such as "rank 8, alpha 16, in 24 modules: query, value"; None for a model without LoRA."""
+    """Returns text like "rank 8, alpha 16, in 24 modules: query, value", or None without LoRA."""
     layers = lora_layers(model)
     if not layers:
         return None
@@ -19,7 +19,7 @@ def lora_in_words(model: nn.Module) -> str | None:
 
 
 def trained_in_words(model: nn.Module) -> str:
-    """Such as "1,000 of 4,000 (25.00 %) parameters"."""
+    """Returns text like "1,000 of 4,000 (25.00 %) parameters"."""
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return f"{share_in_words(trained, sum(p.numel() for p in parameters))} parameters"

@@ -1,1 +1,1 @@
-"""What comes from outside and goes there: files, the hub, text, settings, the console, pictures."""
+"""Input and output: files, the hub, text, settings, the console and pictures."""

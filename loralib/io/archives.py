@@ -1,4 +1,4 @@
-"""The errors by which Python says that a zip file is damaged."""
+"""Lists the errors that Python raises for a damaged zip file."""
 
 import zipfile
 import zlib
@@ -6,7 +6,10 @@ from importlib import import_module
 
 
 def _errors_of_methods() -> list[type[Exception]]:
-    """Of the methods that a damaged byte can name, those that this Python was built with."""
+    """Returns the errors of the compression methods that this Python was built with.
+
+    A damaged byte in an archive can select any of them.
+    """
     found: list[type[Exception]] = [zlib.error]
     for module, name in (("lzma", "LZMAError"), ("compression.zstd", "ZstdError")):
         try:

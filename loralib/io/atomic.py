@@ -1,4 +1,4 @@
-"""Files that are written atomically: a reader finds the old content or the new, never a part."""
+"""Writes files atomically: a reader finds the old content or the new, never a part."""
 
 import errno
 import os
@@ -26,13 +26,13 @@ class NoSpaceError(OSError):
         self.needed = needed
 
 
-# The system's error numbers of a disk without room, and of a quota that is used up.
+# The system's error numbers for a full disk and for an exhausted quota.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-# What file systems answer that have no way to sync a folder, such as some network file systems.
+# The errors of file systems that cannot sync a folder, such as some network file systems.
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY)
 
-# Stands after a file's name in that of its temporary file, by which it is known as one of ours.
+# Follows the file's name in the name of its temporary file, which identifies the latter as ours.
 _HALF = ".half-"
 _HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
 
@@ -87,13 +87,13 @@ def _take_place(temporary: Path, target: Path, path: Path) -> None:
     except PermissionError as error:
         if os.name != "nt":
             raise
-        # Windows replaces no file that is open, or mapped, as tensors are that were read from it.
+        # Windows does not replace a file that is open or mapped. Tensors read from it map it.
         message = f"{path}: is in use, maybe by this process, which has read it; give another name"
         raise PermissionError(message) from error
 
 
 def check_writable(path: str | os.PathLike) -> None:
-    """Checks, before something takes long, that `atomic_write` may write `path`.
+    """Checks before long work that `atomic_write` will be allowed to write `path`.
 
     Raises:
         OSError: it may not.
@@ -104,7 +104,7 @@ def check_writable(path: str | os.PathLike) -> None:
 
 
 def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.PathLike]) -> None:
-    """Checks, before anything is written, that no file to write is one that is read, or another.
+    """Checks before anything is written that all outputs differ from each other and from inputs.
 
     Pipes, devices and open files do not count: writing to one destroys nothing.
 
@@ -113,7 +113,7 @@ def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.
         inputs: the files to read.
 
     Raises:
-        ValueError: one is.
+        ValueError: an output is the same file as an input or another output.
     """
     for number, output in enumerate(outputs):
         for others, what in ((inputs, "an input"), (outputs[:number], "another output")):
@@ -122,7 +122,7 @@ def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.
 
 
 def _are_one_file(path: Path, other: Path) -> bool:
-    """Whether two paths name one regular file, there or not yet."""
+    """Returns whether two paths name the same regular file, which may not exist yet."""
     if _open_file(path) is not None or _is_stream(path):
         return False
     if path.exists() and other.exists():
@@ -131,7 +131,7 @@ def _are_one_file(path: Path, other: Path) -> bool:
 
 
 def check_folder_writable(folder: str | os.PathLike) -> None:
-    """Checks that files can be made in a folder that is there.
+    """Checks that files can be created in an existing folder.
 
     Raises:
         PermissionError: they cannot.
@@ -141,7 +141,7 @@ def check_folder_writable(folder: str | os.PathLike) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether there is something at `path` that bytes go into and that stays: a pipe, a device."""
+    """Returns whether `path` is a pipe or a device, which is written to and not replaced."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -150,7 +150,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _open_file(path: Path) -> int | None:
-    """The number of the open file of this process that a path such as /dev/stdout stands for."""
+    """Returns the descriptor of the open file that a path such as /dev/stdout names, if any."""
     folders = ("/dev/fd", "/proc/self/fd", f"/proc/{os.getpid()}/fd")
     name = os.path.abspath(path)
     for _ in range(40):  # as many links as Linux follows
@@ -170,7 +170,7 @@ def _write_through(path: Path, content: Path) -> None:
         if number is None:
             file = open(path, "wb")  # noqa: SIM115 - closed below
         else:
-            # The open file's own position is used: after what was printed before.
+            # Writing starts at the open file's own position, after what was printed before.
             sys.stdout.flush()
             file = os.fdopen(os.dup(number), "wb")
         with open(content, "rb") as source, file:
@@ -180,10 +180,11 @@ def _write_through(path: Path, content: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> Path:
-    """The regular file, there or not yet, that `path` names directly or through links.
+    """Returns the regular file that `path` names directly or through links. It may not exist yet.
 
     Raises:
-        OSError: there is a folder, a file that must not be written, or no folder to write in.
+        OSError: `path` is a folder or a file that must not be written, or its folder is missing or
+            not writable.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
@@ -201,11 +202,11 @@ def _check_replaceable(path: Path) -> Path:
 
 @contextmanager
 def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
-    """Makes the errors of writing `temporary` name `path`, and say what room is missing."""
+    """Makes errors of writing `temporary` name `path`, and say how much space was needed."""
     try:
         yield
     except DiskFullError as error:
-        # Of a file within a temporary folder.
+        # Only an error of a file within a temporary folder is changed.
         if temporary not in error.path.parents:
             raise
         _remove_any(temporary)
@@ -234,11 +235,11 @@ def _remove_any(path: Path) -> None:
 def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `path` when the block ends without an error.
 
-    What a kill has left of a call more than a minute ago is removed.
+    Temporary folders that killed calls left more than a minute ago are removed.
 
     Raises:
-        CheckpointError: there is something at `path`, before the block or after it, other than an
-            empty folder.
+        CheckpointError: before or after the block, there is something at `path` other than an empty
+            folder.
     """
     path = Path(path)
     if path.is_symlink():
@@ -278,7 +279,7 @@ def _check_free(path: Path) -> None:
 
 
 def _remove_half_folders(path: Path) -> None:
-    """Removes what `atomic_write_folder` has left of `path` when it was killed."""
+    """Removes the temporary folders for `path` that `atomic_write_folder` left when killed."""
     name = re.compile(rf"\.{re.escape(path.name + _HALF)}[a-z0-9_]{{8}}")
     for folder in path.parent.glob(".*"):
         if name.fullmatch(folder.name) and _is_old(folder):
@@ -289,21 +290,22 @@ def _remove_half_folders(path: Path) -> None:
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether a folder is there, and was last changed more than a minute ago.
+    """Returns whether a folder exists and was last changed more than a minute ago.
 
-    A younger one may be that of another process, which has made it and is yet to lock it.
+    A younger one may belong to another process that has created it and not locked it yet.
     """
     try:
         status = folder.stat()
     except OSError:
-        return False  # it has become another process's result meanwhile, or was removed
+        return False  # in the meantime it was renamed to its final name, or removed
     return stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > 60
 
 
 def _lock(folder: Path) -> int | None:
-    """Takes a folder for this process, until what is returned is closed, or the process ends.
+    """Locks a folder until the returned descriptor is closed or the process ends.
 
-    None where another has it, it is another user's or gone, or the system has no such locks.
+    Returns None if another process holds the lock, the folder is gone or another user's, or the
+    system has no such locks.
     """
     if os.name != "posix":
         return None
@@ -321,14 +323,15 @@ def _lock(folder: Path) -> int | None:
 
 @contextmanager
 def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
-    """Makes a folder `temporary`, which replaces `path` when the block ends without an error.
+    """Creates a folder `temporary`, which replaces `path` when the block ends without an error.
 
-    Its files are to be synced, as those by `atomic_write` are. What a kill leaves is called as
-    `temporary` is, with its suffix or ``.replaced``; the next call with that name removes it.
+    The caller must sync the files in it, as `atomic_write` does. A killed call leaves a folder with
+    the name of `temporary`, with its own suffix or with ``.replaced``. The next call with the same
+    `temporary` removes it.
 
     Args:
-        path: the folder's place, whether there is one or not.
-        temporary: next to it.
+        path: the folder to create or replace.
+        temporary: the temporary folder, next to `path`.
 
     Raises:
         DiskFullError: the disk is full.
@@ -354,7 +357,7 @@ def _replace_folder(complete: Path, path: Path) -> None:
 
 
 def sync_file(path: str | os.PathLike) -> None:
-    """Makes what was written to a file survive a power cut."""
+    """Syncs a file, so that its content survives a power cut."""
     with open(path, "rb+") as file:
         _sync(file.fileno())
 
@@ -378,20 +381,20 @@ def _umask() -> int:
 
 
 def remove_leftovers(folder: str | os.PathLike) -> None:
-    """Removes the files that `atomic_write` leaves in a folder when it is killed."""
+    """Removes the temporary files that `atomic_write` left in a folder when it was killed."""
     for path in Path(folder).glob(".*"):
         if _HALF_WRITTEN.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: str | os.PathLike) -> None:
-    """Makes the renames within `folder` survive a power cut, where there is a way to."""
+    """Syncs a folder, so that renames in it survive a power cut, if the system can do that."""
     if os.name != "posix":
         return
     try:
         handle = os.open(folder, os.O_RDONLY)
     except PermissionError:
-        return  # files may be written there, and not listed
+        return  # a folder in which files may be written but not listed
     try:
         _sync(handle)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The command lines of all scripts."""
+"""Parses the command lines of all scripts."""
 
 import argparse
 import math
@@ -10,27 +10,28 @@ from typing import Any, NoReturn
 
 from .elastic_error import tell_launcher
 
-_SIMILAR, _MISSPELLED = 0.75, 0.9  # of two names' letters, by difflib
-_RANK = {"r": "rank", "dim": "rank"}  # what LoRA's rank is called in flags: --lora_r, --lora_dim
-_AT_MOST = 4  # flags that an unknown one may have meant
-_LARGEST = 2**62  # of whole numbers: PyTorch's end at 2**63, and what is near is a typing mistake
-# A number below zero as `float` reads it, be it in scientific notation.
+_SIMILAR, _MISSPELLED = 0.75, 0.9  # least similarity of two names, by difflib
+_RANK = {"r": "rank", "dim": "rank"}  # words for LoRA's rank in flags: --lora_r, --lora_dim
+_AT_MOST = 4  # suggested flags for an unknown one
+_LARGEST = 2**62  # valid integer: PyTorch's end at 2**63, and a number near that is a typo
+# A negative number as `float` reads it, including scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
 _EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser of whole flags, whose errors are one line, and whose numbers may be below zero.
+    """A parser that accepts no abbreviated flags, has one-line errors, and takes negative numbers.
 
-    An abbreviation of one script's flag may be another script's flag of another meaning, and all
-    flags' usage would bury an error. argparse itself takes ``-1e-5`` for a flag.
+    Abbreviations are off because one script's abbreviation may be another script's flag with
+    another meaning. Errors leave out the usage of all flags, which would bury the message. argparse
+    itself would take a value such as ``-1e-5`` for a flag.
 
     Args:
-        takes_empty: whether an empty text is a value, rather than an error.
+        takes_empty: whether an empty string is a value rather than an error.
         arguments: those of `argparse.ArgumentParser`.
 
     Attributes:
-        given: names of the flags that were given a value, be it their default's.
+        given: names of the flags that were given a value, even if it equals the default.
     """
 
     def __init__(self, *, takes_empty: bool = False, **arguments: Any):
@@ -41,14 +42,15 @@ class ArgumentParser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """A flag's value from its text; argparse has no public method for it.
+        """Converts a flag's string to its value. argparse has no public method for this.
 
-        Shells leave the ~ of ``--output_dir=~/run`` as it is, and files of settings do too. An
-        empty value would be read as a flag that is not given, or as the current folder.
+        A leading ~ is expanded: shells leave it as it is in ``--output_dir=~/run``, and so do files
+        of settings. An empty value is refused: it would be taken for a flag that is not given, or
+        for the current folder.
         """
         if not (arg_string or self._takes_empty or action.default == ""):
             raise argparse.ArgumentError(action, _EMPTY)
-        if arg_string is not action.default:  # argparse has defaults that are texts read, too
+        if arg_string is not action.default:  # argparse also converts defaults that are strings
             self.given.add(action.dest)
         if arg_string == "~" or arg_string.startswith(("~/", f"~{os.sep}")):
             arg_string = os.path.expanduser(arg_string)
@@ -64,11 +66,11 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def refuse(self, unknown: Sequence[str], way_out: str = "") -> NoReturn:
-        """Ends the program for arguments that are not known, with the flags they may have meant.
+        """Ends the program with an error for unknown arguments, and suggests similar flags.
 
         Args:
             unknown: the arguments.
-            way_out: what else they may need; the end of the message.
+            way_out: further advice, added at the end of the message.
         """
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
@@ -85,11 +87,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
-    """The flags that an unknown one may have meant: those that the first rule finds that finds any.
+    """Returns the flags that an unknown one may have meant, by the first rule that finds any.
 
-    It is one's initials (--lr), is misspelled by a letter or two, begins one or begins with one
-    (--output), has the words of some (--batch_size), is similar, or has the first word
-    (--target_modules).
+    The rules for an unknown flag and a known one, in order:
+
+    - the unknown flag has the known one's words, or is their initials (--lr),
+    - it is misspelled by a letter or two,
+    - it begins the known flag, or begins with it (--output),
+    - all of its words are in the known flag (--batch_size),
+    - it is similar,
+    - its first word is in the known flag (--target_modules).
     """
     name = _words(unknown)
     words = {flag: _words(flag) for flag in flags}
@@ -118,7 +125,7 @@ def _has(words: Sequence[str], word: str) -> bool:
 
 
 def _begins(one: str, other: str, least: int = 2) -> bool:
-    """Whether one of two names, of so many letters at least, begins the other."""
+    """Returns whether the shorter of two names, of at least `least` letters, begins the other."""
     short, long = sorted((one, other), key=len)
     return len(short) >= least and long.startswith(short)
 
@@ -135,13 +142,14 @@ def check_bounds(
     """Checks that a flag's number is within its bounds.
 
     Args:
-        name: the flag, or the setting.
-        value: its number; None, of a flag that is not given, is within any bounds.
-        least, above: the lower bound, included or not.
-        most, below: the upper bound likewise; `below` infinity asks for a finite number.
+        name: the flag or the setting.
+        value: its number. None, for a flag that is not given, is within any bounds.
+        least, above: the inclusive or exclusive lower bound.
+        most, below: the inclusive or exclusive upper bound. If `below` is infinity, the number must
+            be finite.
 
     Raises:
-        ValueError: it is outside, not a number, or a whole one beyond PyTorch's.
+        ValueError: the number is out of bounds, NaN, or an integer too large for PyTorch.
     """
     if value is None:
         return

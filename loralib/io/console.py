@@ -1,7 +1,7 @@
-"""What people read on a console: messages, aligned tables, shares and times in words.
+"""Formats console output: messages, aligned tables, shares and times in words.
 
-Colours are for terminals alone, and for those who have not set NO_COLOR (https://no-color.org).
-PyTorch is not imported here: some scripts need none.
+Colors are used only on terminals, and only if NO_COLOR is not set (https://no-color.org). PyTorch
+is not imported here, because some scripts do not need it.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TextIO
 
-# Of ANSI's sequences: the codes of the styles in use.
+# The ANSI codes of the styles in use.
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "yellow": 33, "cyan": 36}
 _LEVELS = {
     logging.DEBUG: "dim",
@@ -25,34 +25,34 @@ Rows = Iterable[tuple[str, str]]
 """Names and values."""
 
 
-# ---- colours and tables ----
+# ---- colors and tables ----
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal; Python's are None where they were closed from outside."""
+    """Returns whether a stream is a terminal. Python's streams are None if closed from outside."""
     return stream is not None and stream.isatty()
 
 
 def has_colours(stream: TextIO | None) -> bool:
-    """Whether what is written to a stream may be coloured."""
+    """Returns whether text written to a stream may be colored."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return is_terminal(stream)
 
 
 def painted(text: str, style: str, stream: TextIO | None) -> str:
-    """Text in a style, "bold", "dim", "red", "yellow" or "cyan", where a stream has colours."""
+    """Styles text as "bold", "dim", "red", "yellow" or "cyan", if the stream has colors."""
     return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
 
 
 def table(*groups: Rows, indent: str = "", width: int = 0, stream: TextIO | None = None) -> str:
-    """Rows of name and value, with the values one below the other.
+    """Formats rows of names and values as a table with aligned values.
 
     Args:
-        groups: of rows; an empty line comes between two of them.
-        indent: before each row.
-        width: of the names, at least.
-        stream: where the table is to be shown; without one it has no colours.
+        groups: groups of rows, separated by empty lines.
+        indent: text before each row.
+        width: the least width of the names' column.
+        stream: the stream that will show the table. Without one the table has no colors.
     """
     listed = [list(group) for group in groups]
     width = max([width, *(len(name) for rows in listed for name, _ in rows)])
@@ -69,12 +69,12 @@ def table(*groups: Rows, indent: str = "", width: int = 0, stream: TextIO | None
 
 
 def share_in_words(part: int, whole: int) -> str:
-    """Such as "1,000 of 4,000 (25.00 %)"."""
+    """Returns text like "1,000 of 4,000 (25.00 %)"."""
     return f"{part:,} of {whole:,} ({100 * part / max(whole, 1):.2f} %)"
 
 
 def in_words(seconds: float) -> str:
-    """A time such as "0.41 s", "3 min 20 s", "5 h 1 min" or "12 d 3 h"."""
+    """Returns a time like "0.41 s", "3 min 20 s", "5 h 1 min" or "12 d 3 h"."""
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
     for (unit, size), (smaller, part) in pairwise(units):
         if seconds >= size:
@@ -83,35 +83,35 @@ def in_words(seconds: float) -> str:
 
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
-    """Such as "1 step", "1,000 steps" and "2.5 epochs"."""
+    """Returns text like "1 step", "1,000 steps" and "2.5 epochs"."""
     shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
     return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def steps_in_words(steps: int, examples: int) -> str:
-    """Such as "10 of 4 examples each"."""
+    """Returns text like "10 of 4 examples each"."""
     return f"{steps:,} of {counted(examples, 'example')}{' each' if steps != 1 else ''}"
 
 
 def devices_in_words(device: object, processes: int) -> str:
-    """Such as "cpu" and "cuda, 4 processes"; the device is the main process's."""
+    """Returns text like "cpu" and "cuda, 4 processes". The device is the main process's."""
     kind = str(device).partition(":")[0]
     return str(device) if processes == 1 else f"{kind}, {processes} processes"
 
 
 class Pace:
-    """How fast a run is, and how long it still takes; what it does between steps counts.
+    """The speed of a run, and its remaining time. Time spent between steps counts as well.
 
     Args:
-        done: steps that were made before.
-        total: steps in all.
+        done: the number of steps done before this run.
+        total: the total number of steps.
     """
 
     def __init__(self, done: int, total: int):
         self._before, self._total, self._begun = done, total, time.perf_counter()
 
     def at(self, step: int) -> str:
-        """Such as "12.3 steps/s, 1 min 20 s left"; "" before the run's first step is made."""
+        """Returns text like "12.3 steps/s, 1 min 20 s left", or "" before the run's first step."""
         if step <= self._before:
             return ""
         seconds = max(time.perf_counter() - self._begun, 1e-9)
@@ -125,14 +125,14 @@ class Pace:
 
 
 def say(line: str) -> None:
-    """Shows a line on standard error, above the progress bars that are there.
+    """Shows a line on standard error, above any progress bars.
 
-    Text and line end are written at once: several processes write to the same place. Where standard
-    error was closed from outside, nothing is shown.
+    Text and newline are written in one call, because several processes may write to the same
+    stream. If standard error was closed from outside, nothing is shown.
     """
     if sys.stderr is None:
-        return  # print would take standard output, whose reader has asked for something else
-    tqdm = sys.modules.get("tqdm")  # nothing else makes bars
+        return  # print would use standard output, which is for the program's results
+    tqdm = sys.modules.get("tqdm")  # the only source of progress bars
     if tqdm is not None and getattr(tqdm.tqdm, "_instances", None):
         tqdm.tqdm.write(f"{line}\n", file=sys.stderr, end="")
     else:
@@ -140,15 +140,16 @@ def say(line: str) -> None:
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows messages on standard error, above the progress bars that are there.
+    """Shows log messages on standard error, above any progress bars.
 
-    A line has its time and, from warnings on, its level; debug messages name their logger.
+    Each message has its time. Warnings and above, and debug messages, also have their level. Debug
+    messages name their logger.
 
     Args:
-        level: of the messages that are shown.
+        level: the lowest level of the messages that are shown.
 
     Attributes:
-        warnings: the warnings so far, shown or not, in their order and each once.
+        warnings: the warnings so far, shown or not, each once, in order.
     """
 
     def __init__(self, level: int = logging.NOTSET):
@@ -159,7 +160,7 @@ class ConsoleHandler(logging.Handler):
         self.warnings: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows a message, and notes it where it is a warning."""
+        """Shows a message, and records it if it is a warning."""
         try:
             if record.levelno == logging.WARNING:
                 self.warnings[record.getMessage()] = None

@@ -1,18 +1,18 @@
-"""What tells a file's content from another's."""
+"""Computes digests of files and folders, by which their contents are compared."""
 
 import hashlib
 import os
 import re
 from typing import Any
 
-_BLOCK = 2**20  # bytes that are read at once
+_BLOCK = 2**20  # bytes per read
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def folder_digest(path: str | os.PathLike) -> str:
-    """SHA-256 of the names and contents of a folder's files, hidden ones left out, likewise."""
+    """Returns the SHA-256 of the names and contents of a folder's files, except hidden ones."""
     digest = hashlib.sha256()
-    visited: dict[tuple[int, int], bytes] = {}  # as links may lead back to a folder they are in
+    visited: dict[tuple[int, int], bytes] = {}  # links may lead back to a folder that they are in
     for folder, below, names in os.walk(os.fspath(path), followlinks=True):
         status, name = os.stat(folder), _name_below(path, folder)
         first = visited.setdefault((status.st_dev, status.st_ino), name)
@@ -23,20 +23,23 @@ def folder_digest(path: str | os.PathLike) -> str:
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             file = os.path.join(folder, name)
-            if os.path.isfile(file):  # and not a link to nowhere, or a pipe
+            if os.path.isfile(file):  # not a broken link or a pipe
                 content = file_digest(file).encode()
                 digest.update(b"%b\n%b\n" % (_name_below(path, file), content))
     return digest.hexdigest()
 
 
 def _name_below(path: str | os.PathLike, file: str) -> bytes:
-    """A file's name within a folder, with the bytes that it has on Linux, whichever they are."""
+    """Returns a file's path relative to a folder, as bytes, which are the same on all systems.
+
+    On Linux they are the name's own bytes, whether they are valid UTF-8 or not.
+    """
     name = os.path.relpath(file, path).replace(os.sep, "/")
     return name.encode("utf-8", "surrogateescape")
 
 
 def file_digest(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits."""
+    """Returns the SHA-256 of a file's content, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -45,9 +48,9 @@ def file_digest(path: str | os.PathLike) -> str:
 
 
 def lines_digest(path: str | os.PathLike) -> str:
-    """SHA-256 of a text file as `file_digest` has it, whether its lines end as on Windows or not.
+    """Returns the `file_digest` of a text file as if its lines ended in LF, even if they do not.
 
-    A copy from another system has the same lines.
+    A copy from Windows, with lines that end in CR LF, thus has the same digest.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -57,6 +60,6 @@ def lines_digest(path: str | os.PathLike) -> str:
 
 
 def short_digest(value: Any) -> Any:
-    """A value for a message: of a digest, as many digits as people compare."""
+    """Shortens a digest for a message to its first 16 digits. Other values stay as they are."""
     is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
     return f"{value[:16]}…" if is_digest else value

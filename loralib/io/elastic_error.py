@@ -1,8 +1,8 @@
-"""What PyTorch's launcher is told of an error, to show it at the end of its own lines.
+"""Reports an error to PyTorch's launcher, which shows it at the end of its own output.
 
-Where a process ends by an error, the launcher prints a traceback of itself and then a table of what
-has failed. Without a word of the process, the table says how a traceback could be enabled; with
-this, its last line is the error.
+When a process fails, the launcher prints its own traceback and then a table of the failures. If the
+process reported no error, the table says how to enable a traceback. With the report, the table's
+last line is the error.
 """
 
 import json
@@ -11,21 +11,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where a launcher looks, of each of its processes
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the launcher for each of its processes
 
 
 def tell_launcher(line: str) -> None:
-    """Has the launcher's table of failed processes show an error, where there is a launcher.
+    """Makes the launcher's table of failed processes show an error, if there is a launcher.
 
-    In the format of ``torch.distributed.elastic``, without its import. Of several processes the
-    first error counts, and an earlier one of this process stays.
+    The file has the format of ``torch.distributed.elastic``, which is not imported for it. If
+    several processes fail, the launcher shows the first error. An error that this process has
+    reported before is kept.
 
     Args:
-        line: the error, as it is shown on the console.
+        line: the error, as shown on the console.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path or os.path.exists(path):
         return
     error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-    with suppress(OSError):  # a disk that is full; the line is on the console, too
+    with suppress(OSError):  # such as a full disk. The line is on the console anyway.
         Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Text files are UTF-8; one in UTF-16 or UTF-32, as some programs save them, is named as that."""
+"""Refuses text files in UTF-16 or UTF-32, as some programs save them. All text must be UTF-8."""
 
 import codecs
 import os
 
-# UTF-32's mark begins with UTF-16's, so it is looked for first.
+# UTF-32's byte-order marks come first, because one of them begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -17,10 +17,10 @@ def refuse_utf16(source: object, start: bytes) -> None:
 
     Args:
         source: the file's name, for the message.
-        start: its first four bytes, or more.
+        start: at least the first four bytes of the text.
 
     Raises:
-        ValueError: it does.
+        ValueError: the text begins with such a mark.
     """
     for mark, name in _MARKS.items():
         if start.startswith(mark):
@@ -28,6 +28,10 @@ def refuse_utf16(source: object, start: bytes) -> None:
 
 
 def refuse_utf16_file(path: str | os.PathLike) -> None:
-    """The same for the file at `path`."""
+    """Refuses the file at `path` if it is UTF-16 or UTF-32 text, as `refuse_utf16` does.
+
+    Raises:
+        ValueError: it is.
+    """
     with open(path, "rb") as file:
         refuse_utf16(path, file.read(4))

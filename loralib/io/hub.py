@@ -1,7 +1,7 @@
-"""Files of the Hugging Face hub, with errors that a user can act on.
+"""Fetches files from the Hugging Face hub, with errors that a user can act on.
 
-The hub library, huggingface_hub, is imported when a file is to come from there, not before:
-local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
+The hub library, huggingface_hub, is imported only when a file must come from the hub, as local
+files do not need it. The library obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
 """
 
 import difflib
@@ -27,23 +27,23 @@ UNFETCHED = "cannot be fetched"
 
 
 class AbsentFileError(FileNotFoundError):
-    """A repository that has no file of that name. The message is one line."""
+    """Raised if a repository has no file of a name. The message is one line."""
 
 
 def is_offline_mode() -> bool:
-    """Whether ``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` asks for cached files only."""
+    """Returns whether ``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` asks for cached files only."""
     on = {"1", "true", "yes", "on"}
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").lower() in on for name in switches)
 
 
 def why_out_of_reach(offline: bool = False) -> str | None:
-    """Why nothing can be fetched from the hub, in words; None where it answers.
+    """Returns why nothing can be fetched from the hub, in words, or None if the hub answers.
 
-    For libraries that fetch by themselves, and would try for half a minute.
+    Ask this before using libraries that fetch files themselves and would retry for half a minute.
 
     Args:
-        offline: such a library has a switch of its own, by which it is not to.
+        offline: whether such a library's own switch tells it not to fetch.
     """
     if offline or is_offline_mode():
         return "offline mode is on"
@@ -61,23 +61,23 @@ def resolve_file(
     local_files_only: bool = False,
     force_download: bool = False,
 ) -> Path | None:
-    """The local path of `filename` in a model folder or in a repository of the hub.
+    """Returns the local path of `filename` in a model folder or in a repository of the hub.
 
     Args:
         name_or_path: a local folder, or a repository's name such as ``roberta-base``.
-        filename: a file's name within it.
-        cache_dir: where downloads are kept; the hub library's cache by default.
+        filename: a file's name in it.
+        cache_dir: the folder for downloads. By default the hub library's cache.
         revision: branch, tag or commit of the repository.
-        token: True for the token that the hub library has stored, or a token.
-        local_files_only: ask no hub; a download is found in the cache, or is an error.
-        force_download: fetch it again, even if the cache has it.
+        token: an access token, or True for the one that the hub library has stored.
+        local_files_only: do not ask the hub. If the file is not in the cache, that is an error.
+        force_download: fetch the file again, even if the cache has it.
 
     Returns:
-        The path, or None where the folder or the repository has no such file.
+        The path, or None if the folder or the repository has no such file.
 
     Raises:
-        OSError: `name_or_path` is neither a folder nor a repository that can be reached; as in
-            `fetch_file`.
+        OSError: `name_or_path` is neither a folder nor a repository that can be reached, or the
+            file cannot be fetched, see `fetch_file`.
     """
     name = os.fspath(name_or_path)
     if os.path.isdir(name):
@@ -108,17 +108,18 @@ def fetch_file(
     force_download: bool = False,
     folder: str | os.PathLike | None = None,
 ) -> Path:
-    """The local path of a file of the hub, fetched unless it is there.
+    """Returns the local path of a file of the hub, and fetches it if necessary.
 
     Args:
         name: a repository's name, such as ``roberta-base``.
-        filename: a file's name within it.
+        filename: a file's name in it.
         cache_dir, revision, token, local_files_only, force_download: as in `resolve_file`.
-        folder: where to put the file instead of into a cache.
+        folder: the folder to put the file into instead of a cache.
 
     Raises:
-        AbsentFileError: the repository has no such file. Where the hub is not asked, a repository
-            of which the cache holds other files counts as such, unless this one is known to exist.
+        AbsentFileError: the repository has no such file. If the hub is not asked, a file is assumed
+            to be absent if the cache holds other files of the repository, unless the cache shows
+            that it exists.
         FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
         OSError: there is no such repository, or the file cannot be fetched.
     """
@@ -126,7 +127,7 @@ def fetch_file(
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
-    # Why the hub is not asked; "" where it is.
+    # Why the hub is not asked, or "" if it is.
     offline = "local_files_only is set" if local_files_only else ""
     if is_offline_mode():
         offline = "offline mode is on"
@@ -149,24 +150,25 @@ def fetch_file(
             )
         return Path(path)
     except Exception as error:
-        # Its HTTP client's own errors come through, and which client it has changes.
+        # Any exception: the hub library lets errors of its HTTP client through, and its client
+        # differs between versions.
         raise _as_os_error(hub, error, name, filename, where, offline, folder) from error
 
 
 def is_a_path(name: str) -> bool:
-    """Whether a name cannot be a repository's, and the hub is not asked for it."""
+    """Returns whether a name cannot be a repository's, so that the hub is not asked for it."""
     return name.startswith((".", "/", os.sep, "~")) or name.count("/") > 1
 
 
 @functools.cache  # a model has several files
 def _say_that_the_hub_is_asked(name: str) -> None:
-    """Said before: where there is no internet, seconds go by until that is an error.
+    """Logs that the hub is about to be asked: without internet, it takes seconds until an error.
 
-    A warning where the first part of the name is a folder here, so that it may well be a path.
+    It is a warning if the first part of the name is a local folder, as the name may be a path then.
     """
     first, _, last = name.partition("/")
     is_path, near = os.path.isdir(first), []
-    with suppress(OSError):  # there is none, or its files may not be listed
+    with suppress(OSError):  # the folder does not exist, or its files may not be listed
         near = difflib.get_close_matches(last, os.listdir(first), 1)
     meant = "".join(f" (did you mean {first}/{found}?)" for found in near)
     level = logging.WARNING if is_path else logging.INFO
@@ -181,10 +183,12 @@ def _out_of_reach(
     folder: str | os.PathLike | None,
     force_download: bool,
 ) -> Path | None:
-    """The file as an earlier download left it, where the hub does not answer; None where it does.
+    """Returns the file of an earlier download if the hub is out of reach, or None if it answers.
+
+    A file of a fixed commit is returned without asking the hub.
 
     Raises:
-        Exception: there is none, or it is to be fetched again.
+        Exception: the hub is out of reach, and there is no such file or it must be fetched again.
     """
     found = None if force_download else _left_here(hub, name, filename, where, folder)
     if found is not None and folder is None and _COMMIT.fullmatch(where["revision"] or ""):
@@ -204,7 +208,7 @@ def _left_here(
     where: dict[str, str | None],
     folder: str | os.PathLike | None,
 ) -> Path | None:
-    """Where an earlier download has put a file."""
+    """Returns the path of a file that was downloaded earlier, or None."""
     if folder is not None:
         path = Path(folder, filename)
         return path if path.is_file() else None
@@ -216,16 +220,16 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PAUSES = (0, 1, 2)  # seconds before each attempt to reach the hub
 _reached: set[str] = set()  # the hubs that have answered
 _FORGOTTEN_AFTER = 60  # seconds
-# Why a hub did not answer, and when: a model's other files need not wait for it again.
+# When and why a hub did not answer, so that a model's other files need not wait for it again.
 _unreached: dict[str, tuple[float, Exception]] = {}
 
 
 def _why_unreached(hub: ModuleType, pauses: Sequence[float]) -> Exception | None:
-    """Why the hub does not answer; None where it does, or did before.
+    """Returns why the hub does not answer, or None if it answers now or has done so before.
 
-    The library itself tries again for half a minute, and for minutes where nothing is heard of a
-    connection, as it waits for each of the hub's addresses in turn. Here all attempts together have
-    as long as the library waits for one answer: 10 seconds, or ``HF_HUB_ETAG_TIMEOUT``.
+    The library itself would retry for half a minute, or for minutes if connections time out,
+    because it waits for each of the hub's addresses in turn. Here all attempts together may take as
+    long as the library waits for one answer: 10 seconds, or ``HF_HUB_ETAG_TIMEOUT``.
     """
     endpoint, seconds = hub.constants.ENDPOINT, hub.constants.HF_HUB_ETAG_TIMEOUT
     if endpoint in _reached:
@@ -245,7 +249,8 @@ def _why_unreached(hub: ModuleType, pauses: Sequence[float]) -> Exception | None
     else:
         _reached.add(endpoint)
         return None
-    if asking.is_alive() or len(pauses) == len(_PAUSES):  # else it was refused once, at once
+    # A single attempt that failed at once is not remembered.
+    if asking.is_alive() or len(pauses) == len(_PAUSES):
         _unreached[endpoint] = time.monotonic(), why
     return why
 
@@ -257,15 +262,15 @@ def _ask(
     pauses: Sequence[float],
     errors: list[Exception],
 ) -> None:
-    """Tries to get any answer; `errors` then has the last attempt's error, if it failed."""
+    """Tries to get any answer from the hub. If the last attempt failed, `errors` has its error."""
     for pause in pauses:
         time.sleep(pause)
         errors.clear()
         try:
             hub.get_session().head(endpoint, timeout=seconds)
         except Exception as error:
-            # By name, as which HTTP client the library has changes. Any other error is the
-            # library's to tell, which asks once more.
+            # Compared by name, because the library's HTTP client differs between versions. Any
+            # other error is left to the library, which asks once more and reports it.
             if {"ConnectError", "TimeoutException"} & {t.__name__ for t in type(error).__mro__}:
                 errors.append(error)
                 continue
@@ -273,7 +278,7 @@ def _ask(
 
 
 def _seen_from_here(name: str) -> str:
-    """Where a name that may be a path was looked for; empty where it cannot be one."""
+    """Returns text that says where a name was looked for as a path, or "" if it cannot be one."""
     first = name.partition("/")[0]
     is_here = first in (".", "..") or ("/" in name and bool(first) and os.path.isdir(first))
     return f" (seen from {os.getcwd()})" if is_here else ""
@@ -281,7 +286,7 @@ def _seen_from_here(name: str) -> str:
 
 @contextmanager
 def _quiet(hub: ModuleType) -> Iterator[None]:
-    """Keeps the hub library's notes on each attempt off the screen: the error says what failed."""
+    """Hides the hub library's messages on each attempt. The error says what failed."""
     before = hub.logging.get_verbosity()
     hub.logging.set_verbosity_error()
     try:
@@ -291,7 +296,7 @@ def _quiet(hub: ModuleType) -> Iterator[None]:
 
 
 def _hub_library(name: str) -> ModuleType:
-    """huggingface_hub, which is to fetch from the repository `name`."""
+    """Imports huggingface_hub. The error, if it is missing, names the repository `name`."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -313,7 +318,7 @@ def _as_os_error(
     offline: str,
     folder: str | os.PathLike | None,
 ) -> OSError:
-    """What is raised for an error of the hub library; `offline` says why the hub is not asked."""
+    """Converts an error of the hub library. `offline` says why the hub is not asked, or is ""."""
     match error:
         case hub.errors.GatedRepoError():
             return OSError(f"'{name}' needs access rights: log in with `hf auth login`")
@@ -346,7 +351,7 @@ def _not_cached(
     offline: str,
     folder: str | os.PathLike | None,
 ) -> FileNotFoundError:
-    """The same, where the hub was not reached and the cache holds no such file."""
+    """Returns the error if the hub was not reached and the cache holds no such file."""
     if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
         return AbsentFileError(f"'{name}' has no {filename} on the hub")
     if not offline:
@@ -357,7 +362,7 @@ def _not_cached(
         return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:
         why = f"{offline} and it is not in the cache"
-    if folder is None:  # else it is a copy that is asked for
+    if folder is None:  # otherwise the call itself was for a copy in a folder
         why += "; without internet, copy its folder here and give the path instead of the name"
     return FileNotFoundError(
         f"'{name}' is not a local folder{_seen_from_here(name)} and cannot be fetched: {why}"
@@ -365,12 +370,12 @@ def _not_cached(
 
 
 def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, str | None]) -> bool:
-    """Whether the cache holds files of a repository, and no record of a file called `filename`.
+    """Returns whether the cache has files of a repository, but no record of `filename`.
 
-    A cache that was filled by other means than ours holds no notes of absent files.
+    A cache that was filled by other programs does not record absent files.
     """
     try:
-        # Raises, too, where the repository's listing is in the cache and has the file.
+        # It also raises if the repository's listing is in the cache and has the file.
         snapshot = hub.snapshot_download(
             name, allow_patterns=filename, local_files_only=True, **where
         )
@@ -380,7 +385,7 @@ def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, st
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause."""
+    """Returns the first line of an error's innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

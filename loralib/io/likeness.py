@@ -1,4 +1,4 @@
-"""Whether a file's content has the structure of an example: types, names, shapes."""
+"""Checks that a file's content has the structure of an example: types, names and shapes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def check_like(value: Any, example: Any, name: str = "it") -> None:
-    """Checks that `value`, which was read from a file, is built as `example` is.
+    """Checks that `value`, which was read from a file, has the structure of `example`.
 
-    Mappings have at least the same keys, sequences the same length (an empty one stands for any),
-    tensors dtype and shape, other values the type; a float may be an int, and where the example
-    is None, anything goes.
+    Mappings must have at least the same keys, sequences the same length (unless the example is
+    empty), tensors the same dtype and shape, and other values the same type. In place of a float,
+    an int is accepted. If the example is None, anything is accepted.
 
     Args:
         value, example: what to compare.
-        name: of the value, for the message.
+        name: the value's name in messages.
 
     Raises:
-        ValueError: it is not; the message says where.
+        ValueError: the structures differ. The message says where.
     """
     if isinstance(example, Mapping):
         _check_type(value, Mapping, name)
@@ -42,7 +42,7 @@ def check_like(value: Any, example: Any, name: str = "it") -> None:
 
 
 def _check_type(value: Any, kind: Any, name: str) -> None:
-    # Python counts True among the numbers.
+    # In Python, True is an int.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         wanted = getattr(kind, "__name__", str(kind))
         raise ValueError(f"{name} is of the type {type(value).__name__}, not {wanted}")

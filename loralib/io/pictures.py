@@ -1,4 +1,4 @@
-"""Pictures by Matplotlib, which is optional: asking for it, and writing its files."""
+"""Imports Matplotlib, which is optional, and writes its pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .atomic import atomic_write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By a file's suffix, what Matplotlib would write into it of the time and of its own version.
+# By a file's suffix, the metadata with which Matplotlib would record the time and its version.
 _LEFT_OUT: Mapping[str, Mapping[str, None]] = {
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
@@ -21,7 +21,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, None]] = {
 
 
 def import_figure() -> type[Figure]:
-    """Matplotlib's `Figure`, which draws without a window.
+    """Imports Matplotlib's `Figure`, which draws without a window.
 
     Raises:
         ValueError: Matplotlib is not installed.
@@ -34,11 +34,11 @@ def import_figure() -> type[Figure]:
 
 
 def check_can_save(path: str | os.PathLike) -> None:
-    """Checks, before the work whose picture it will be, that `path` can be written.
+    """Checks, before the picture's data is computed, that it can be saved as `path`.
 
     Raises:
-        ValueError: Matplotlib is not installed; the suffix names no format that is written here.
-        FileNotFoundError: there is no such folder.
+        ValueError: Matplotlib is not installed, or the suffix is not one of the supported formats.
+        FileNotFoundError: the folder does not exist.
     """
     path = Path(path)
     import_figure()
@@ -52,16 +52,18 @@ def check_can_save(path: str | os.PathLike) -> None:
 def save_figure(
     figure: Figure, path: str | os.PathLike, dpi: float = 100, description: str | None = None
 ) -> None:
-    """Writes a figure atomically; the same figure and version of Matplotlib make the same bytes.
+    """Writes a figure atomically.
+
+    The same figure and version of Matplotlib give the same bytes.
 
     Args:
         figure: the figure.
         path: the file, whose suffix is ``.png``, ``.svg`` or ``.pdf``.
-        dpi: dots per inch, of a PNG.
-        description: text to be kept in a PNG, under PNG's own name for it.
+        dpi: dots per inch, for a PNG.
+        description: text that is stored in a PNG, under PNG's standard keyword ``Description``.
 
     Raises:
-        KeyError: another suffix; `check_can_save` says so in time.
+        KeyError: the file has another suffix. `check_can_save` finds that out in advance.
         OSError: the file cannot be written.
     """
     from matplotlib import rc_context

@@ -1,11 +1,12 @@
-"""Settings that come from files: checked by type and range, by what a function's signature says.
+"""Checks the types and ranges of settings from files against a function's annotations.
 
     @checked
     def __init__(self, heads: Count = 12, dropout: Share = 0.1, task: str | None = None): ...
 
-A call with ``heads="12"`` is then an error of one line, and so is `check_settings` of a file's
-content. What can be annotated: bool, int, float, str, lists as ``Iterable`` or ``list``, maps as
-``dict``, unions of these, and numbers with a `Range`, of which the names below are the usual ones.
+A call with ``heads="12"`` then raises a one-line error. `check_settings` does the same for a file's
+content. Annotations can be bool, int, float, str, lists as ``Iterable`` or ``list``, maps as
+``dict``, unions of these, and numbers with a `Range`. Common ranges have names, which are defined
+below.
 """
 
 import functools
@@ -23,11 +24,11 @@ from ..text import as_json
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number can have.
+    """The range of a number's valid values.
 
     Args:
-        low, high: the least and the greatest of them.
-        rule: the same in words, after "must": "lie in [0, 1]".
+        low, high: the least and the greatest valid value.
+        rule: the range in words that continue "must", such as "lie in [0, 1]".
     """
 
     low: float
@@ -50,7 +51,7 @@ _RULES = {
     str: "be a string",
     type(None): "be null",
 }
-# The same in the plural, for what is in a list.
+# The plurals, for the items of a list.
 _ITEMS = {
     int: "integers",
     float: "numbers",
@@ -61,10 +62,10 @@ _ITEMS = {
 
 
 def checked(function: Callable) -> Callable:
-    """Makes a function refuse arguments that are not what its annotations say.
+    """Makes a function refuse arguments that do not fit its annotations.
 
     Raises:
-        ValueError: on a call, see `check_settings`.
+        ValueError: when the function is called, see `check_settings`.
     """
     signature = inspect.signature(function)
 
@@ -82,13 +83,13 @@ def check_settings(
     """Checks settings by name against the annotations of a function that takes them.
 
     Args:
-        function: its parameters say what a setting can be; a dataclass's class does as well.
-        values: settings; those that are not parameters are ignored.
-        source: the file that they are from, for the message.
+        function: the function, or a dataclass. Its parameters' annotations say what is valid.
+        values: the settings. Those that are not parameters are ignored.
+        source: the file that the settings are from, for the message.
 
     Raises:
-        ValueError: one is of another type, or out of its range; the message names the file, the
-            setting, what it is and what it must be.
+        ValueError: a setting has another type or is out of range. The message names the file, the
+            setting, its value and what it must be.
     """
     for name, hint in _hints(inspect.unwrap(function)).items():
         if name in values and not _fits(values[name], hint):
@@ -99,7 +100,7 @@ def check_settings(
 
 @functools.cache
 def _hints(function: Callable) -> dict[str, Any]:
-    """The annotations of the parameters that have a name of their own."""
+    """Returns the annotations of a function's parameters, without ``*args`` and ``**kwargs``."""
     hints = typing.get_type_hints(function, include_extras=True)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
@@ -131,7 +132,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _key(key: Any, kind: Any) -> Any:
-    """A map's key; in JSON it is a string, whatever it stands for."""
+    """Converts a map's key to an int if it should be one. In JSON all keys are strings."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return key
@@ -142,12 +143,12 @@ def _is_list(value: Any) -> bool:
 
 
 def _items(value: Iterable) -> Iterable:
-    """What can be looked at more than once."""
+    """Returns the items of a list, or none for an iterator, which could be read only once."""
     return value if isinstance(value, Sequence | Set) else ()
 
 
 def _rule(hint: Any) -> str:
-    """What a value must be, after "must"."""
+    """Returns words that continue "must" and say what a value must be."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return arguments[1].rule

@@ -1,4 +1,4 @@
-"""Files of tensors: written atomically, read weights-only.
+"""Reads and writes files of tensors: writing is atomic, reading is weights-only.
 
 Torch files and safetensors are told apart by their content.
 """
@@ -46,7 +46,7 @@ def write_tensors(
 
 
 def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -> OSError:
-    """What safetensors reports of the system, as Python does; `size` is that of the tensors."""
+    """Converts a safetensors error to an OSError. `size` is the tensors' size in bytes."""
     number = re.search(r"os error (\d+)", str(error))
     if number is None:
         return OSError(f"{path}: cannot be written ({first_line(error)})")
@@ -56,10 +56,10 @@ def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -
 
 
 def _sort_metadata(path: Path) -> None:
-    """Brings the metadata of a safetensors file into the order of its names.
+    """Sorts the metadata of a safetensors file by name.
 
-    The library's own order is that of a hash map, which changes from process to process, and it has
-    no option for it. The length of the header stays, and with it all that follows.
+    The library writes them in the order of a hash map, which differs between processes, and has no
+    option for it. The header keeps its length, so that everything after it stays in place.
     """
     with open(path, "rb+") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -73,10 +73,10 @@ def _sort_metadata(path: Path) -> None:
 
 
 def write_torch(path: str | os.PathLike, value: Any) -> None:
-    """Writes a torch file; the same value gives the same bytes, whatever the file is called."""
+    """Writes a torch file. The same value gives the same bytes, whatever the file's name."""
     with atomic_write(path) as temporary:
         with open(temporary, "wb", buffering=0) as file:
-            # Given a name, torch would write it into the archive.
+            # torch gets no name, because it would write that into the archive.
             sink = _Sink(file)
             torch.save(value, cast(IO[bytes], sink))
         if sink.error is not None:
@@ -88,9 +88,9 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
 
 
 class _Sink:
-    """A file for torch.save; after an error it writes nothing more, but keeps counting.
+    """A file for torch.save. After an error it writes nothing more, but keeps counting bytes.
 
-    torch's own error of a full disk says neither that nor how much room is needed.
+    If the disk is full, torch's own error says neither that nor how much space is needed.
     """
 
     def __init__(self, file: io.RawIOBase):
@@ -98,7 +98,7 @@ class _Sink:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all of `data`; returns its bytes."""
+        """Writes all of `data`, and returns its size in bytes."""
         view = memoryview(data).cast("B")
         self.size += view.nbytes
         rest = view
@@ -110,13 +110,13 @@ class _Sink:
         return view.nbytes
 
     def flush(self) -> None:
-        """Does nothing: nothing is held back."""
+        """Does nothing, as nothing is buffered."""
 
 
 def index_of(path: str | os.PathLike) -> Path | None:
-    """The index beside a file that lists it as a part of a model, if there is one.
+    """Returns the index next to a file that lists it as one shard of a model, if there is one.
 
-    One that lists no other file is that of a model which is whole in this one.
+    An index that lists no other file does not count: the model is complete in this file.
     """
     path = Path(path)
     for index in sorted(path.parent.glob("*.index.json")):
@@ -130,7 +130,7 @@ def index_of(path: str | os.PathLike) -> Path | None:
 
 
 def check_is_whole(path: str | os.PathLike) -> None:
-    """Checks that a file is not a part of a model alone.
+    """Checks that a file is not one of several shards of a model.
 
     Raises:
         CheckpointError: it is.
@@ -147,30 +147,30 @@ def write_wrapped_tensors(
 ) -> None:
     """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
 
-    The metadata, a second entry, is what safetensors would carry.
+    The metadata, which a safetensors file would have in its header, are a second entry.
     """
     write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, because a view would take all of the storage that it is part of into the file."""
+    """Copies tensors, because a view would be saved with all of its storage."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def read_tensors(
     path: str | os.PathLike, verify: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
+    """Returns the tensors of a safetensors or torch file, on the CPU, and the file's metadata.
 
-    The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
-    a torch file may be wrapped, as `write_wrapped_tensors` does it.
+    The tensors are mapped from the file, not copied: they take memory when they are used. Those of
+    a torch file may be wrapped in a dict, as `write_wrapped_tensors` writes them.
 
     Args:
         path: the file.
         verify: compare the checksums of a torch archive, which reads all of it.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds something else than tensors.
+        CheckpointError: the file is missing, damaged, or holds anything other than tensors.
     """
     path = Path(path)
     if not path.is_file():
@@ -194,7 +194,7 @@ def read_tensors(
     except PermissionError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except Exception as error:
-        # A damaged pickle makes torch raise errors of any kind.
+        # For a damaged pickle, torch may raise any exception.
         message = f"{path}: damaged or not a checkpoint ({first_line(error)})"
         raise CheckpointError(message) from error
     metadata = {}
@@ -216,14 +216,14 @@ def _are_named_tensors(value: Any) -> bool:
 
 
 def _where(value: Any) -> str:
-    """Which entry of a file has the tensors that the whole of it is not, for an error."""
+    """Returns text for an error that names the entry of a file that does hold tensors, if any."""
     entries = value.items() if isinstance(value, Mapping) else ()
     found = next((key for key, entry in entries if _are_named_tensors(entry) and entry), None)
     return "" if found is None else f": these are in its entry {found!r}; save that alone"
 
 
 def _check_kind(path: Path, is_archive: bool) -> None:
-    """Checks that a file begins as torch's do, and ends so: its own errors do not tell that."""
+    """Checks that a file begins and ends as torch files do, as torch's errors do not say this."""
     with open(path, "rb") as file:
         head = file.read(4)
     is_started = head == b"PK\x03\x04"
@@ -234,13 +234,13 @@ def _check_kind(path: Path, is_archive: bool) -> None:
 
 
 def verify_archive(path: str | os.PathLike) -> None:
-    """Compares a torch archive's checksums, which torch itself does not when it loads one.
+    """Compares a torch archive's checksums, which torch itself does not do when it loads one.
 
-    Files of torch's older format, and others that are no archives, have none.
+    Files that are no archives, such as those of torch's older format, have no checksums.
 
     Raises:
-        ValueError: one is wrong.
-        zipfile.BadZipFile: the archive is damaged otherwise.
+        ValueError: a checksum is wrong.
+        zipfile.BadZipFile: the archive is damaged in another way.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -251,29 +251,29 @@ def verify_archive(path: str | os.PathLike) -> None:
 
 
 def _is_held(tensor: Tensor) -> bool:
-    """Whether each of a tensor's values is in the file: none is repeated, sparse or absent."""
+    """Returns whether each of a tensor's values is in the file: none repeated, sparse or absent."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one dtype and shape, and equal."""
+    """Returns whether two tensors have the same dtype, shape and values."""
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds a value that is not finite, if there is one."""
+    """Returns the name of the first tensor that has a value that is not finite, if any."""
     names, found = [], []
     for name, tensor in tensors:
         names.append(name)
         found.append(tensor.isfinite().all())
-    # All are read at once: on a GPU each would be waited for.
+    # All results are read at once, because on a GPU each read would synchronize.
     are_finite = torch.stack(found).tolist() if found else []
     return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the file starts as safetensors do: eight bytes of header length, then ``{``."""
+    """Returns whether a file is safetensors: by its suffix, or by ``{`` after 8 bytes of length."""
     with open(path, "rb") as file:
         return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
