@@ -18,7 +18,7 @@ def bits_of(tensor: Tensor) -> Tensor:
         tensor: of any shape and dtype; a complex value counts as two numbers.
 
     Returns:
-        A view of the same shape; a complex tensor's has a last dimension of 2 in addition.
+        A view of the same shape, with a last dimension of 2 added if the tensor is complex.
     """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(integer_of(real.dtype))

@@ -57,7 +57,7 @@ def keep_mask(shape: Sequence[int], p: float) -> Tensor:
     """
     count = math.prod(shape)
     numbers = torch.empty((count + 7) // 8, dtype=torch.int64, device="cpu")
-    # The bounds are spelled out because random_() alone leaves the sign bit of an int64 zero.
+    # The bounds are given because random_() alone would leave the sign bit of an int64 at zero.
     drawn = numbers.random_(-(2**63), None).view(torch.int8)
     high, low = divmod(_dropped_values(p), 256)
     # 1 where a byte that equals `high` drops its element. Bytes are signed, so they start at -128.

@@ -24,7 +24,7 @@ _IS_BATCHED = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: 
 
 _MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _MODE = getattr(torch._C, "_get_dispatch_stack_at", lambda index: None)
-# Modes that know only PyTorch's public operations, and none that works in place.
+# Modes that support only PyTorch's public operations, except those that work in place.
 _KEEPING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 _COUNTING = {"FlopCounterMode", "_FlopCounterMode"}
 

@@ -21,7 +21,13 @@ _FIRST_ARCHITECTURE = 8
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
-    """Returns whether the kernel takes these (queries, hidden) and (tokens, hidden)."""
+    """Returns whether the kernel can compute attention of these tensors.
+
+    Args:
+        query: (queries, hidden).
+        key, value: (tokens, hidden), of the same dtype.
+        heads: number of heads; divides hidden.
+    """
     width = query.shape[1] // heads
     return (
         query.is_cuda
@@ -56,7 +62,7 @@ def attend(
     dropout_p: float,
     causal: bool,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v within each row, with a gradient.
+    """Computes softmax(q kᵀ / √d) v within each row; recorded by autograd.
 
     Args:
         query: (queries, hidden), for which `suits` is true.

@@ -121,8 +121,8 @@ class PackedRows:
                 should be the CPU, because this waits for any other.
         """
         rows = copy.copy(self)
-        # Not a view, like what `fill` returns: a layer is compiled once for views, and once more
-        # for tensors that are none.
+        # Cloned so that it is not a view, as the result of `fill` is none either: a layer is
+        # compiled once for views, and once more for other tensors.
         rows.targets = self.pack(is_target).nonzero().squeeze(1).clone()
         return rows
 

@@ -61,7 +61,7 @@ def check_dense(x: Tensor) -> None:
     """Checks that x is neither nested nor sparse.
 
     Raises:
-        TypeError: it is one of them.
+        TypeError: x is nested or sparse.
     """
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(
@@ -73,8 +73,8 @@ def check_dense(x: Tensor) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `F.linear`, up to rounding, in a faster way on a CPU where there is one.
 
-    There is for frozen weights, and for trained ones where PyTorch's own product is known to be
-    slow: in emulated bfloat16, and in float32 on AMD's processors.
+    There is one for frozen weights, and for trained weights where PyTorch's own product is known to
+    be slow: in emulated bfloat16, and in float32 on AMD's processors.
 
     Args:
         x: (…, in).
@@ -470,7 +470,7 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str, float]) -> str:
     """Measures the ways, and returns the fastest by `_shares`.
 
-    A way with other costs is taken only if its time is below `worth` times the best so far.
+    A way replaces the best so far only if its time is below `worth` times that one's.
     """
     ways = ["plain", "blocks"]
     if processor.has_onednn(x.dtype):

@@ -79,7 +79,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

@@ -145,8 +145,8 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
     finally:
         owner_path.unlink(missing_ok=True)
         if os.name == "posix":
-            # Before the release, so that a process that has the file open sees that it is unlinked.
-            # Windows cannot remove an open file: there, releasing the lock removes it.
+            # Before the lock is released, so that a process that has the file open sees that it is
+            # unlinked. Windows cannot remove an open file: there, releasing the lock removes it.
             Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 

@@ -21,7 +21,7 @@ from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
 from .launched import rank
 
-# The levels that `set_up_logging` takes.
+# The levels that `set_up_logging` accepts.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _console: ConsoleHandler | None = None  # set by `set_up_logging`, unless the root has handlers
@@ -74,7 +74,7 @@ def begin() -> None:
     """
     _set_up_streams()
     gc.disable()
-    # Not if the signal is ignored, as in a shell's background jobs.
+    # Not if the signal is ignored, as in background jobs of a shell script.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)
 

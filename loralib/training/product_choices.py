@@ -82,7 +82,7 @@ def chosen_products(
         products.use_choices(before)
 
 
-@functools.cache  # once a process
+@functools.cache  # once per process
 def _say_that_it_is_slow() -> None:
     logger.info(
         "this processor multiplies in float32 faster than in bfloat16, so most products are "
