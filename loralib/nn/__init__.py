@@ -1,1 +1,1 @@
-"""Numerics: dropout, norms, tokens packed end to end, and which adapter computes which."""
+"""Numerics: dropout, norms, products, packed tokens, and which adapter computes which rows."""

@@ -1,14 +1,14 @@
-"""Scores that a token's content gives to the distances to other tokens.
+"""Computes attention scores of tokens' contents with the relative distances to other tokens.
 
-Of rows with n tokens that look at m others, one product with all distances that occur, and then a
-view of its result, in which every row starts one element before the row above it (`skew`):
+For n tokens that look at m others, this takes one product with all distances that occur, and then a
+view of the result in which every row starts one element before the row above it (`skew`):
 
     key - query   -2  -1   0   1   2                        key  0  1  2
     query 0        .   .   a   b   c                             a  b  c
     query 1        .   d   e   f   .         ----->              d  e  f
     query 2        g   h   i   .   .                             g  h  i
 
-Nothing is gathered by an index as large as the scores, and gradients are summed in one order.
+This needs no gather with an index as large as the scores, and sums gradients in a fixed order.
 """
 
 import math
@@ -27,14 +27,15 @@ _BLOCK = 64  # tokens; blocks of 48 to 128 take about as long
 def skew(scores: Tensor, columns: int) -> Tensor:
     """(…, n, n + columns - 1) -> (…, n, columns): out[…, i, j] = scores[…, i, n - 1 - i + j].
 
-    A view of `scores`, or of a copy that is contiguous. Where `scores` are wider, what is on their
-    right is not read.
+    Returns a view of `scores`, or of a contiguous copy of it. If `scores` are wider than shown, the
+    extra columns on the right are not read.
     """
     n, width = scores.shape[-2:]
     if n == 1:
         return scores[..., :columns]
     scores = scores.contiguous()
-    # The same; the compiler knows nothing of storages, and a traced graph of no other sizes.
+    # The same without as_strided: torch.compile does not know storage offsets, and a trace would
+    # record the sizes and strides as constants.
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         flat = scores.flatten(-2)[..., n - 1 : n - 1 + n * (width - 1)]
         return flat.unflatten(-1, (n, width - 1))[..., :columns]
@@ -44,16 +45,16 @@ def skew(scores: Tensor, columns: int) -> Tensor:
 
 
 class DistanceTerm:
-    """The scores of tokens with distances, for rows of one length, with their gradients.
+    """Scores of tokens with distances, and their gradients, for rows of one length at a time.
 
-    Without autograd.
+    Not recorded by autograd.
 
     Args:
-        distances: (2 · length - 1, hidden), of the distances other - token from 1 - length to
-            length - 1; on a CPU.
+        distances: (2 · length - 1, hidden), the vectors of the distances other - token from
+            1 - length to length - 1; on a CPU.
         heads: number of heads; divides hidden.
-        step: rows are padded to a multiple of so many tokens. Numbers of distances are multiples of
-            it, too: one more is multiplied than can occur.
+        step: rows are padded to a multiple of this many tokens. The number of distances in a
+            product is a multiple of it, too, so one more is multiplied than can occur.
         is_trained: whether `distances` need a gradient.
     """
 
@@ -64,7 +65,7 @@ class DistanceTerm:
         padded = F.pad(distances, (0, 0, self._fill, self._fill + 1))
         self._by_head = padded.unflatten(1, (heads, -1))
         self._zero = length - 1 + self._fill
-        # Many rows add to it, so in half precision it is summed in float32.
+        # Many rows add to it, so half precision is summed in float32.
         sums = torch.promote_types(distances.dtype, torch.float32)
         self._gradient = torch.zeros_like(self._vectors, dtype=sums) if is_trained else None
 
@@ -75,11 +76,11 @@ class DistanceTerm:
 
     @cached_property
     def _columns(self) -> Tensor:
-        """(heads, d, distances), which half precision is multiplied with in two thirds the time."""
+        """(heads, d, distances), a layout that takes two thirds of the time in half precision."""
         return self._by_head.permute(1, 2, 0).contiguous()
 
     def add_scores(self, content: Tensor, scores: Tensor) -> None:
-        """Adds the rows' scores.
+        """Adds the rows' scores with the distances to `scores`.
 
         Args:
             content: (heads · rows, n, d).
@@ -90,14 +91,14 @@ class DistanceTerm:
             own = self._head_by_head(content[:, tokens])
             products = batched_product(own, self._columns[..., which])
             by_row = products.view(len(scores), -1, products.shape[2])
-            # Converted first: an addition that does both, of rows to columns, takes longer.
+            # Converted first: an addition of rows to columns that also converts takes longer.
             scores[:, tokens].add_(skew(by_row, others).to(scores.dtype))
 
     def backward(self, content: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the rows' content; that of the distances is added to their sum.
+        """Returns the gradient of the rows' content, and accumulates that of the distances.
 
         Args:
-            content: (heads · rows, n, d), as `add_scores` was given it.
+            content: (heads · rows, n, d), as given to `add_scores`.
             grad: (heads · rows, n, others), the scores' gradient.
         """
         n, others = grad.shape[1:]
@@ -118,16 +119,17 @@ class DistanceTerm:
         return x.reshape(self._heads, -1, x.shape[2])
 
     def gradient(self) -> Tensor | None:
-        """The gradient of the distances, in their shape and dtype; None if they need none."""
+        """Returns the distances' gradient, in their shape and dtype; None if they need none."""
         if self._gradient is None:
             return None
         given = slice(self._fill, self._fill + self._given)
         return self._gradient[:, given].transpose(0, 1).flatten(1).to(self._by_head.dtype)
 
     def _blocks(self, n: int, others: int) -> Iterator[tuple[slice, slice]]:
-        """Parts of a row's n tokens, each with the distances from its tokens to the others.
+        """Yields blocks of a row's n tokens, each with the distances from its tokens to the others.
 
-        n tokens have n - 1 more distances than there are others, which is a waste in long rows.
+        A product of n tokens at once would multiply each with n - 1 distances more than it has
+        others, which is wasteful for long rows.
         """
         zero, size = self._zero, _round_up(math.ceil(n / math.ceil(n / _BLOCK)), self._step)
         for start in range(0, n, size):

@@ -1,19 +1,19 @@
-"""Dropout that costs a fifth of PyTorch's on a CPU.
+"""Dropout at a fifth of the cost of PyTorch's on a CPU.
 
 PyTorch's CPU generator takes about 5 ns for one Bernoulli number: dropping elements of a
 1120 × 768 activation then costs as much as multiplying it by a 768 × 768 matrix in bfloat16.
-Here one random 64-bit number decides eight elements, through its eight bytes. With k, the number of
-values of 16 bits that drop an element, in two digits of base 256,
+Here the eight bytes of one random 64-bit number decide eight elements. Let k be how many of the
+2^16 values of 16 bits drop an element, written as two digits in base 256:
 
     k = round(p · 2^16) = 256 · high + low
     dropped  =  byte < high,  or  byte = high  and  the byte before it < low
     output   =  x · 2^16 / (2^16 - k)  where kept,  0 elsewhere
 
-so p is rounded to a multiple of 2^-16 (0.1 becomes 0.100006), and kept elements are scaled by the
-probability that is really used: the mean of the output is exactly x. The second digit is looked at
-in one of 256 cases, in which alone two elements share a random byte. Masks are int8, with all
-bits set where an element is kept: PyTorch's arithmetic on integers is vectorised on CPUs, that on
-bool is not, and the mask can be laid over the bits of a floating-point number.
+So p is rounded to a multiple of 2^-16 (0.1 becomes 0.100006), and kept elements are scaled for the
+rounded probability, so that the mean of the output is exactly x. The second digit matters in one of
+256 cases, and only in these do two elements share a random byte. Masks are int8, with all bits set
+where an element is kept: PyTorch vectorizes arithmetic on integers on CPUs, but not on bool, and
+such a mask can be combined with the bits of a floating-point number by a bitwise and.
 
 The random numbers come from PyTorch's default CPU generator, so `torch.manual_seed` and
 `torch.get_rng_state` reproduce them. On other devices, and under `torch.compile`, PyTorch's own
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from .bits import bits_of, integer_of
 from .fast_paths import are_fast_paths_off, is_transformed
 
-_VALUES = 2**16  # that p is a share of
+_VALUES = 2**16  # p is rounded to a multiple of 1 / _VALUES
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,12 +41,12 @@ def _check_probability(p: float) -> None:
 
 
 def _dropped_values(p: float) -> int:
-    """How many of 2^16 values drop an element (never all of them)."""
+    """Returns how many of the 2^16 values drop an element (never all of them)."""
     return min(round(p * _VALUES), _VALUES - 1)
 
 
 def keep_mask(shape: Sequence[int], p: float) -> Tensor:
-    """Samples at random which elements of a CPU tensor of this shape dropout keeps.
+    """Samples which elements of a CPU tensor of this shape dropout keeps.
 
     Args:
         shape: the tensor's shape.
@@ -57,12 +57,12 @@ def keep_mask(shape: Sequence[int], p: float) -> Tensor:
     """
     count = math.prod(shape)
     numbers = torch.empty((count + 7) // 8, dtype=torch.int64, device="cpu")
-    # The bounds are spelled out because random_() alone leaves the sign bit of an int64 zero.
+    # The bounds are given because random_() alone would leave the sign bit of an int64 at zero.
     drawn = numbers.random_(-(2**63), None).view(torch.int8)
     high, low = divmod(_dropped_values(p), 256)
-    # 1 where the byte `high` itself drops. Bytes are signed here: they begin at -128.
+    # 1 where a byte that equals `high` drops its element. Bytes are signed, so they start at -128.
     tie = drawn.roll(1).lt_(low - 128)
-    # Two forms of drawn >= high - 128 + tie, because that number has to be a byte as well.
+    # Both forms mean drawn >= high - 128 + tie, with a right-hand side that fits into int8.
     kept = drawn.ge_(tie.add_(high - 128)) if high < 128 else drawn.gt_(tie.add_(high - 129))
     return kept.neg_()[:count].view(shape)
 
@@ -71,7 +71,7 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Zeroes what a mask drops and scales what it keeps, so that the mean over masks is x.
 
     The map is linear in x and its own adjoint: the same call turns the output's gradient into
-    x's. It is not recorded by autograd; call it inside a `torch.autograd.Function`.
+    x's. Autograd does not record it: call it inside a `torch.autograd.Function`.
 
     Args:
         x: CPU tensor, float16, bfloat16, float32 or float64.
@@ -85,17 +85,17 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def zero_dropped(x: Tensor, mask: Tensor) -> Tensor:
-    """`apply_mask` without the scaling, for where a product that follows can do it."""
+    """Zeroes what a mask drops, without the scaling, which a following product can do."""
     return mask.to(integer_of(x.dtype)).bitwise_and_(bits_of(x.contiguous())).view(x.dtype)
 
 
 def kept_scale(p: float) -> float:
-    """What dropout multiplies kept elements by."""
+    """Returns the factor by which dropout multiplies kept elements."""
     return _VALUES / (_VALUES - _dropped_values(p))
 
 
 class _ApplyMask(torch.autograd.Function):
-    """`apply_mask` with a gradient; keeps the mask, one byte an element, and nothing else."""
+    """`apply_mask` with a gradient; saves only the mask, one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -132,7 +132,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """Drop-in for `torch.nn.Dropout(p)` that is faster on CPUs; the module's head says how.
+    """Drop-in replacement for `torch.nn.Dropout(p)`, faster on CPUs (see the top of this file).
 
     Args:
         p: probability that an element is dropped.

@@ -1,12 +1,14 @@
-"""The switch that turns the fast paths off: PyTorch's own public operations then compute.
+"""Turns the fast paths off, so that only PyTorch's own public operations are used.
 
-The fast paths are, on a CPU, products with weights (trained ones where it pays), attention,
-dropout, and batches filled up to sizes that recur; on a GPU, attention without padding. Without
-dropout, results differ in rounding; with it, PyTorch draws other numbers. The switch is for
-comparing, and for finding out whether a fault lies here: the environment variable
-``LORALIB_PLAIN=1``, or `fast_paths_off`. They are off by themselves within `torch.func`, for whose
-transforms they have no rules; and within modes that keep what operations return, or count them, and
-know public ones alone (selective checkpointing, `FlopCounterMode`).
+On a CPU, the fast paths are products with weights (trained ones where it pays), attention, dropout,
+and batches filled up to sizes that recur. On a GPU, they are attention without padding. Without
+dropout, results with and without them differ only in rounding. With dropout, the random numbers
+differ as well.
+
+Use the switch to compare, or to find out whether a fault lies in a fast path: set the environment
+variable ``LORALIB_PLAIN=1``, or call `fast_paths_off`. Fast paths are off automatically within
+`torch.func`, because they define no rules for its transforms, and within modes that store or count
+the results of operations and know only public ones (selective checkpointing, `FlopCounterMode`).
 """
 
 import os
@@ -22,7 +24,7 @@ _IS_BATCHED = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: 
 
 _MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _MODE = getattr(torch._C, "_get_dispatch_stack_at", lambda index: None)
-# Modes that know PyTorch's public operations alone, and none that writes over another's result.
+# Modes that support only PyTorch's public operations, except those that work in place.
 _KEEPING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 _COUNTING = {"FlopCounterMode", "_FlopCounterMode"}
 
@@ -30,22 +32,25 @@ _off = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
 
 
 def are_fast_paths_off() -> bool:
-    """Whether PyTorch's own operations are to compute, by the switch or because they have to."""
+    """Returns whether PyTorch's own operations are to be used, by the switch or by necessity."""
     return _off or needs_public_operations()
 
 
 def has_mode() -> bool:
-    """Whether a `TorchDispatchMode` is active in this thread: it may compute what it likes."""
+    """Returns whether a `TorchDispatchMode`, which may change any result, is active here.
+
+    Modes are per thread.
+    """
     return _MODES() > 0
 
 
 def needs_public_operations(*tensors: Tensor) -> bool:
-    """Whether only public operations are right, of which none is in place.
+    """Returns whether only public operations that do not work in place give right results.
 
-    So it is where PyTorch transforms what is computed, and within modes that keep or count results.
+    That is the case within PyTorch's transforms, and within modes that store or count results.
 
     Args:
-        tensors: what is computed with.
+        tensors: the inputs of the computation.
     """
     if is_transformed(*tensors):
         return True
@@ -56,13 +61,14 @@ def needs_public_operations(*tensors: Tensor) -> bool:
 
 
 def is_transformed(*tensors: Tensor) -> bool:
-    """Whether PyTorch transforms what this thread computes, or tensors have forward derivatives.
+    """Returns whether a transform is active in this thread, or a tensor has a forward derivative.
 
-    vmap, grad and jvp of `torch.func` transform, and so does `torch.autograd.grad` of batches of
-    gradients. By private names, because there are no public ones.
+    Transforms are vmap, grad and jvp of `torch.func`, and `torch.autograd.grad` of batches of
+    gradients (`is_grads_batched`). They are found by private names of PyTorch, because there are no
+    public ones.
 
     Args:
-        tensors: what is computed with.
+        tensors: the inputs of the computation.
     """
     if _IN_TRANSFORM():
         return True
@@ -70,14 +76,15 @@ def is_transformed(*tensors: Tensor) -> bool:
         return False
     if any(map(_IS_BATCHED, tensors)):
         return True
-    # The level is the whole process's: in another thread, tensors have no tangents.
+    # The level is shared by the whole process. Where only another thread uses forward mode, this
+    # thread's tensors have no tangents.
     has_level = getattr(forward_ad, "_current_level", -1) >= 0
     return has_level and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 @contextmanager
 def fast_paths_off(off: bool = True) -> Iterator[None]:
-    """Turns fast paths off, or with ``off=False`` on, within the block; for the whole process."""
+    """Turns the fast paths off (or on, with ``off=False``) within the block, in all threads."""
     global _off
     before, _off = _off, off
     try:

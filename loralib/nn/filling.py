@@ -1,18 +1,19 @@
-"""Numbers of rows that recur, for products on a CPU.
+"""Fills matrices up to row counts that recur, for products on a CPU.
 
-Packed tokens, or targets, are another number in nearly every batch. And oneDNN compiles kernels for
-each number of rows that it multiplies with a weight, and keeps them with their scratch memory, for
-the last thousand such products.
+The number of packed tokens, or of targets, differs in nearly every batch. oneDNN compiles kernels
+for each number of rows that it multiplies with a weight, and keeps them, with their scratch memory,
+for the last thousand such products.
 
-- In half precision, compiling takes a processor with AMX longer than the product. Each number keeps
-  megabytes; with a head as wide as a vocabulary, tens of megabytes.
-- In float32, a kernel takes a millisecond. But training GPT-2 small grew from 1.2 to 2.14 GiB in
-  160 steps (1.70 with 64 kernels kept), of which 0.9 was free and not used again, probably because
-  kernels lie between a step's tensors. With numbers that recur, it was 1.22.
+- In half precision, on a processor with AMX, compiling takes longer than the product. The kernels
+  of each row count keep megabytes; for a head as wide as a vocabulary, tens of megabytes.
+- In float32, a kernel compiles in a millisecond. But the memory of training GPT-2 small grew from
+  1.2 to 2.14 GiB in 160 steps (to 1.70 with only 64 kernels kept). 0.9 GiB of it was free but not
+  reused, probably because kernels lie between a step's tensors. With row counts that recur, it was
+  1.22 GiB.
 
-So rows that nobody reads are added below the others: in half precision, 1,105 tokens become 1,152,
-in float32 1,120. They are copies of the first, as zeros have no variance for a norm to divide by.
-They change no other row's result, and have no gradient.
+So rows that are never read are added below the others: 1,105 tokens become 1,152 in half precision,
+and 1,120 in float32. They are copies of the first row, because a norm would divide a row of zeros
+by a variance of 0. They change no other row's result, and have no gradient.
 """
 
 import torch
@@ -23,38 +24,38 @@ from .packing import PackedRows
 from .products import product_dtype
 from .routing import in_effect
 
-# Numbers become multiples of a power of two that is an eighth of them at most, and no larger than
-# this: to about 1,000 rows, 3 % are added on average, and 0.7 % in float32.
+# Row counts are rounded up to multiples of a power of two: at most an eighth of the count, and at
+# most this. To about 1,000 rows, this adds 3 % on average in half precision, and 0.7 % in float32.
 _LARGEST_STEP = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 _FEWEST = 16
 
 
 def recurring(count: int, like: Tensor) -> int:
-    """`count`, or the next larger number that recurs, where something is to be gained.
+    """Returns `count`, or the next larger number that recurs, if filling up helps.
 
     Args:
         count: rows that are multiplied with weights.
-        like: on whose device they are, and in its dtype, outside of autocast.
+        like: a tensor on the rows' device and, outside of autocast, in their dtype.
     """
     largest_step = _largest_step(like)
-    # A bank of adapters has counted the rows.
+    # A bank of adapters assigns rows by their number, so none are added.
     if not largest_step or in_effect() is not None or count < _FEWEST:
         return count
     return count + -count % min(2 ** (count.bit_length() - 4), largest_step)
 
 
 def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
-    """The same rows, and others below them where that makes a number of tokens that recurs.
+    """Returns the rows with more rows below, so that the number of tokens is one that recurs.
 
     Args:
         rows: those of a batch.
         like: as in `recurring`.
 
     Returns:
-        `rows` itself where nothing is to be gained. Else `targets` stay, and positions of the
-        batch, by which `pack` and `pad` go, are those of another batch.
+        `rows` itself if filling up does not help. Else `targets` are kept, but `pack` and `pad` fit
+        only the enlarged batch, not the given one.
     """
-    if not rows.padded_right:  # padding is among the tokens
+    if not rows.padded_right:  # lengths do not tell the tokens' columns
         return rows
     added = recurring(len(rows.index), like) - len(rows.index)
     if not added:
@@ -73,7 +74,7 @@ def fill(x: Tensor, count: int) -> Tensor:
 
 
 def _largest_step(x: Tensor) -> int:
-    """What numbers become multiples of at most, for x's products; 0 where none are filled up."""
+    """Returns the largest step of row counts for x's products; 0 if they are not filled up."""
     is_eager = not (are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing())
     if x.device.type != "cpu" or not is_eager:
         return 0

@@ -1,8 +1,9 @@
-"""Flash attention within rows of several lengths that are laid end to end: one kernel of a GPU.
+"""Flash attention on a GPU: one kernel for rows of several lengths that are laid end to end.
 
-PyTorch has two public ways to it. `torch.nn.attention.varlen.varlen_attn` has no dropout, and
-nested tensors take a GPU longer to launch than to compute. Both call the operator that is called
-here; where there is none, callers take `F.scaled_dot_product_attention` of padded rows.
+PyTorch has two public interfaces to it: `torch.nn.attention.varlen.varlen_attn`, which has no
+dropout, and nested tensors, which take longer to launch than the GPU takes to compute. Both call
+the operator that is called here. Where it is missing, callers use `F.scaled_dot_product_attention`
+on padded rows.
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -12,15 +13,21 @@ from torch import Tensor
 
 from .fast_paths import are_fast_paths_off, is_transformed
 
-# In one head; the kernel takes multiples of eight. Of its 256, not every GPU has the shared memory
-# that training takes above these.
+# The widest head, which has to be a multiple of eight. The kernel takes up to 256, but not every
+# GPU has the shared memory that training needs above 192.
 _WIDEST = 192
-# NVIDIA's Ampere, the first architecture that has it.
+# NVIDIA's Ampere, the first architecture with the kernel.
 _FIRST_ARCHITECTURE = 8
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
-    """Whether there is a kernel for these: (queries, hidden), and (tokens, hidden) of one dtype."""
+    """Returns whether the kernel can compute attention of these tensors.
+
+    Args:
+        query: (queries, hidden).
+        key, value: (tokens, hidden), of the same dtype.
+        heads: number of heads; divides hidden.
+    """
     width = query.shape[1] // heads
     return (
         query.is_cuda
@@ -33,9 +40,9 @@ def suits(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
 
 
 def _is_there(device: torch.device) -> bool:
-    """Whether PyTorch has it for this device, and nobody has switched it off.
+    """Returns whether PyTorch has the kernel for this device, and it is not switched off.
 
-    Asked in words that torch.compile takes for constants.
+    Uses only calls that torch.compile treats as constants.
     """
     return (
         torch.version.hip is None
@@ -55,16 +62,17 @@ def attend(
     dropout_p: float,
     causal: bool,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v within each row, with a gradient.
+    """Computes softmax(q kᵀ / √d) v within each row; recorded by autograd.
 
     Args:
-        query: (queries, hidden), what `suits` says there is a kernel for.
+        query: (queries, hidden), for which `suits` is true.
         key, value: (tokens, hidden).
-        ends: (rows + 1,), int32, of queries and of tokens: 0, and where each row ends.
-        longest: the most queries and tokens that a row has.
+        ends: the cumulative lengths of queries and of tokens, each (rows + 1,), int32: 0, then the
+            end of each row.
+        longest: the most queries and the most tokens of a row.
         heads: number of heads.
         dropout_p: dropout on the attention probabilities.
-        causal: a token looks at itself and at those before it.
+        causal: whether a token attends only to itself and those before it.
 
     Returns:
         (queries, hidden).

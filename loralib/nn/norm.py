@@ -1,4 +1,4 @@
-"""Layer normalization that stays in half precision where its weight is held in it."""
+"""Layer normalization that stays in half precision if its weight is in half precision."""
 
 import torch
 import torch.nn.functional as F
@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that stays in half precision where its weight is held in it.
+    """`nn.LayerNorm` that stays in half precision if its weight is in half precision.
 
-    Autocast would compute it, and with it all of the residual stream, in float32 on a GPU. The
-    statistics are taken in float32 in any case.
+    On a GPU, autocast would compute it, and with it the whole residual stream, in float32. The
+    statistics are computed in float32 in any case.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Normalizes the last dimension."""
         if self.weight.dtype == torch.float32:
             return super().forward(x)
         device = x.device.type

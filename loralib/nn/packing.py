@@ -1,16 +1,16 @@
-"""Computing on the real tokens of a batch only.
+"""Packs a batch's real tokens end to end, and computes attention within its rows.
 
-A batch comes padded, (batch, length), because rows differ in length. All that a transformer does to
-tokens one by one (projections, norms, feed-forward) is done here on the tokens laid end to end,
-(tokens, hidden), so that padding costs nothing:
+A batch comes padded, (batch, length), because rows differ in length. Whatever a transformer does to
+each token by itself (projections, norms, feed-forward) is done on packed tokens, (tokens, hidden),
+so that padding costs nothing:
 
     a b c .            a b c d e f g h i
     d e . .    pack
     f g h i   ----->   lengths 3, 2, 4
 
-Only attention looks at rows: on a GPU by a kernel that is told where they end; on a CPU in groups
-of about one length or, without gradients, one at a time or all padded again, whatever is cheaper.
-Where rows have adapters of their own, routing.py is told where their tokens are.
+Only attention depends on rows. On a GPU, a kernel is given the ends of the rows. On a CPU, rows of
+similar length are computed in groups or, without gradients, one at a time or all padded again,
+whichever is cheaper. If rows have different adapters, routing.py is told where their tokens are.
 """
 
 import copy
@@ -29,32 +29,34 @@ from .row_groups import ONE_GROUPS_CALLS
 class PackedRows:
     """Where the real tokens of a padded batch are.
 
-    Made on the CPU, when a batch is collated, it travels with the batch, and a model's forward pass
-    waits for no device; of a mask that is on a device, it waits for that once.
+    Made on the CPU when the batch is collated, it travels with the batch, and the model's forward
+    pass never waits for the device. A mask that is on a device costs one such wait.
 
     Args:
         attention_mask: (batch, length); zero where there is padding, which may be anywhere.
 
     Attributes:
         shape: (batch, length).
-        lengths: tokens a row.
-        longest: the most of them; a number of its own, so that a compiled graph does not depend on
-            how many rows there are.
-        spans: columns up to each row's last token; its length where padding is on the right.
-        padded_right: whether that is so in all rows; a flag, so that a compiled graph does not
-            depend on the numbers.
+        lengths: the number of tokens in each row.
+        longest: the largest of `lengths`, kept apart so that a compiled graph does not depend on
+            the number of rows.
+        spans: each row's number of columns up to its last token, which is the row's length if its
+            padding is on the right.
+        padded_right: whether all rows have their padding on the right; a flag, so that a compiled
+            graph does not depend on the numbers.
         starts_hidden: whether the first position of some row is padding. Attention within packed
-            rows is not for such batches: a row may have no token at all, and what a classifier
-            reads is not among the packed tokens.
-        is_token: (batch, length), where the real tokens are, and no padding.
+            rows does not support such batches: a row may have no token at all, and the first
+            position, which a classifier reads, is not among the packed tokens.
+        is_token: (batch, length), true at real tokens, false at padding.
         index: (tokens,), positions of the real tokens in the flattened batch.
-        positions: (tokens,), the column that each stands in.
+        positions: (tokens,), each token's column.
         first: (batch,), position of each row's first token among the packed ones.
-        offsets: (batch + 1,), int32: the same, and the number of all tokens; the cumulative
-            lengths that kernels for rows of several lengths take.
+        offsets: (batch + 1,), int32: `first`, then the number of all tokens. These are the
+            cumulative lengths that kernels for rows of several lengths take.
         targets: (targets,), positions among the packed tokens of those with a target, in their
-            order; None where it is not known, see `with_targets`.
-        segments: of rows that share an adapter, see `routed`; one of all rows in most cases.
+            order; None if not known, see `with_targets`.
+        segments: slices of adjacent rows that share an adapter, see `routed`; mostly one slice of
+            all rows.
 
     Raises:
         ValueError: the mask is not two-dimensional.
@@ -87,11 +89,11 @@ class PackedRows:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], length: int | None = None) -> "PackedRows":
-        """Rows of these lengths, at least 1 each, padded on the right; on the CPU.
+        """Returns rows of these lengths, at least 1 each, padded on the right; on the CPU.
 
         Args:
-            lengths: tokens a row.
-            length: columns of the batch; as many as the longest row has where not given.
+            lengths: the number of tokens in each row.
+            length: columns of the batch; by default as many as the longest row has.
 
         Raises:
             ValueError: a row has no token.
@@ -101,37 +103,37 @@ class PackedRows:
         columns = torch.arange(max(lengths) if length is None else length, device="cpu")
         return cls(columns < torch.tensor(lengths, device="cpu")[:, None])
 
-    # ---- on its way to the model ----
+    # ---- on the way to the model ----
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
-        """The same on a device."""
+        """Returns the same rows with their tensors on a device."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "PackedRows":
-        """The same in pinned memory, from which it reaches a GPU without waiting."""
+        """Returns the same rows in pinned memory, which is copied to a GPU without waiting."""
         return self._moved(Tensor.pin_memory)
 
     def with_targets(self, is_target: Tensor) -> "PackedRows":
-        """The same rows, with `targets` known.
+        """Returns the same rows with `targets`.
 
         Args:
-            is_target: (batch, length), where a token has one; on the rows' device, which should be
-                the CPU: another one is waited for.
+            is_target: (batch, length), true at tokens with a target; on the rows' device, which
+                should be the CPU, because this waits for any other.
         """
         rows = copy.copy(self)
-        # Not a view, as `fill` makes none: a layer is compiled once for tensors that are, once for
-        # those that are not.
+        # Cloned so that it is not a view, as the result of `fill` is none either: a layer is
+        # compiled once for views, and once more for other tensors.
         rows.targets = self.pack(is_target).nonzero().squeeze(1).clone()
         return rows
 
     def routed(self) -> "PackedRows":
-        """The same rows in the segments that the bank in effect divides them into.
+        """Returns the same rows in the segments that the bank in effect divides them into.
 
         A model's forward pass calls this before its first layer, so that the bank knows which
-        tokens are whose; see routing.py.
+        tokens belong to which adapter; see routing.py.
 
         Raises:
-            ValueError: adapters are named for another number of rows.
+            ValueError: adapters are named for a different number of rows.
         """
         rows = copy.copy(self)
         rows.segments = note_tokens(self.lengths)
@@ -150,7 +152,7 @@ class PackedRows:
     # ---- other batches of the same rows ----
 
     def part(self, segment: slice) -> "PackedRows":
-        """Some of the rows, start … stop, as a batch of their own of the same length."""
+        """Returns a slice of the rows as a batch of their own with the same number of columns."""
         start, stop = (sum(self.lengths[:row]) for row in (segment.start, segment.stop))
         part = copy.copy(self)
         part.lengths, part.spans = self.lengths[segment], self.spans[segment]
@@ -167,7 +169,7 @@ class PackedRows:
         return part
 
     def twice(self) -> "PackedRows":
-        """A batch of these rows, and of the same again below them."""
+        """Returns a batch of these rows, with the same rows once more below them."""
         rows = copy.copy(self)
         count, tokens = len(self.lengths), len(self.index)
         rows.lengths, rows.spans = self.lengths * 2, self.spans * 2
@@ -183,7 +185,7 @@ class PackedRows:
         return rows
 
     def widened(self, columns: int) -> "PackedRows":
-        """The same rows with so many columns, at least their own: more padding on the right."""
+        """Returns the same rows with more padding on the right, up to this many columns."""
         rows = copy.copy(self)
         count, length = self.shape
         rows.shape = torch.Size((count, columns))
@@ -197,26 +199,26 @@ class PackedRows:
         """(batch, length, …) -> (tokens, …).
 
         Raises:
-            ValueError: x is of another batch or length than the mask.
+            ValueError: x has another batch size or length than the mask.
         """
         if x.shape[:2] != self.shape:
             raise ValueError(
                 f"attention_mask is {tuple(self.shape)}, the batch is {tuple(x.shape[:2])}"
             )
-        # Its backward pass adds in place; that of x[index] is five times slower on a CPU.
+        # Its backward pass adds in place. That of x[index] is five times slower on a CPU.
         return x.flatten(0, 1).index_select(0, self.index)
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """(tokens, …) -> (batch, length, …), `fill` where there is padding."""
+        """(tokens, …) -> (batch, length, …), with `fill` at padding."""
         padded = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
         return padded.index_copy_(0, self.index, x).unflatten(0, self.shape)
 
     def hide_padding(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """(tokens, …) as they are, since none of them is padding."""
+        """Returns x, (tokens, …), as it is: packed tokens have no padding among them."""
         return x
 
     def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`pad` of x, and x as made of it, so that what is shown is part of autograd's graph."""
+        """Returns x padded, and x packed from that, so that autograd's graph runs through both."""
         padded = self.pad(x)
         return padded, self.pack(padded)
 
@@ -230,20 +232,21 @@ def attend(
     dropout_p: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
+    """Computes softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
 
     Args:
-        query: (tokens, hidden), or (batch, hidden) for one query a row.
+        query: (tokens, hidden), or (batch, hidden) for one query per row, which with `causal` is
+            that of the first token.
         key, value: (tokens, hidden).
-        rows: which tokens make a row.
+        rows: which tokens form a row.
         heads: number of heads; divides hidden.
         dropout_p: dropout on the attention probabilities.
-        causal: a token looks at itself and at those before it in its row.
+        causal: whether a token attends only to itself and those before it in its row.
 
     Returns:
         The same shape as `query`.
     """
-    if causal and len(query) != len(key):  # each row's first token, which sees itself alone
+    if causal and len(query) != len(key):  # each row's first token, which attends only to itself
         key, value = (x.index_select(0, rows.first) for x in (key, value))
         rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
     if flash.suits(query, key, value, heads):
@@ -251,7 +254,7 @@ def attend(
     elif suits_cpu(query, key, value, dropout_p=dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
     elif query.is_cuda or torch.compiler.is_compiling() or padding_is_cheap(rows, heads):
-        # A graph that is compiled for any number of tokens has no loop over rows.
+        # A graph that is compiled for any number of tokens cannot loop over rows.
         attend_to = _attend_padded
     else:
         attend_to = _attend_one_by_one
@@ -259,12 +262,12 @@ def attend(
 
 
 def padding_is_cheap(rows: PackedRows, heads: int, calls: int = ONE_GROUPS_CALLS) -> bool:
-    """Whether computing attention's padding costs less than taking rows one by one, on a CPU.
+    """Returns whether attention on padded rows costs less than row by row, on a CPU.
 
     Args:
-        rows: the batch's.
-        heads: of the attention.
-        calls: what the calls for a row cost, in scores that could be computed meanwhile.
+        rows: the batch's rows.
+        heads: number of heads.
+        calls: the cost of one row's calls, as the number of scores computed in the same time.
     """
     count, longest = rows.shape
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
@@ -280,7 +283,7 @@ def _attend_packed(
     dropout_p: float,
     causal: bool,
 ) -> Tensor:
-    """All rows at once, by a kernel that needs no padding."""
+    """Computes all rows at once, by a kernel that needs no padding."""
     ends, longest = rows.offsets, rows.longest
     if len(query) == len(key):
         ends_of_queries, queries = ends, longest
@@ -299,7 +302,7 @@ def _attend_one_by_one(
     dropout_p: float,
     causal: bool = False,
 ) -> Tensor:
-    """Row by row: no padding."""
+    """Computes one row after the other, without padding."""
     lengths = rows.lengths if len(query) == len(key) else [1] * len(rows.lengths)
     parts = (query.split(lengths), key.split(rows.lengths), value.split(rows.lengths))
     attended = []
@@ -318,13 +321,13 @@ def _attend_padded(
     dropout_p: float,
     causal: bool = False,
 ) -> Tensor:
-    """All rows at once, over the padded batch."""
-    if causal and not rows.padded_right:  # what is later is told by columns
+    """Computes all rows at once, on the padded batch."""
+    if causal and not rows.padded_right:  # so that no token attends to padding before it
         rows = PackedRows.from_lengths(rows.lengths).to(query.device)
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
     q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
-    mask = None  # with padding on the right, what is causal never looks at it
+    mask = None  # with padding on the right, causal attention never reaches it
     if not causal:
         mask = rows.is_token[:, None, None, :]
     attended = _attention(q, k, v, mask, dropout_p, causal).transpose(1, 2).flatten(2)
@@ -344,7 +347,7 @@ def _attention(
     dropout_p: float,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of (batch, heads, length, dim); `mask` is False where no token may look."""
+    """Computes attention of (batch, heads, length, dim); `mask` is False at keys to ignore."""
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
     )

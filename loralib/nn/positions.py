@@ -1,19 +1,19 @@
-r"""Projections that positions share with contents, as in DeBERTa-v2 with `share_att_key`.
+r"""Handles projections that positions share with contents, as in DeBERTa-v2 with `share_att_key`.
 
-There, one weight W projects the tokens' contents and their relative positions. Where it is adapted,
-the update can reach both, or contents alone:
+There, one weight W projects both the tokens' contents and their relative positions. If it is
+adapted, the update can reach both, or contents alone:
 
                        of contents x               of positions p
     contents alone     W x + s · B A x             W p                  the release's way
     both               W x + s · B A x             W p + s · B A p      PEFT's; and a merged weight
 
-The two give other logits and other gradients, and an adapter's tensors do not show which of them it
-was trained with. So its metadata says it (`LoraMetadata.positions`), and whatever loads, merges or
-converts it asks here. A module that owns such projections tells this of itself:
+The two give different logits and gradients, and an adapter's tensors do not show with which of them
+it was trained. So its metadata records it (`LoraMetadata.positions`), and whatever loads, merges or
+converts the adapter asks here. A module that owns such projections has these members:
 
     shared_with_positions     names of its children that project positions as well
     lora_positions            whether LoRA in these children reaches positions
-    unshare_positions()       gives positions projections of their own, with the children's weights
+    unshare_positions()       gives positions their own projections, with the children's weights
 
 Source: `nn.Linear.forward(self.query_proj, …)` in the release's modeling_deberta_v2.py.
 """
@@ -26,7 +26,7 @@ from torch import nn
 
 
 def shared_projections(model: nn.Module) -> set[str]:
-    """The names of a model's projections that positions share with contents."""
+    """Returns the names of a model's projections that positions share with contents."""
     return {
         f"{owner}.{child}" if owner else child
         for owner, module in _owners(model)
@@ -35,7 +35,7 @@ def shared_projections(model: nn.Module) -> set[str]:
 
 
 def lora_reaches_positions(model: nn.Module) -> bool | None:
-    """Whether a model's own LoRA reaches positions; None where no shared projection has LoRA."""
+    """Returns whether a model's LoRA reaches positions; None if no shared projection has LoRA."""
     for _, module in _owners(model):
         for child in module.shared_with_positions:
             if hasattr(module.get_submodule(child), "lora_A"):
@@ -44,17 +44,17 @@ def lora_reaches_positions(model: nn.Module) -> bool | None:
 
 
 def unshare_positions(model: nn.Module, adapted: Collection[str]) -> None:
-    """Gives positions projections of their own, if a shared one is among those to be adapted.
+    """Gives positions their own projections, if a shared one is among those to be adapted.
 
-    Without it, an update that is merged into a shared weight would reach positions.
+    Otherwise an update that is merged into a shared weight would reach positions.
 
     Args:
         model: changed in place.
-        adapted: names of the modules that an update is about to be merged into.
+        adapted: names of the modules into which an update is about to be merged.
     """
     if shared_projections(model).isdisjoint(adapted):
         return
-    # What the model says of itself changes; another model may have been built of the same config.
+    # The model's config changes, and another model may have been built from the same object.
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")

@@ -1,21 +1,21 @@
-"""x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
+"""Computes x Wᵀ + b of large matrices in the fastest way that PyTorch has on this processor.
 
-On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
-the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to
-2.2 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are
-multiplied twice as fast.
+On a CPU there are several ways (ways.py). Which one is the fastest depends on the processor, the
+shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2.2
+times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
+twice as fast.
 
-bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
-were seen to take 12 times as long as in float32, and 190 times with a transposed weight. Some of
-Intel's that have AVX-512's instructions, but not AMX, take 1.7 times as long.
+bfloat16 is not faster everywhere. On processors without instructions for it, PyTorch's products
+were seen to take 12 times as long as in float32, and 190 times with a transposed weight. On some of
+Intel's that have AVX-512's bfloat16 instructions, but not AMX, they take 1.7 times as long.
 
-Where nothing was measured, "onednn" is taken where it is known to be good, and "float32" where a
-processor has no instructions for bfloat16. Training scripts, evaluation and beam search measure all
-of them on their frozen weights before they begin (`measure`), for about as many rows as they will
-have: with few rows, most of the time goes into bringing the weight into another layout. Ways differ
-in the order in which they add, and so in rounding: a run uses choices for its own weights alone,
-keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`). With trained
-weights nothing is measured.
+Without a measurement, "onednn" is used where it is known to be fast, and "float32" for bfloat16 on
+a processor without instructions for it. Training scripts, evaluation and beam search measure all
+ways on their frozen weights before they begin (`measure`), with about as many rows as they will
+have: with few rows, most of the time is spent on converting the weight to another layout. The ways
+add in different orders, and so differ in rounding. A run therefore uses choices for its own weights
+only, keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`). Nothing is
+measured for trained weights.
 """
 
 import statistics
@@ -35,16 +35,19 @@ from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 
 def has_autocast(device: str) -> bool:
-    """Whether autocast knows devices of a type; others, such as "meta", it may not be asked of."""
-    # In PyTorch 2.9 its own question breaks a graph; nothing is compiled for other devices.
+    """Returns whether autocast supports a device type; asking it about others may raise an error.
+
+    One that it does not support is "meta".
+    """
+    # PyTorch 2.9's function breaks a compiled graph, and nothing is compiled for other devices.
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matrix product with x has: autocast's where it is on, else x's own.
+    """Returns the dtype of a matrix product with x: autocast's if it is on, else x's own.
 
     Raises:
-        TypeError: x is of integers, which weights would be rounded to.
+        TypeError: x has an integer dtype, to which weights would be rounded.
     """
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a layer with weights is given {x.dtype}: convert its input, as x.float()")
@@ -55,10 +58,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def check_dense(x: Tensor) -> None:
-    """Checks that x has rows of one length, all of whose numbers are there.
+    """Checks that x is neither nested nor sparse.
 
     Raises:
-        TypeError: it is nested or sparse.
+        TypeError: x is nested or sparse.
     """
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(
@@ -68,8 +71,10 @@ def check_dense(x: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, to rounding; fast where the weight is frozen, and where it is trained and
-    PyTorch's own product is known to be slow: emulated bfloat16, and float32 on AMD's processors.
+    """Computes `F.linear`, up to rounding, in a faster way on a CPU where there is one.
+
+    There is one for frozen weights, and for trained weights where PyTorch's own product is known to
+    be slow: in emulated bfloat16, and in float32 on AMD's processors.
 
     Args:
         x: (…, in).
@@ -102,7 +107,10 @@ def _is_emulated_with(weight: Tensor, dtype: torch.dtype, is_cast: bool) -> bool
 
 
 def _is_slow_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether PyTorch's product is known to be slow, and one of matrices: `F.linear` takes more."""
+    """Returns whether PyTorch's product is known to be slow, and the tensors are plain matrices.
+
+    `F.linear` accepts more than these.
+    """
     if not _is_onednn_faster() or weight.dtype is not x.dtype:
         return False
     if bias is not None and (
@@ -114,7 +122,7 @@ def _is_slow_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, to rounding; fast while its weight is frozen, and where `linear` is."""
+    """`nn.Linear`, up to rounding, computed by `linear`: faster while its weight is frozen."""
 
     @property
     def matrix(self) -> Tensor:
@@ -127,7 +135,7 @@ class Linear(nn.Linear):
 
 
 def use_products(model: nn.Module) -> None:
-    """Makes `Linear`s of a model's plain linear layers, in place; the parameters stay the same."""
+    """Replaces a model's plain `nn.Linear` layers by `Linear`, with the same parameters."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -138,7 +146,7 @@ def use_products(model: nn.Module) -> None:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, to rounding; recorded by autograd.
+    """Computes a @ b, up to rounding; recorded by autograd.
 
     Args:
         a: (…, n, k).
@@ -154,13 +162,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, whatever autocast says."""
+    """Computes a @ b in float32, regardless of autocast."""
     with torch.autocast("cpu", enabled=False):
         return a.float() @ b.float()
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` of (rows, in), all of one dtype. The input is held for a trained weight alone."""
+    """`linear` of (rows, in), all of one dtype; saves the input only if the weight is trained."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,19 +188,19 @@ class _Linear(torch.autograd.Function):
 
 # ---- products outside of autograd ----
 
-# Multiplications from which on it pays. For a number of rows that is new, oneDNN makes a kernel
-# first, which takes about a millisecond in float32 and more in bfloat16; filling.py has few such
-# numbers, but every new one costs that. Below, F.linear computes, whatever was measured with more
-# rows: a 768 x 768 weight has a choice from 456 rows on.
+# The number of multiplications from which a choice pays. For each new number of rows, oneDNN first
+# compiles a kernel, which takes about a millisecond in float32 and more in bfloat16. filling.py
+# keeps these numbers few, but each costs that once. Smaller products use F.linear, whatever was
+# measured with more rows: a 768 x 768 weight has a choice from 456 rows on.
 _LARGE = 2**28
-# Products of so few rows, or fewer, are measured by themselves. Beam search has them, and keeps the
-# number of its rows for many steps; a head has them, which sees some of a batch's rows at a time.
+# Products of at most this many rows are measured separately. Beam search has them, with the same
+# number of rows for many steps, and so does a head that computes some of a batch's rows at a time.
 _FEW = 256
 _LARGE_OF_FEW = 2**24
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of matrices, to rounding; not recorded by autograd where gradients are off.
+    """Computes `F.linear` of matrices, up to rounding; in a chosen way if gradients are off.
 
     Args:
         x: (rows, in).
@@ -209,7 +217,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
-    """Whether fast ways are on, and know these tensors: no subclasses, no tracing."""
+    """Returns whether fast ways are on and support these tensors: no subclasses, no tracing."""
     return (
         {type(x), type(weight)} <= {Tensor, nn.Parameter}
         and not are_fast_paths_off()
@@ -220,7 +228,7 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
 
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product`, of which nothing is to be chosen: of few rows, or with a thin matrix."""
+    """Computes `product` without a choice of ways: for few rows, or with a thin matrix."""
     if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not processor.is_emulated(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -230,13 +238,13 @@ def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> Tensor:
-    """gradᵀ x, to rounding: the gradient of W where x Wᵀ has the gradient `grad`.
+    """Computes gradᵀ x, up to rounding: the gradient of W if x Wᵀ has the gradient `grad`.
 
     Args:
         grad: (rows, out).
         x: (rows, in), of the same dtype.
-        is_transposed: whether W is so in memory. The result then is as well: autograd would copy
-            it otherwise.
+        is_transposed: whether W is transposed in memory. The result then is as well, because
+            autograd would copy it otherwise.
 
     Returns:
         (out, in).
@@ -250,14 +258,14 @@ def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> 
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """out += scale · a b, in place; recorded by autograd.
+    """Computes out += scale · a b, in place; recorded by autograd.
 
     Args:
         out: (n, m).
         a: (n, k), of the same dtype.
         b: (k, m), of the same dtype.
-        scale: what the product is multiplied by. Without a default, which PyTorch's compiler would
-            take for an input.
+        scale: what the product is multiplied by. It has no default, because torch.compile would
+            treat that as an input of the graph.
     """
     if a.dtype is torch.bfloat16 and _is_ordinary(a, b) and processor.is_emulated(a):
         out.add_(_wide_matmul(a, b), alpha=scale)
@@ -266,15 +274,15 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def batched_product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """scale · a b of matrices in batches, in one call; not recorded by autograd.
+    """Computes scale · a b of batches of matrices in one call; not recorded by autograd.
 
-    Of the factors' dtype, whatever autocast says.
+    The result has the factors' dtype, regardless of autocast.
 
     Args:
         a: (matrices, n, k), on a CPU.
         b: (matrices, k, m), of the same dtype.
         scale: what the result is multiplied by.
-        out: (matrices, n, m), takes the result; by default new memory.
+        out: (matrices, n, m), where the result is written; by default new memory.
 
     Returns:
         (matrices, n, m).
@@ -291,12 +299,12 @@ def _way_of_batches(dtype: torch.dtype) -> str:
 
 
 def _has_ways(x: Tensor, weight: Tensor) -> bool:
-    """Whether there is a choice for this product of a layer."""
+    """Returns whether there is a choice of ways for this product of a layer."""
     return x.is_contiguous() and _is_for_ways(x, weight)
 
 
 def _is_for_ways(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is large enough, and of a kind that there are ways for."""
+    """Returns whether the product is large enough for a choice, and of a supported kind."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
@@ -310,56 +318,57 @@ def _is_for_ways(x: Tensor, weight: Tensor) -> bool:
 
 MANY_ROWS = 1024
 _ROUNDS = 5
-# How much of the best time so far a way may take to be preferred, for what it costs otherwise.
+# The share of the best time so far below which a way is preferred, in view of its other costs.
 _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85, "float32": 0.9}
-# A weight that only some of a batch's rows are multiplied with, such as a head with the targets,
-# takes as much memory to copy as any other, and the copy saves less of a step.
+# If only some of a batch's rows are multiplied with a weight, such as the targets with a head, its
+# copy takes as much memory as any other's, but saves less of a step's time.
 _WORTH_FOR_SOME_ROWS = {**_WORTH, "packed": 0.65}
 
 _chosen: dict[str, str] = {}
-# The kind of `batched_product`; and matrices as attention has them, by which it is measured.
+# The key of `batched_product`, and the shape of the matrices that it is measured with, which is
+# typical of attention.
 _BATCHES = "bfloat16 in batches"
 _BATCH = 96, 64, 64
 
 
 def machine() -> str:
-    """What the choice depends on beside the product: processor, PyTorch, threads, and the ways."""
+    """Returns what a choice depends on besides the product: processor, PyTorch, threads, ways."""
     threads = torch.get_num_threads()
     count = "1 thread" if threads == 1 else f"{threads} threads"
     return f"{processor.name()}, torch {torch.__version__}, {count}, ways: {' '.join(WAYS)}"
 
 
 def choices() -> dict[str, Any]:
-    """The ways in use, and the machine that they were chosen on; made of text."""
+    """Returns the ways in use and the machine on which they were chosen, as strings."""
     return {"machine": machine(), "ways": dict(_chosen)}
 
 
 def use_choices(state: Mapping[str, Any]) -> None:
-    """Takes the place of what was chosen, unless another machine chose it."""
+    """Replaces the current choices by those of `state`, unless they are another machine's."""
     if state["machine"] == machine():
         _chosen.clear()
         _chosen.update({key: way for key, way in state["ways"].items() if way in _ways_of(key)})
 
 
 def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
-    """Whether float32 is faster in most of the products that there is a choice for."""
+    """Returns whether float32 is faster in most of the products that have a choice."""
     found = [way for key, way in ways.items() if key != _BATCHES]
     return 2 * found.count("float32") > len(found)
 
 
 def _ways_of(key: str) -> Collection[str]:
-    """The ways that there are for a kind of product."""
+    """Returns the ways that exist for a kind of product."""
     return WAYS_OF_BATCHES if key == _BATCHES else WAYS
 
 
 class FrozenWeight(NamedTuple):
-    """What products are measured with.
+    """A weight that products are measured with.
 
     Args:
-        matrix: (out, in), a parameter or a view of one ("packed" is for no other).
-        bias: of its layer.
-        rows_at_once: the most rows of a dtype that it is multiplied with at once, where its layer
-            says so.
+        matrix: (out, in), a parameter or a view of one ("packed" supports nothing else).
+        bias: its layer's.
+        rows_at_once: returns, for a dtype, the most rows that are multiplied with it at once; None
+            if its layer does not limit them.
     """
 
     matrix: Tensor
@@ -375,18 +384,18 @@ def measure(
     rows: int = MANY_ROWS,
     backward: bool = True,
 ) -> dict[str, str]:
-    """The fastest ways for products with these weights, by kind of product.
+    """Returns the fastest ways for products with these weights, by kind of product.
 
-    Each kind that is not known takes a third of a second; large ones longer.
+    Each kind that is not known takes a third of a second, and longer if it is large.
 
     Args:
         weights: frozen ones.
         dtype: what products are computed in.
-        known: ways, by kind of product, that need not be measured.
-        rows: how many rows will be multiplied at once, about.
-        backward: for products with the weights' transposes as well.
+        known: ways that need not be measured, by kind of product.
+        rows: about how many rows will be multiplied at once.
+        backward: whether to measure products with the weights' transposes as well.
     """
-    # Its own, so that a run that measures draws the same numbers later as one that need not.
+    # A generator of its own, so that measuring does not change the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     ways: dict[str, str] = {}
     for weight, bias, rows_at_once in weights:
@@ -395,12 +404,12 @@ def measure(
         for matrix, added in (
             ((weight, bias), (weight.t(), None)) if backward else ((weight, bias),)
         ):
-            # Without values yet: most kinds occur in every layer, and are known by then.
+            # Empty at first: most kinds occur in every layer, and need no values the second time.
             x, cast = torch.empty(count, matrix.shape[1], dtype=dtype), _like(matrix, dtype)
             if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
                 continue
             key = _key(x, cast, added)
-            if processor.is_emulated(x):  # where other ways may take a hundred times as long
+            if processor.is_emulated(x):  # other ways may take a hundred times as long
                 ways[key] = "float32"
             if key not in ways and known.get(key) in WAYS:
                 ways[key] = known[key]
@@ -415,14 +424,18 @@ def measure(
 
 
 def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix with the shape and order of `matrix.to(dtype)`; without memory, if it is another."""
+    """Returns a stand-in for `matrix.to(dtype)`: the matrix itself, or a tensor without memory.
+
+    It has the same shape, dtype and order in memory.
+    """
     return matrix if matrix.dtype is dtype else torch.empty_like(matrix, dtype=dtype, device="meta")
 
 
 def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """The way where nothing was measured.
+    """Returns the way to use if nothing was measured.
 
-    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
+    In half precision, oneDNN is only better with a bias, which PyTorch's own product writes to the
+    result first, in a separate pass.
     """
     if processor.is_emulated(x):
         return "float32"
@@ -435,11 +448,11 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
 
 def _is_onednn_faster() -> bool:
-    """Whether oneDNN is known to be faster in float32 than MKL, which is PyTorch's own.
+    """Returns whether oneDNN is known to be faster in float32 than MKL, PyTorch's own choice.
 
-    On the two of AMD's that were measured, MKL takes 1.1 and 2.2 times as long; on Intel's about as
-    long, where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is
-    one).
+    On the two AMD processors that were measured, MKL takes 1.1 and 2.2 times as long. On Intel's
+    they take about the same time, but with some transposed weights (5632 x 2048 is one) oneDNN
+    takes up to 2.4 times as long.
     """
     return (
         not processor.is_intel() and processor.has_avx512() and processor.has_onednn(torch.float32)
@@ -447,7 +460,7 @@ def _is_onednn_faster() -> bool:
 
 
 def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """A kind of product, such as ``bfloat16 768 -> 3072 + bias``."""
+    """Returns the kind of a product, such as ``bfloat16 768 -> 3072 + bias``."""
     out, inputs = weight.shape
     ending = ("" if bias is None else " + bias") + ("" if weight.is_contiguous() else " transposed")
     ending += ", few rows" if len(x) <= _FEW else ""
@@ -455,9 +468,9 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
 
 def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str, float]) -> str:
-    """The way with the least median time, as a share of the plain one's in the same round.
+    """Measures the ways, and returns the fastest by `_shares`.
 
-    What a way costs otherwise counts as `worth` says: at most that share of the best so far.
+    A way replaces the best so far only if its time is below `worth` times that one's.
     """
     ways = ["plain", "blocks"]
     if processor.has_onednn(x.dtype):
@@ -476,7 +489,7 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
 
 
 def _fastest_of_batches(generator: torch.Generator) -> str:
-    """The way of `batched_product` in bfloat16."""
+    """Returns the faster way of `batched_product` in bfloat16."""
     if not processor.has_bfloat16():
         return "float32"
     x = torch.rand(_BATCH, generator=generator).bfloat16()
@@ -485,10 +498,10 @@ def _fastest_of_batches(generator: torch.Generator) -> str:
 
 
 def _shares(ways: Mapping[str, Callable], *given: Any) -> dict[str, float]:
-    """The ways' times, each the median of its shares of the plain way's in the same round.
+    """Returns each way's time relative to the plain way's in the same round, as a median.
 
-    A processor that others use as well may run at a third of its speed for a tenth of a second:
-    only times that were taken together can be compared.
+    A shared processor may run at a third of its speed for a tenth of a second, so only times from
+    the same round can be compared.
     """
     for way in ways.values():
         way(*given)

@@ -1,15 +1,15 @@
-"""Which rows of a batch are computed with which adapter, where one batch has several.
+"""Routes the rows of a batch to their adapters, if one batch has several.
 
-Adjacent rows that share an adapter are a segment. Linear layers see a segment as a slice of the
-batch or, in models that lay tokens end to end (packing.py), as a slice of the tokens:
+Adjacent rows that share an adapter form a segment. To linear layers, a segment is a slice of the
+batch or, in models that lay tokens end to end (packing.py), a slice of the tokens:
 
     batch       adapter        packed tokens
     a b c .     rte            a b c d e f g h i
     d e . .     rte            '-------' '-----'
     f g h i     mnli              rte      mnli
 
-`AdapterBank.use` (bank.py) puts a `Routing` into effect, for its own thread alone; the bank's hooks
-act by it. Without one, everything here does nothing.
+`AdapterBank.use` (bank.py) puts a `Routing` into effect for its own thread, and the bank's hooks
+follow it. Without a routing, the functions here do nothing.
 """
 
 import threading
@@ -28,12 +28,12 @@ class Routing:
     """The segments of a batch.
 
     Args:
-        key: tells whose adapters these are: hooks with another key do not act.
+        key: identifies whose adapters these are; hooks with another key do nothing.
         adapters: each segment's adapter.
-        rows: each segment's rows; None where one adapter has all, however many there are.
+        rows: each segment's rows; None if one adapter has all rows, however many there are.
         tokens: each segment's tokens among the packed ones, once a model has packed them.
-        positions: inputs are positions' embeddings, not a batch's: every segment has a copy of
-            them, see `for_each_segment`.
+        positions: whether layers are given embeddings of positions instead of a batch. Every
+            segment then has a copy of them, and an output of its own; see `for_each_segment`.
     """
 
     key: object
@@ -43,14 +43,14 @@ class Routing:
     positions: bool = False
 
     def parts(self, x: Tensor) -> Sequence[slice]:
-        """Where each segment is in a layer's input, in its first dimension.
+        """Returns each segment's slice of the first dimension of a layer's input.
 
         Args:
-            x: (tokens, in) of packed tokens; (batch, in), one token a row; (batch, …, in); with
-                `positions`, (segments, …, in). Any shape where one adapter has all rows.
+            x: (tokens, in) of packed tokens; (batch, in), one token per row; (batch, …, in); with
+                `positions`, (segments, …, in). Any shape if one adapter has all rows.
 
         Raises:
-            ValueError: x is neither.
+            ValueError: x has none of these shapes.
         """
         if self.rows is None:
             return [slice(None)]
@@ -69,14 +69,14 @@ class Routing:
 
 
 _in_effect: ContextVar[Routing | None] = ContextVar("routing", default=None)
-# The blocks of `routed` in all threads. While there is none, nobody asks the variable, into which
-# torch.compile cannot see.
+# The number of open `routed` blocks in all threads. While it is 0, the context variable, which
+# torch.compile cannot trace, is not read.
 _blocks = 0
 _blocks_lock = threading.Lock()
 
 
 def in_effect() -> Routing | None:
-    """The routing of the block that runs in this thread."""
+    """Returns the routing of this thread's innermost `routed` block; None outside of one."""
     return _in_effect.get() if _blocks else None
 
 
@@ -87,16 +87,16 @@ def _count_blocks(change: int) -> None:
 
 
 def is_by_row() -> bool:
-    """Whether rows have adapters of their own in this thread: their order then matters."""
+    """Returns whether rows have different adapters in this thread, so that their order matters."""
     return (routing := _in_effect.get()) is not None and routing.rows is not None
 
 
 @contextmanager
 def routed(routing: Routing) -> Iterator[None]:
-    """Puts `routing` into effect; the innermost block's counts.
+    """Puts `routing` into effect within the block; of nested blocks, the innermost one's counts.
 
     Raises:
-        ValueError: it is within a block of another key, which would end up without effect.
+        ValueError: the block is within one of another key, which would have no effect inside it.
     """
     outer = in_effect()
     if outer is not None and outer.key is not routing.key:
@@ -111,7 +111,7 @@ def routed(routing: Routing) -> Iterator[None]:
 
 
 def slices(lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Parts of these lengths, one after the other: ``[2, 3]`` -> 0 … 2, 2 … 5."""
+    """Returns consecutive slices of these lengths: ``[2, 3]`` -> 0 … 2, 2 … 5."""
     return tuple(slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)]))
 
 
@@ -119,13 +119,13 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
     """Tells the routing in effect where the rows of a batch are among its packed tokens.
 
     Args:
-        lengths: tokens of each row.
+        lengths: the number of tokens in each row.
 
     Returns:
-        The segments of rows; one of all rows where there is no routing, or one adapter has them.
+        The segments of rows; one of all rows if there is no routing, or one adapter has them all.
 
     Raises:
-        ValueError: adapters are named for another number of rows.
+        ValueError: adapters are named for a different number of rows.
     """
     routing = in_effect()
     if routing is None or routing.rows is None:
@@ -135,22 +135,22 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
         raise ValueError(f"the batch has {len(lengths)} rows, adapters are named for {named}")
     ends = [0, *accumulate(lengths)]
     tokens = tuple(slice(ends[rows.start], ends[rows.stop]) for rows in routing.rows)
-    # The block of `routed` restores the routing before it, whatever is set here.
+    # At its end, the `routed` block restores the routing before it, whatever is set here.
     _in_effect.set(replace(routing, tokens=tokens))
     return routing.rows
 
 
 def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """A linear layer's output for positions, which all rows share, in every segment.
+    """Returns a linear layer's output for positions, which all rows share, in every segment.
 
     The layer's own product is computed once.
 
     Args:
-        layer: (…, in) -> (…, out), with updates or without.
+        layer: (…, in) -> (…, out), with or without updates.
         x: (n, in), embeddings of positions.
 
     Returns:
-        For each segment (n, out); one where there is no routing, or one adapter has all rows.
+        One (n, out) per segment; a single one if there is no routing, or one adapter has all rows.
     """
     routing = in_effect()
     if routing is None:

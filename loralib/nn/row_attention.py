@@ -1,18 +1,19 @@
-"""Attention within rows of packed tokens on a CPU: rows of about one length at once.
+"""Computes attention within rows of packed tokens on a CPU, for rows of similar length at once.
 
     S = Q Kᵀ / √d      P = softmax(S)      D = dropout(P)      O = D V      of a row and a head
 
-To S may be added what the distances between tokens score; see distances.py. All is one operation
-for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
-spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
-is padded, padding keys score -∞ with every token, and padding queries have a gradient of zero, so
-that padding adds to no gradient.
+Scores of the distances between tokens may be added to S; see distances.py. All of this is one
+operation for autograd, which saves Q, K, V, P and one byte per element for dropout, and has no
+views to record. Rows are computed in groups; see row_groups.py. Where a group is padded, padding
+keys score -∞ with every token, and padding queries have a gradient of zero, so that padding adds to
+no gradient.
 
-Where nothing is recorded, and there are no distances, PyTorch's fused attention is to be taken: it
-keeps scores in float32, and none of long rows. It takes distances only as a bias of that size.
+If autograd records nothing, and there are no distances and no dropout, PyTorch's fused attention is
+the better choice: it has scores in float32, and never holds all scores of long rows. It accepts
+distances only as a bias of the scores' size.
 
-In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
-size that it meets, which takes a processor with AMX seven times as long as the product.
+In half precision, groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
+new size, which on a processor with AMX takes seven times as long as the product.
 """
 
 import math
@@ -34,11 +35,11 @@ _STEP = 16  # tokens
 def suits_cpu(
     query: Tensor, key: Tensor, value: Tensor, *distances: Tensor | None, dropout_p: float
 ) -> bool:
-    """Whether `attend_rows` can compute attention, and is to be taken before PyTorch's.
+    """Returns whether `attend_rows` can compute this attention, and is preferred to PyTorch's.
 
     Args:
         query, key, value: what it would be given.
-        distances: the terms of distances that there are.
+        distances: its c2p and p2c, as far as there are any.
         dropout_p: dropout on the attention probabilities.
     """
     if are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -68,19 +69,20 @@ def attend_rows(
     c2p: Tensor | None = None,
     p2c: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ + distances' scores) v within each row, over `heads` slices of hidden.
+    """Computes softmax(scale · q kᵀ + scores of distances) v within each row, by head.
 
     Args:
-        query: (tokens, hidden), or (rows, hidden) for one query a row; on a CPU.
+        query: (tokens, hidden), or (rows, hidden) for one query per row; on a CPU.
         key, value: (tokens, hidden), of the same dtype.
-        lengths: the rows' tokens, at least 1 each.
-        heads: number of heads; divides hidden.
+        lengths: the number of tokens in each row, at least 1.
+        heads: number of heads, which are slices of hidden; divides it.
         dropout_p: dropout on the attention probabilities, below 1.
-        causal: a token looks at itself and at those before it; needs a query for every token.
-        scale: 1 / √d where not given.
+        causal: whether a token attends only to itself and those before it; needs a query for every
+            token.
+        scale: by default 1 / √d.
         c2p: (2 · length - 1, hidden), what a query is multiplied with for the distances key - query
-            from 1 - length to length - 1, of rows that may be shorter than `length`.
-        p2c: the same, what a key is multiplied with for the distances query - key.
+            from 1 - length to length - 1. Rows may be shorter than `length`.
+        p2c: of the same shape, what a key is multiplied with for the distances query - key.
 
     Returns:
         The same shape as `query`.
@@ -95,7 +97,7 @@ def attend_rows(
 
 
 class _RowAttention(torch.autograd.Function):
-    """`attend_rows`, of rows in groups."""
+    """`attend_rows` of rows in groups."""
 
     @staticmethod
     def forward(
@@ -126,13 +128,13 @@ class _RowAttention(torch.autograd.Function):
             strict=True,
         ):
             scores = batched_product(q, k.transpose(1, 2), scale)
-            # Not in half precision, whose softmax takes PyTorch three times as long.
+            # PyTorch's softmax in half precision takes three times as long as in float32.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             if of_queries is not None:
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
                 of_keys.add_scores(k, scores.transpose(1, 2))
-            if causal:  # which hides padding keys from all real queries as well
+            if causal:  # this hides padding keys from all real queries as well
                 _hide_later(scores)
             elif hidden is not None:
                 scores.add_(hidden)
@@ -187,7 +189,7 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
 def _keep_masks(
     queries: GroupedTokens, keys: GroupedTokens, dropout_p: float
 ) -> list[Tensor | None]:
-    """Of each group, (heads · rows, queries, keys) of dropout; None without."""
+    """Returns each group's dropout mask, (heads · rows, queries, keys); None without dropout."""
     if dropout_p == 0:
         return [None] * len(keys.shapes)
     shapes = [(*q, k[1]) for q, k in zip(queries.shapes, keys.shapes, strict=True)]
@@ -197,9 +199,9 @@ def _keep_masks(
 
 
 def _hide_later(scores: Tensor) -> None:
-    """(…, n, n), in place with -∞ where it is a token's score with a later one, NaN or not.
+    """Sets tokens' scores with later tokens to -∞, even if they are NaN; (…, n, n), in place.
 
-    To fill them by a mask takes several times as long.
+    Filling them by a mask takes several times as long.
     """
     later = scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
     scores.tril_().add_(later)
@@ -210,9 +212,9 @@ def _zero_dropped(x: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
-    """The gradient of a softmax's input, given its output p and p's gradient: p (grad - Σ p grad).
+    """Returns the gradient of a softmax's input, p (grad - Σ p grad), for output p with `grad`.
 
-    By what PyTorch's own softmax has for it, one operation instead of four; it is private.
+    Uses PyTorch's private operation if it is there: one call instead of four.
     """
     if hasattr(torch, "_softmax_backward_data"):
         return torch._softmax_backward_data(grad, p, -1, p.dtype)

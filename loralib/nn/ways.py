@@ -1,17 +1,17 @@
-"""The ways in which PyTorch computes x Wᵀ + b of matrices on a CPU; products.py takes one of them.
+"""Computes x Wᵀ + b of matrices on a CPU in several ways, of which products.py chooses one.
 
     plain     F.linear
     onednn    oneDNN's linear layer, which PyTorch has for its own compiler
     blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
     packed    oneDNN's, with a copy of the frozen weight in its layout, and in training one of its
               transpose: two or three times the memory
-    float32   of bfloat16: the factors are converted, the weight in parts, and the result is rounded
+    float32   for bfloat16: converts the factors, the weight in parts, and rounds the result
 
 A packed copy is made again when its weight has changed: when it was written to, replaced, or
 trained by one of PyTorch's optimizers. It does not follow writes that PyTorch cannot see, such as
-`weight.data.mul_(2)`: write to the weight itself, under `torch.no_grad()`.
+`weight.data.mul_(2)`. Write to the weight itself instead, under `torch.no_grad()`.
 
-oneDNN's operators are private ones of PyTorch: `processor.has_onednn` tells whether they are there.
+oneDNN's operators are private in PyTorch: `processor.has_onednn` tells whether they are there.
 """
 
 import functools
@@ -40,7 +40,7 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b into `out`, in the dtype of the tensors: autocast leaves such calls alone."""
+    """Computes x Wᵀ + b into `out`, in the tensors' dtype: autocast does not change such calls."""
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -51,33 +51,33 @@ def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _onednn(x, weight if owner is None else _packed(owner, weight), bias)
 
 
-# How many elements of a weight are converted at a time: 16 MB of them, or one row.
+# How many elements of a weight are converted at a time: 16 MiB in float32, or at least one row.
 _CONVERTED = 2**22
 _WIDE: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever PyTorch's defaults are
 
 
 class _Scratch(threading.local):
-    """Memory in float32 that the products of a thread use one after the other.
+    """Memory in float32 that a thread's products reuse one after the other.
 
-    New memory for each would leave holes in the C library's heap: a step of GPT-2 small took
-    0.2 GiB more, and 4 % more time.
+    New memory for each would fragment the C library's heap: a step of GPT-2 small took 0.2 GiB
+    more, and 4 % more time.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def empty(self, role: str, rows: int, columns: int) -> Tensor:
-        """(rows, columns), until the role is asked for again; new memory where that is large."""
+        """Returns (rows, columns), valid until the next call for this role; new memory if large."""
         count = rows * columns
         if count > _CONVERTED:
             return torch.empty(rows, columns, **_WIDE)
         if role not in self._buffers or self._buffers[role].numel() < count:
-            with torch.inference_mode(False):  # a tensor of that mode could not be written to later
+            with torch.inference_mode(False):  # an inference tensor could not be written to later
                 self._buffers[role] = torch.empty(count, **_WIDE)
         return self._buffers[role][:count].view(rows, columns)
 
     def converted(self, role: str, x: Tensor) -> Tensor:
-        """A matrix in float32, transposed in memory if it is."""
+        """Returns a matrix in float32, transposed in memory if x is."""
         is_transposed = x.t().is_contiguous()
         given = x.t() if is_transposed else x
         wide = self.empty(role, *given.shape).copy_(given)
@@ -88,13 +88,14 @@ _scratch = _Scratch()
 
 
 def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computed in float32 and rounded once, at the end."""
+    """Computes x Wᵀ + b in float32, rounded once at the end."""
     bias = None if bias is None else bias.float()
     if weight.numel() <= _CONVERTED:
         wide = _wide_linear(_scratch.converted("input", x), weight, bias)
         return wide.to(x.dtype, copy=True)
     out = x.new_empty(len(x), len(weight))
-    # Parts of the weight as it lies in memory: of its outputs, or of a transposed one's inputs.
+    # The weight is split into parts that are contiguous in memory: by its outputs or, if it is
+    # transposed, by its inputs.
     if weight.is_contiguous():
         size = max(_CONVERTED // weight.shape[1], 1)
         parts = weight.split(size)
@@ -112,7 +113,7 @@ def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of a weight that is converted first; the result is there until the next."""
+    """Computes x Wᵀ + b after converting the weight; the result is valid until the next call."""
     out = _scratch.empty("output", len(x), len(weight))
     return _linear_into(out, x, _scratch.converted("weight", weight), bias)
 
@@ -143,13 +144,13 @@ WAYS_OF_BATCHES: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = 
 
 
 class _Packed(NamedTuple):
-    """The copies of a weight.
+    """The packed copies of a weight.
 
     Args:
-        stamp: what the weight was when they were made.
-        alias: keeps the weight's address from being given to another tensor.
-        copies: by offset, shape and order (the backward pass has the transpose, and a weight may
-            be multiplied with in slices).
+        stamp: the weight's `_stamp` when they were made.
+        alias: keeps the weight's memory from being reused for another tensor.
+        copies: by offset, shape and strides (the backward pass uses the transpose, and a weight may
+            be used in slices).
     """
 
     stamp: tuple
@@ -161,7 +162,7 @@ _packed_copies: Any = WeakTensorKeyDictionary()
 
 
 def frozen_owner(weight: Tensor) -> Tensor | None:
-    """The frozen parameter that a weight is, or is a view of; None where it is something else."""
+    """Returns the frozen parameter that a weight is, or is a view of; None if there is none."""
     if weight.is_inference():
         return None
     owner = weight if weight._base is None else weight._base
@@ -169,7 +170,7 @@ def frozen_owner(weight: Tensor) -> Tensor | None:
 
 
 def _packed(owner: Tensor, weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
+    """Returns the weight in oneDNN's layout, converted at the first call and after changes."""
     _follow_optimizers()
     stamp = _stamp(owner)
     if owner not in _packed_copies or _packed_copies[owner].stamp != stamp:
@@ -187,12 +188,12 @@ def _stamp(owner: Tensor) -> tuple:
 
 
 def drop_copies(owner: Tensor) -> None:
-    """Forgets the packed copies of a weight, if there are any."""
+    """Drops the packed copies of a weight, if there are any."""
     _packed_copies.pop(owner, None)
 
 
 def _drop_replaced() -> None:
-    """Forgets copies of weights that have become others, such as those that are on a GPU now."""
+    """Drops the copies of weights that have changed, such as those that are on a GPU now."""
     for owner in [
         owner for owner in _packed_copies if _packed_copies[owner].stamp != _stamp(owner)
     ]:
@@ -201,9 +202,9 @@ def _drop_replaced() -> None:
 
 @functools.cache
 def _follow_optimizers() -> None:
-    """From now on, packed copies of trained weights are dropped; once a process.
+    """Has optimizers drop the packed copies of weights that they train; once per process.
 
-    Fused optimizers write to a weight without a change of its version.
+    Fused optimizers write to a weight without changing its version.
     """
     register_optimizer_step_post_hook(_drop_trained)
 

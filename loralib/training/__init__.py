@@ -1,4 +1,4 @@
-"""What both training loops stand on.
+"""The parts that the training loops of NLU and NLG share.
 
-Begin at `process` (a script's run), `distributed` (its processes) and `resume`.
+Start reading at `process` (a script's run), `distributed` (its processes) and `resume`.
 """

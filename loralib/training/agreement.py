@@ -1,7 +1,7 @@
-"""What all processes of a run have to have alike: compared before they compute together.
+"""Checks that all processes of a run agree, before they compute together.
 
-Each process reads flags, data and weights for itself, on several machines each its own. Where these
-differ, gradients are averages over other runs, and scores are of several models.
+Each process reads flags, data and weights for itself, perhaps from its own machine. Where these
+differ, gradients would be averaged over different runs, and scores computed with several models.
 """
 
 import logging
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 
 class _Said(NamedTuple):
-    """What a process says of itself."""
+    """What a process reports to the others."""
 
     host: str
     settings: dict[str, Any]
 
 
 def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
-    """Checks that all processes have the same settings; to be called by all of them.
+    """Checks that all processes have the same settings; all of them have to call it.
 
     Args:
-        settings: by name, such as flags and digests, as plain values.
+        settings: plain values by name, such as flags and digests.
         world_size: how many processes there are.
 
     Raises:
-        TrainingError: one differs; the message names it, and the processes. Or a process is
-            elsewhere.
+        TrainingError: a setting differs (the message names it and the processes), or a process is
+            at another step of the run.
     """
     if world_size == 1:
         return
@@ -52,7 +52,7 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     for number, (host, other) in enumerate(others, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name), other.get(name)
-            # NaN equals NaN here.
+            # NaN counts as equal to NaN.
             if ours != theirs and not (ours != ours and theirs != theirs):
                 raise TrainingError(
                     f"process {number} on {host} has {name} {short_digest(theirs)}, process 0 on "
@@ -61,12 +61,12 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
 
 
 def check_same_code(rank: int, world_size: int) -> None:
-    """Checks that all processes run one version of this project; to be called by all of them.
+    """Checks that all processes run the same version of this project; all have to call it.
 
-    Warns of other versions of PyTorch, whose results may differ by rounding.
+    Warns if versions of PyTorch differ, because results may then differ by rounding.
 
     Raises:
-        TrainingError: a process has another one.
+        TrainingError: a process has another version.
     """
     if world_size == 1:
         return
@@ -84,15 +84,16 @@ def check_same_code(rank: int, world_size: int) -> None:
 def check_same_weights(
     model: nn.Module, world_size: int, names: Collection[str] | None = None
 ) -> None:
-    """Checks that all processes have a model with the same bits; to be called by all of them.
+    """Checks that all processes have a model with the same bits; all of them have to call it.
 
     Args:
-        model: as it was read: what is computed of weights may have other bits on other processors.
+        model: as it was read, because what is computed from weights may have other bits on another
+            processor.
         world_size: how many processes there are.
-        names: the parameters and buffers that are compared; None for all.
+        names: the parameters and buffers to compare; None for all.
 
     Raises:
-        TrainingError: a tensor differs; the message names it, and the processes.
+        TrainingError: a tensor differs; the message names it and the processes.
     """
     if world_size > 1:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -106,9 +107,9 @@ def check_same_weights(
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each tensor's shape, and a number that other weights hardly have: exact everywhere.
+    """Returns each tensor's shape with a checksum that is the same on all devices.
 
-    On a GPU all are read at once.
+    All checksums are read from a GPU at once.
     """
     if not tensors:
         return {}
@@ -119,16 +120,16 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-# How many values are read at a time: on a CPU, what stays in its cache.
+# How many values are read at a time. On a CPU, they have to stay in its cache.
 _BLOCK = {"cpu": 2**16}
 _LARGE_BLOCK = 2**24
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as whole numbers, each times 1, 3, 5, … by its place.
+    """Returns the sum of a tensor's values, their bits read as integers, times 1, 3, 5, … by place.
 
-    It is taken modulo 2⁶⁴, so that the order of the additions does not matter, as it would to sums
-    of the values. An odd factor loses no bit: a single value that differs always shows.
+    It is computed modulo 2⁶⁴, so that the order of the additions does not matter, as it would for
+    sums of the values. Odd factors lose no bit, so a single value that differs always shows.
     """
     blocks = bits_of(tensor).reshape(-1).split(_BLOCK.get(tensor.device.type, _LARGE_BLOCK))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,6 +1,6 @@
-"""Learning curves as a picture, `learning_curves.png` next to a run's records.
+"""Draws a run's learning curves as a picture, `learning_curves.png`, next to its records.
 
-They are drawn with matplotlib, which is imported when there is something to draw: it is optional.
+matplotlib is optional, and imported only when there is something to draw.
 """
 
 import logging
@@ -21,33 +21,33 @@ logger = logging.getLogger(__name__)
 CURVES_NAME = "learning_curves.png"
 HOW_TO_GET_IT = f"no {CURVES_NAME}: it is drawn with matplotlib (pip install matplotlib)"
 
-_ACROSS = 3  # panels in a row, at most
-_MARKED = 40  # up to so many points of a line are marked
+_ACROSS = 3  # the most panels in a row
+_MARKED = 40  # a line with at most this many points has them marked
 
 
 class Place(NamedTuple):
-    """Where a figure of a run's records is shown: the panel, and the line in it."""
+    """Where a value of a run's records is drawn: the panel, and the line in it."""
 
     panel: str
     line: str
 
 
 def is_matplotlib_available() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return is_installed("matplotlib")
 
 
 def collect(
     records: Iterable[Mapping[str, Any]], place_of: Callable[[str], Place | None]
 ) -> dict[str, dict[str, dict[int, float]]]:
-    """The lines of a run's records: by panel and line, the values by step.
+    """Collects the lines of a run's records: by panel and line, the values by step.
 
-    Of several values of a step the first counts: a later one is of an evaluation after the run, on
-    other weights or other data.
+    If a step has several values, the first counts. A later one is from an evaluation after the run,
+    with other weights or on other data.
 
     Args:
         records: each with its "step".
-        place_of: a figure's name -> where it is shown; None for nowhere.
+        place_of: returns where a value of this name is drawn; None for nowhere.
     """
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for record in records:
@@ -64,13 +64,13 @@ def write_curves(
     records: Iterable[Mapping[str, Any]],
     place_of: Callable[[str], Place | None],
 ) -> Path | None:
-    """Writes the picture of a run's records into its folder; for the main process.
+    """Writes the picture of a run's records into its folder; for the main process only.
 
-    A picture that cannot be written is a warning: the run has more to write. For arguments see
-    `collect`.
+    If the picture cannot be written, this only warns, because the run has more to write. For the
+    arguments see `collect`.
 
     Returns:
-        Its path; None where there is nothing to draw, or it could not be written.
+        The picture's path; None if there is nothing to draw, or it could not be written.
     """
     panels = collect(records, place_of)
     if not panels:

@@ -1,4 +1,4 @@
-"""A model on several processes: PyTorch's DDP, which sums in one order from the first step on."""
+"""Wraps a model in PyTorch's DDP, so that it sums in the same order from the first step on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,32 +12,33 @@ from .determinism import rng_state, set_rng_state
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, world_size: int, **settings: Any) -> nn.Module:
-    """The model as a training loop calls it: through DDP where there are several processes.
+    """Returns the model as a training loop calls it: in DDP if there are several processes.
+
+    DDP broadcasts the first process's buffers in every forward pass, unless they are all LoRA's.
 
     Args:
         model: on `device`.
         device: where this process computes.
         world_size: how many processes there are.
-        settings: of `DistributedDataParallel`, which sends the first process's buffers in every
-            forward pass, unless they are all LoRA's.
+        settings: arguments of `DistributedDataParallel`.
     """
     if world_size == 1:
         return model
     device_ids = [device.index] if device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=device_ids, **settings)
-    # LoRA's buffers never change, and need not be sent in every pass. Set here, because DDP's own
-    # argument would leave them out of its first exchange as well.
+    # LoRA's buffers never change, so they need not be sent in every pass. This is set afterwards,
+    # because DDP's argument would leave them out of its first broadcast as well.
     if all("lora_" in name for name, _ in model.named_buffers()):
         wrapped.broadcast_buffers = False
     return wrapped
 
 
 def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None]:
-    """The context for a forward and a backward pass.
+    """Returns the context for a forward and a backward pass.
 
     Args:
         wrapped: what `wrap_ddp` returned.
-        due: whether an update follows: only then are gradients summed over the processes.
+        due: whether an update follows; only then are gradients summed over the processes.
     """
     if due or not isinstance(wrapped, DistributedDataParallel):
         return nullcontext()
@@ -45,14 +46,14 @@ def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None
 
 
 def warm_up_ddp(wrapped: nn.Module, backward: Callable[[], None]) -> None:
-    """Runs a backward pass without effect, after which DDP does not move gradients any more.
+    """Runs a backward pass without effect, after which DDP no longer rearranges gradients.
 
-    DDP lays them out again after its first pass, and where they lie decides in which order the
-    processes' parts are summed: with three processes or more, it shows in the last bits. A resumed
-    run has to add as the one that was not interrupted does.
+    DDP changes the layout of its buckets after the first pass, and the layout decides in which
+    order the processes' parts are summed. With three or more processes, this shows in the last
+    bits. A resumed run has to add in the same order as one that was not interrupted.
 
     Args:
-        wrapped: what `wrap_ddp` returned; without DDP, there is nothing to do.
+        wrapped: what `wrap_ddp` returned; without DDP, nothing is done.
         backward: computes some loss through `wrapped`, and its gradients.
     """
     if isinstance(wrapped, DistributedDataParallel):
@@ -62,7 +63,7 @@ def warm_up_ddp(wrapped: nn.Module, backward: Callable[[], None]) -> None:
 
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Puts random generators, buffers and gradients back where they were before the block."""
+    """Restores random generators, buffers and gradients at the end of the block."""
     device = next(model.parameters()).device
     state = rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -1,4 +1,4 @@
-"""What decides a run's bits: PyTorch's settings of a GPU, seeds, and generators' states."""
+"""Controls what decides a run's bits: PyTorch's GPU settings, seeds, and random generators."""
 
 import logging
 import os
@@ -14,29 +14,30 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
-    """Sets what PyTorch would otherwise decide by itself; called before computing.
+    """Sets what PyTorch would otherwise decide by itself; to be called before computing.
 
-    Float32 is computed as float32, whatever was set before by any of PyTorch's names for it.
+    Float32 is computed as float32, whatever was set before by any of PyTorch's settings for it.
 
     cuDNN's attention is switched off: it makes a plan for every new shape, which takes longer than
-    the attention itself where batches are as long as their longest row.
+    the attention itself, and batches that are as long as their longest row have many shapes.
 
     Args:
-        tf32: let float32 products and convolutions run in TensorFloat-32, with 10 bits of mantissa
-            for 23, on a GPU; by default neither does. PyTorch's own default is convolutions alone.
-        deterministic: PyTorch's deterministic mode: the same bits from the same run on the same
-            GPU. It stays on where it is on already; where it was off, PyTorch does not fill new
-            memory in it, because what is computed here is never read before it is written.
+        tf32: lets float32 products and convolutions run in TensorFloat-32 on a GPU, with 10 bits
+            of mantissa instead of 23. By default neither does; PyTorch's own default is TF32 for
+            convolutions only.
+        deterministic: turns on PyTorch's deterministic mode: the same run on the same GPU gives the
+            same bits. If the mode was off before, PyTorch's filling of new memory in it is turned
+            off, because nothing here reads memory before writing it. False leaves the mode as is.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     _forget_fp32_precision()
-    # These names set those of the later fp32_precision as well; after the reverse, reading these
-    # raises an error, which torch.compile runs into.
+    # These also set the newer fp32_precision. If that were set directly, reading these would raise
+    # an error, and torch.compile reads them.
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        # cuBLAS needs a workspace of its own for it, known before its first use. The other size
-        # that NVIDIA names, :16:8, is too small for the fast kernels of large products.
+        # cuBLAS needs this workspace for it, set before its first use. NVIDIA's other setting,
+        # :16:8, is too small for the fast kernels of large products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not torch.are_deterministic_algorithms_enabled():
             # A property of the module, which mypy cannot see.
@@ -45,29 +46,30 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
 
 
 def _forget_fp32_precision() -> None:
-    """Has each kind of operation computed in float32, unless something is set for it from here on.
+    """Resets each kind of operation to float32, unless something is set for it later.
 
-    Those of a GPU take what is set for all, or for cuDNN, where the older names say no.
+    On a GPU, the general fp32_precision or cuDNN's would otherwise apply even where the older
+    settings disallow TF32.
     """
-    backends: Any = torch.backends  # mypy does not see what these modules make of themselves
+    backends: Any = torch.backends  # mypy does not know what these modules turn themselves into
     for kind in (backends, backends.cudnn, backends.mkldnn.conv, backends.mkldnn.rnn):
         kind.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
 
 
-# PyTorch takes seeds of 64 bits; epochs, steps and processes are added to a run's.
+# PyTorch takes seeds of 64 bits, and epochs, steps and processes are added to a run's seed.
 LARGEST_SEED = 2**62
 
 
 def set_seed(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch on all devices; for weights, which all processes share."""
+    """Seeds Python, NumPy and PyTorch on all devices; for weights, the same in all processes."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def set_dropout_seed(seed: int, process: int) -> None:
-    """Seeds PyTorch for training: dropout differs between processes."""
+    """Seeds PyTorch for training, so that dropout differs between processes."""
     torch.manual_seed(seed + process)
 
 
@@ -76,11 +78,11 @@ def _uses_gpu(device: torch.device | None) -> bool:
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators that `set_seed` seeds, in a format that loads weights-only.
+    """Returns the state of all generators that `set_seed` seeds, in a form for weights-only loads.
 
     Args:
-        device: where the run computes, by default on a GPU where there is one; a run on the CPU
-            has no state of a GPU's generator.
+        device: where the run computes, by default on a GPU if there is one. A run on the CPU
+            includes no state of a GPU's generator.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
@@ -95,14 +97,14 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts the generators where `rng_state` found them.
+    """Restores the generators to a state that `rng_state` returned.
 
-    A state of a run on the CPU has nothing for a GPU's generator, and the reverse. Such a run
-    resumes with that generator as it is, and the main process warns.
+    A run on a CPU has no state of a GPU's generator. If a run resumes on the other kind of device
+    than it was saved on, a GPU's generator is left as it is, and the main process warns.
 
     Args:
         state: what `rng_state` returned.
-        device: where the run computes now; as for `rng_state`.
+        device: where the run computes now, as for `rng_state`.
     """
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
@@ -122,7 +124,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def warn_of_other_threads(before: int, device: torch.device) -> None:
-    """Warns, on the main process, where a run resumes on a CPU with another number of threads.
+    """Warns, on the main process, if a run resumes on a CPU with another number of threads.
 
     Args:
         before: `torch.get_num_threads()` when the state was written.

@@ -1,10 +1,10 @@
-"""The processes of a run: how they find each other, also after a restart, and what they share.
+"""Joins the processes of a run, also after a restart, and exchanges values between them.
 
-A launcher starts the processes and, after one of them died, starts all of them again: an attempt.
-Its agents keep one key-value store over all attempts, in which a later one would read what PyTorch
-wrote in an earlier one. So every attempt has a prefix of its own there, on which its
-processes agree first; see `_agree_on_attempt`. What PyTorch writes past all prefixes, the first
-process removes before that.
+A launcher starts all processes and, when one of them has died, starts all of them again. Each such
+start is an attempt. The launcher's agents keep one key-value store for all attempts, and a later
+one would read what PyTorch wrote in an earlier one. Every attempt therefore has a prefix of its own
+for its keys, on which its processes agree first; see `_agree_on_attempt`. Before that, the first
+process removes what PyTorch writes without the prefix.
 """
 
 import logging
@@ -33,16 +33,16 @@ from .watch import start_watching
 
 logger = logging.getLogger(__name__)
 
-# Seconds without a sign of life after which a process counts as hanging, unless a flag says other.
+# By default, a process counts as hanging after this many seconds without a sign of life.
 TIMEOUT = 1800.0
-# Collectives wait longer than that: the watch knows which process is missing, they do not.
+# Collectives wait longer, by this factor: unlike them, the watch knows which process is missing.
 _COLLECTIVES = 1.5
 
-# Seconds beyond the timeout in which PyTorch may say itself why there is no connection.
+# Seconds beyond the timeout in which PyTorch may report by itself why there is no connection.
 _LATE = 5.0
 
-# Where NCCL's watchdog notes an error in the store, below all prefixes. A group that finds it there
-# ends its processes, eight minutes later.
+# The key under which NCCL's watchdog records an error in the store, without the prefixes. A group
+# that finds it there ends its processes eight minutes later.
 _NCCL_ERROR = "exception_dump"
 
 _ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<alone>[a-z]?)")
@@ -51,11 +51,11 @@ _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
 
 
 def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
-    """Where a process computes: on the GPU of its number, or on the CPU where there is none.
+    """Chooses a process's device: the GPU of its number, or the CPU if there is no GPU.
 
     Args:
         local_rank: the process's number on its machine.
-        no_cuda: stay on the CPU.
+        no_cuda: whether to stay on the CPU.
 
     Raises:
         ValueError: there are fewer GPUs than processes, or PyTorch has no kernels for this one.
@@ -75,16 +75,19 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
 
 
 def _check_kernels(device: torch.device) -> None:
-    """Checks that PyTorch was built for a GPU; it takes tensors there, and fails when it computes.
+    """Checks that PyTorch was built for a GPU; otherwise it would only fail when it computes.
 
-    It has kernels for some architectures (``sm_75``), which run on later ones of the same
-    generation, and code for others (``compute_90``), which is compiled for any later one. Those
-    whose names end in a letter are for this architecture alone.
+    A build has kernels for some architectures (``sm_75``), which also run on later ones of the same
+    major version, and code for others (``compute_90``), which is compiled for any later one. Those
+    whose names end in a letter are for that architecture only.
+
+    Raises:
+        ValueError: it was not.
     """
     names = torch.cuda.get_arch_list()
     built = [match for match in map(_ARCHITECTURE.fullmatch, names) if match]
     if len(built) < max(len(names), 1):
-        return  # names that are unknown, or none
+        return  # a name of unknown form, or no names
     own = torch.cuda.get_device_capability(device)
     known = [(int(match["major"]), int(match["minor"])) for match in built]
     for architecture, match in zip(known, built, strict=True):
@@ -106,12 +109,12 @@ def _check_kernels(device: torch.device) -> None:
 def join(device: torch.device, timeout: float = TIMEOUT) -> None:
     """Joins the other processes of this attempt, and starts to watch them.
 
-    Which process this is, of how many, and where the first one is, the launcher says in the
-    environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+    The launcher sets in the environment which process this is, of how many, and where the first one
+    is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
     Args:
-        device: where this process computes: the group is NCCL's on a GPU, and gloo's on a CPU.
-        timeout: seconds after which joining is given up, and a process counts as hanging.
+        device: where this process computes; the group uses NCCL on a GPU, and gloo on a CPU.
+        timeout: seconds after which joining is given up, and later a process counts as hanging.
 
     Raises:
         TrainingError: not all processes were there in time.
@@ -119,7 +122,7 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
     """
     if not 0 < timeout < 1e9:
         raise ValueError(f"the timeout has to be a positive number of seconds, not {timeout:g}")
-    place = launched_place(local_rank=0)  # the device is chosen
+    place = launched_place(local_rank=0)  # any: the device is already chosen
     rank, world_size, address = place.rank, place.world_size, launched_address()
     prefix, store = _attempt_store(address, rank, world_size, timeout)
     on_gpu = device.type == "cuda"
@@ -139,19 +142,19 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
             f"the {world_size} processes of the run could not join ({first_line(error)})"
         ) from error
     if world_size > 1:
-        # A connection of its own: one that waits for a key keeps all others of it waiting.
+        # A connection of its own: a request that waits for a key blocks all others of a connection.
         own = PrefixStore(prefix, _connect(address, False, timeout))
         start_watching(own, rank, world_size, timeout)
 
 
 def barrier(world_size: int) -> None:
-    """Waits until all processes are here."""
+    """Waits until all processes have called it."""
     if world_size > 1:
         dist.barrier()
 
 
 def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """Every process's `value` (anything that pickles), by rank, on every process."""
+    """Returns every process's `value` (anything that pickles), by rank, on every process."""
     values = [value] * world_size
     if world_size > 1:
         dist.all_gather_object(values, value)
@@ -159,7 +162,7 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
 
 
 def gather_on_first(value: Any, rank: int, world_size: int) -> list[Any]:
-    """Every process's `value` (anything that pickles), by rank, on the first; nothing on others."""
+    """Returns every process's `value` (anything that pickles), by rank; empty but on the first."""
     if world_size == 1:
         return [value]
     values = [None] * world_size if rank == 0 else None
@@ -168,9 +171,9 @@ def gather_on_first(value: Any, rank: int, world_size: int) -> list[Any]:
 
 
 def share_warnings(rank: int, world_size: int) -> None:
-    """Has the main process show what the others have logged as warnings, and it has not.
+    """Has the main process show the warnings that others have logged, and it has not.
 
-    To be called by all processes, where they meet anyway. See `process.set_up_logging`.
+    All processes have to call it, at a point where they meet anyway. See `process.set_up_logging`.
     """
     shares = gather_on_first(warnings_so_far(), rank, world_size)
     known = set(warnings_so_far())
@@ -179,14 +182,14 @@ def share_warnings(rank: int, world_size: int) -> None:
             line = f"process {number}: {text}"
             if text not in known and line not in known:
                 logger.warning("%s", line)
-            known.add(text)  # also where it was shown an earlier time
+            known.add(text)  # even if it was shown in an earlier call
 
 
 def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
-    """The sum of every process's `value`, on every process; a new tensor without a gradient.
+    """Returns the sum of every process's `value`, on every process, as a new detached tensor.
 
     Args:
-        value: of one shape on all processes; with NCCL, on this process's GPU.
+        value: of the same shape on all processes; with NCCL, on this process's GPU.
         world_size: how many processes there are.
     """
     total = value.detach().clone()
@@ -197,10 +200,10 @@ def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
 
 @torch.no_grad()
 def share_tensors(tensors: Iterable[Tensor], world_size: int) -> None:
-    """Gives all processes the first one's values, in place.
+    """Copies the first process's values to all processes, in place.
 
     Args:
-        tensors: of the same shapes in all processes; with NCCL, on this process's GPU.
+        tensors: of the same shapes on all processes; with NCCL, on this process's GPU.
         world_size: how many processes there are.
     """
     if world_size == 1:
@@ -208,7 +211,7 @@ def share_tensors(tensors: Iterable[Tensor], world_size: int) -> None:
     for tensor in tensors:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, 0)
-        if whole.data_ptr() != tensor.data_ptr():  # its values do not lie one after the other
+        if whole.data_ptr() != tensor.data_ptr():  # the tensor is not contiguous
             tensor.copy_(whole)
 
 
@@ -218,10 +221,10 @@ def share_tensors(tensors: Iterable[Tensor], world_size: int) -> None:
 
 
 def _choose_interface(host: str) -> None:
-    """Has gloo talk through the network interface by which `host` is reached.
+    """Has gloo use the network interface through which `host` is reached.
 
-    By itself it takes that of this host's own name, which is often the loopback's: no other host
-    reaches that. A choice of the user's (GLOO_SOCKET_IFNAME) stays.
+    By default it takes the interface of this host's own name, which is often the loopback, and no
+    other host reaches that. The user's choice (GLOO_SOCKET_IFNAME) is kept.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
         return
@@ -237,7 +240,7 @@ def _choose_interface(host: str) -> None:
 
 
 def _address_of(probe: socket.socket, interface: str) -> str | None:
-    """An interface's IPv4 address, if it has one."""
+    """Returns an interface's IPv4 address; None if it has none."""
     import fcntl
 
     request = struct.pack("256s", interface.encode()[:15])
@@ -251,12 +254,12 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
 def _attempt_store(
     address: tuple[str, int], rank: int, world_size: int, timeout: float
 ) -> tuple[str, Store]:
-    """The prefix that all keys of this attempt have, and their store, at a host and port."""
-    # Where a launcher's agent has no store for its processes, the first of them has one.
+    """Returns the prefix of all keys of this attempt, and the store at a host and port."""
+    # If the launcher's agent provides no store, the first process does.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = _connect(address, not of_agent and rank == 0, timeout)
-        if rank == 0:  # no other process has a group yet: each waits for this one's answer
+        if rank == 0:  # no process has a group yet: the others wait for this one's answer
             store.delete_key(_NCCL_ERROR)
         name = _agree_on_attempt(PrefixStore("attempts", store), rank, world_size, timeout)
     except TrainingError:
@@ -270,10 +273,10 @@ def _attempt_store(
 
 
 def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPStore:
-    """A connection to the store, or the store itself.
+    """Returns a connection to the store, or the store itself.
 
-    PyTorch waits without end for the first word of whatever accepts a connection. So it is made in
-    a thread, which ends with the process.
+    Once a connection is accepted, PyTorch waits forever for the first answer. So this connects in a
+    daemon thread, which can be left waiting.
     """
     made: list[TCPStore | Exception] = []
 
@@ -305,12 +308,13 @@ def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPSt
 
 
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """A name for this attempt that no other one has, the same on all its processes.
+    """Returns a unique name for this attempt, the same on all its processes.
 
-    After a host was lost, neither the launcher's count of restarts nor a count in the store is the
-    same on all hosts, or right. So every process but the first says hello under a random name of
-    its own, and takes the attempt's name from the answer to that. The first answers every hello,
-    those left by an earlier attempt too, until all processes of this attempt have confirmed.
+    After a host was lost, neither the launcher's count of restarts nor a count in the store is
+    correct, or the same on all hosts. So every process but the first writes a hello with a random
+    name of its own, and takes the attempt's name from the answer to it. The first process answers
+    every hello, including those left by an earlier attempt, until all processes of this attempt
+    have confirmed the name.
     """
     own, limit = secrets.token_hex(8), timedelta(seconds=timeout)
     if rank != 0:

@@ -1,4 +1,4 @@
-"""What training takes, counted before it begins: memory by kind, arithmetic, time.
+"""Estimates what training takes before it begins: memory by kind, arithmetic, time.
 
 The loop's own step runs on PyTorch's fake tensors, which have a shape, a dtype and a device, but no
 memory. What it would hold and multiply is counted on the way, so the figures follow the code:
@@ -7,9 +7,9 @@ memory. What it would hold and multiply is counted on the way, so the figures fo
                               +--> forward, backward, update --> most bytes held at once: memory
     a batch of token ids -----'                              --> matrix products: arithmetic
 
-Batches are real, and what is made of them alone stays so, because models decide by lengths and
-masks what they compute. Counted are tensors: what libraries need besides, for packing matrices or
-in caches, is not known before it is used.
+Batches are real, and so are tensors made from them alone, because models decide by lengths and
+masks what to compute. Only tensors are counted: what libraries need besides, for packed matrices or
+caches, is not known until they use it.
 """
 
 import logging
@@ -31,16 +31,16 @@ from ..io.command_line import check_bounds
 from ..io.console import counted, in_words, table
 from .product_choices import choose_products, frozen_weights
 
-if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
+if TYPE_CHECKING:  # otherwise imported where it is used: it takes a second, and few runs use it
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 logger = logging.getLogger(__name__)
 
 _Batch = TypeVar("_Batch")
 
-# Layers that a rate is measured on: all layers are alike, and the head is computed as well.
+# How many layers a rate is measured with. All layers are alike, and the head is computed as well.
 LAYERS_TIMED = 2
-# Seconds that steps are timed for.
+# For how many seconds steps are timed.
 _TIMED = 2.0
 
 
@@ -49,9 +49,9 @@ class Training(Generic[_Batch]):
     """A training loop's parts.
 
     Args:
-        model: what is trained, frozen weights in the precision that they are held in.
+        model: what is trained, with frozen weights in the precision in which they are held.
         optimizer: of its trained parameters.
-        add_gradients: a batch's forward and backward pass.
+        add_gradients: runs a batch's forward and backward pass.
         update: applies the gradients and drops them.
     """
 
@@ -66,10 +66,10 @@ class Memory:
     """Bytes on a device.
 
     Args:
-        weights: parameters and buffers, as they are held.
-        gradients: of the trained parameters.
+        weights: parameters and buffers, in the precision in which they are held.
+        gradients: those of the trained parameters.
         optimizer: its state.
-        activations: what forward and backward pass hold besides, where that is most.
+        activations: what the forward and backward pass hold besides, at the peak.
     """
 
     weights: int
@@ -79,17 +79,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a batch takes.
+    """What computing a batch takes.
 
     Args:
-        parameters, trained: how many the model has, and how many of them are trained.
-        memory: while it is computed.
+        parameters, trained: how many parameters the model has, and how many of them are trained.
+        memory: what is held while the batch is computed.
         operations: multiplications and additions of its matrix products, forward and backward.
     """
 
@@ -105,14 +105,14 @@ class Cost:
 def cost_of_batch(
     build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device, passes: int = 1
 ) -> Cost:
-    """What a batch takes, in a run that has made an update before.
+    """Counts what a batch takes in a run that has already made an update.
 
     Args:
         build: makes the loop's parts.
         batch: a real one.
         device: where it would be computed.
-        passes: batches whose gradients make an update; of more than one, gradients are held while
-            the next one is computed.
+        passes: how many batches make one update. If there is more than one, gradients are held
+            while the next batch is computed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -141,7 +141,7 @@ def _trained(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Lets the optimizer make its state, which it does at its first update."""
+    """Has the optimizer make its state, which it does at its first update."""
     for parameter in _trained(optimizer):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -149,7 +149,7 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """The memory of the tensors in some values: by its address, its bytes."""
+    """Returns the storages of all tensors in some values: the bytes of each, by its address."""
     tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage.nbytes() for storage in storages}
@@ -159,14 +159,14 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that are made within its block and still held.
 
     Args:
-        before: tensors, in any nesting, that are held already: what they share memory with is not
+        before: tensors, in any nesting, that are already held. What shares memory with them is not
             counted.
-        fake: makes large tensors that depend on no other, such as random numbers, without memory;
-            small ones may be what a model decides by.
+        fake: the mode in which large tensors that depend on no other, such as random numbers, are
+            made without memory. Small ones stay real, because a model may decide by their values.
 
     Attributes:
-        held: bytes now.
-        peak: the most so far.
+        held: the bytes held now.
+        peak: the most bytes held so far.
     """
 
     _SMALL = 2**16
@@ -192,7 +192,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _large(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """The tensor without memory, where it is a large one that is made of no other."""
+        """Returns the result without memory if it is a large tensor made from no other, or None."""
         if self.fake is None or any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
             return None
         with self.fake:
@@ -214,7 +214,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _numbers(index: Tensor | None) -> Sequence[Tensor | None]:
-    """A mask as the numbers of what it selects, which say how many there are."""
+    """Converts a mask to the indices that it selects, which tell the size of the result.
+
+    Other indices are returned as they are.
+    """
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return index.nonzero().unbind(1)
@@ -223,8 +226,8 @@ def _numbers(index: Tensor | None) -> Sequence[Tensor | None]:
 class _Operations(TorchDispatchMode):
     """Counts multiplications and additions within its block, by PyTorch's formulas.
 
-    PyTorch's own `FlopCounterMode` does so by module, and for that holds on to what a checkpointed
-    layer has computed, which is not held without it.
+    PyTorch's own `FlopCounterMode` counts by module, and for that holds the results of checkpointed
+    layers, which are not held without it.
     """
 
     def __init__(self) -> None:
@@ -246,7 +249,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _cpu_formulas() -> dict[Any, Callable[..., int]]:
-    """Formulas for operations that PyTorch has none for."""
+    """Returns formulas for operations for which PyTorch has none."""
     from torch.utils.flop_counter import sdpa_flop_count
 
     def product(_: Tensor, a: Tensor, b: Tensor, **__: Any) -> int:
@@ -256,7 +259,8 @@ def _cpu_formulas() -> dict[Any, Callable[..., int]]:
         return sdpa_flop_count(q.shape, k.shape, v.shape)
 
     def backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> int:
-        # The scores once more, and the gradients of queries, keys, probabilities and values.
+        # Five products, where forward has two: the scores once more, and the gradients of queries,
+        # keys, probabilities and values.
         return 5 * sdpa_flop_count(q.shape, k.shape, v.shape) // 2
 
     return {
@@ -282,13 +286,13 @@ SETTINGS = {
 
 
 def check_settings(args: Any) -> None:
-    """Checks what a script is told of an estimate.
+    """Checks a script's settings for an estimate.
 
     Args:
-        args: with the names of `SETTINGS`; None for those that are not given.
+        args: has an attribute for each name in `SETTINGS`; None for those that are not given.
 
     Raises:
-        ValueError: one is given without `estimate`, or is out of its range.
+        ValueError: a setting is given without `estimate`, or is out of its range.
     """
     for name in SETTINGS:
         if not args.estimate and getattr(args, name) not in (None, False):
@@ -299,7 +303,7 @@ def check_settings(args: Any) -> None:
 
 
 def rate_of(text: str | None) -> float | None:
-    """Operations a second, of the setting `estimate_rate`, in GFLOP/s.
+    """Converts the setting `estimate_rate`, in GFLOP/s, to operations per second.
 
     Raises:
         ValueError: it is not a number above 0.
@@ -318,15 +322,15 @@ def rate_of(text: str | None) -> float | None:
 def measure_rate(
     build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Operations a second of a training step on this machine; some seconds.
+    """Measures a training step's operations per second on this machine, which takes some seconds.
 
-    On a CPU, large products are computed as the run will: in the ways that are the fastest.
+    On a CPU, large products are computed as in the run: in the ways that are the fastest.
 
     Args:
         build: makes the loop's parts, for a model of `LAYERS_TIMED` layers.
         batch: a real one.
         device: where to compute.
-        dtype: the precision of its products.
+        dtype: the precision of products.
     """
     operations = cost_of_batch(build, batch, device).operations
     with torch.device(device):
@@ -340,7 +344,7 @@ def measure_rate(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    step()  # the first one also makes what later ones have
+    step()  # not timed: it also makes what later steps reuse
     begun, steps, seconds = time.perf_counter(), 0, 0.0
     while steps == 0 or seconds < _TIMED:
         step()
@@ -352,7 +356,7 @@ def measure_rate(
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, by their numbers, and how many tokens they have together."""
+    """The rows of a batch, by their numbers, and how many tokens they have in total."""
 
     numbers: Sequence[int]
     tokens: int
@@ -361,11 +365,11 @@ class Rows(NamedTuple):
 def notable_batches(
     batches: Iterable[Sequence[int]], lengths: Sequence[int]
 ) -> tuple[Rows, Rows, Rows]:
-    """Batches that say what all of them take: `Plan`'s typical, largest and most_pairs.
+    """Finds the batches that stand for all of them: `Plan`'s typical, largest and most_pairs.
 
     Args:
-        batches: the numbers of their rows.
-        lengths: tokens of each row.
+        batches: the numbers of each batch's rows.
+        lengths: the number of tokens in each row.
     """
     each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
     mean = sum(rows.tokens for rows in each) / len(each)
@@ -380,18 +384,18 @@ class Plan(Generic[_Batch]):
     """How a run trains.
 
     Args:
-        build: makes the loop's parts; for a model of so many layers, or None for all of its own.
-        batch_of: makes a batch of rows.
-        typical: of its batches, the one that is closest to the mean in its tokens.
-        largest: the one of most tokens.
-        most_pairs: the one of most pairs of tokens of a row, for each of which attention holds a
-            probability on a CPU.
-        batches: that make a step of the optimizer, on each device.
-        steps: of the optimizer, in the run; None where it is not known.
+        build: makes the loop's parts, for a model of this many layers; None for all layers.
+        batch_of: makes a batch of the rows with these numbers.
+        typical: the batch whose number of tokens is closest to the mean.
+        largest: the batch with the most tokens.
+        most_pairs: the batch with the most pairs of tokens in the same row. On a CPU, attention
+            holds a probability for each pair.
+        batches: how many batches make an optimizer step on each device.
+        steps: the run's number of optimizer steps; None if unknown.
         device: where a process computes.
-        dtype: the precision of its products.
-        devices: how many there are.
-        rate: operations a second, of each; None to measure this one's.
+        dtype: the precision of products.
+        devices: how many devices there are.
+        rate: operations per second of each device; None to measure this one's.
     """
 
     build: Callable[[int | None], Training[_Batch]]
@@ -409,14 +413,14 @@ class Plan(Generic[_Batch]):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes; as text, a table.
+    """What a run takes; `str` of it is a table.
 
     Args:
-        plan: how it trains.
-        parameters, trained: how many there are, and are trained.
-        memory: on a device, with the batch that takes most.
-        operations: of a typical batch.
-        rate: operations a second, of each device.
+        plan: how the run trains.
+        parameters, trained: how many parameters there are, and how many of them are trained.
+        memory: what a device holds with the batch that takes most.
+        operations: those of a typical batch.
+        rate: operations per second of each device.
     """
 
     plan: Plan[Any]
@@ -471,13 +475,13 @@ class Estimate:
 
 
 def estimate(plan: Plan[Any]) -> Estimate:
-    """What a run takes: memory by the batch that takes most, arithmetic and time by a typical one.
+    """Estimates memory by the batch that takes most, and arithmetic and time by a typical one.
 
-    The time is that of training alone, without evaluations, checkpoints and start.
+    The time is that of training only, without evaluations, checkpoints and start-up.
     """
     typical = plan.batch_of(plan.typical.numbers)
     whole = partial(plan.build, None)
-    # Half a minute passes for a large model.
+    # Logged because it takes half a minute for a large model.
     logger.info("counting the arithmetic and the memory of a step, operation by operation")
 
     def cost_of(rows: Rows) -> Cost:
@@ -491,7 +495,7 @@ def estimate(plan: Plan[Any]) -> Estimate:
     if plan.most_pairs != plan.largest:
         memory = max(memory, cost_of(plan.most_pairs).memory, key=lambda taken: taken.total)
     if plan.devices > 1:
-        # DDP holds them a second time, in the buckets in which they are summed.
+        # DDP holds gradients a second time, in the buckets in which it sums them.
         memory = replace(memory, gradients=2 * memory.gradients)
     rate = plan.rate
     if rate is None:

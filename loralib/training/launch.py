@@ -1,4 +1,4 @@
-"""A run that a launcher starts again: how an attempt knows that there was an earlier one."""
+"""Finds out whether a launcher has restarted a run, by a file that earlier attempts left."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ _LAUNCH_NAME = ".launch.json"
 
 @dataclass(frozen=True)
 class Launch:
-    """A run as a launcher sees it: one attempt, or several.
+    """A run as its launcher sees it: one attempt, or several.
 
     Args:
-        path: the file by which later attempts know an earlier one.
-        agents: the launcher's agents, one a host, of this attempt and those before; none without
+        path: the file by which a later attempt recognizes earlier ones.
+        agents: the launcher's agents, one per host, of this attempt and those before; empty without
             a launcher.
         is_restart: whether there was an earlier attempt.
-        note: what the first attempt noted for later ones.
+        note: what the first attempt recorded for later ones.
     """
 
     path: Path
@@ -38,10 +38,10 @@ class Launch:
     note: Any
 
     def begin(self, note: Any = None) -> None:
-        """Writes the file for later attempts; for the main process, once all is checked.
+        """Writes the file for later attempts; for the main process, once everything is checked.
 
         Args:
-            note: anything that JSON holds; the first attempt's stays.
+            note: anything that JSON can hold. After a restart, the first attempt's is kept instead.
         """
         if self.agents:
             note = self.note if self.is_restart else note
@@ -53,13 +53,13 @@ class Launch:
 def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:
     """Finds out whether a launcher has started this run before, in an earlier attempt.
 
-    To be called by all processes, with the folder that the run writes to. An attempt that shares
-    an agent with the one that wrote the file there is a later one of the same run: of several
-    hosts, at least one was not lost.
+    All processes have to call it, with the folder that the run writes to. An attempt belongs to the
+    same run as the file there if they have an agent in common: at least one of the hosts was not
+    lost.
     """
     path = Path(folder, _LAUNCH_NAME)
     agents = tuple(agent for agent in gather_objects(_agent(), world_size) if agent)
-    # What the first process sees holds for all.
+    # All processes use what the first one reads.
     earlier = gather_objects(_read_launch(path, agents), world_size)[0]
     if earlier is None:
         return Launch(path, agents, False, None)
@@ -68,7 +68,7 @@ def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:
 
 
 def _agent() -> str | None:
-    """The launcher's agent that started this process, by a unique name; None without a launcher."""
+    """Returns a unique name of the agent that started this process; None without a launcher."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     agent = _agent_number()
@@ -76,24 +76,24 @@ def _agent() -> str | None:
 
 
 def _agent_number() -> int:
-    """The agent's process.
+    """Returns the agent's process id.
 
-    It has this one made by `multiprocessing`, or starts a program, which leads a session of its
-    own: Python, or a shell that starts Python.
+    The agent makes this process by `multiprocessing`, or starts a program that leads a session of
+    its own: Python, or a shell that starts Python.
     """
     maker = multiprocessing.parent_process()
     if maker is not None and maker.pid is not None:
         return maker.pid
-    if sys.platform == "win32":  # without sessions
+    if sys.platform == "win32":  # which has no sessions
         return os.getppid()
     leader = os.getsid(0)
-    if leader in (0, os.getpid()):  # 0: it is out of sight, outside this container
+    if leader in (0, os.getpid()):  # 0: the leader is outside this container
         return os.getppid()
     return parent_of(leader) or os.getppid()
 
 
 def _read_launch(path: Path, agents: Collection[str]) -> dict[str, Any] | None:
-    """What the first attempt of these agents' launch wrote; None if this is the first."""
+    """Reads what an earlier attempt with one of these agents wrote; None if there was none."""
     try:
         launch = json.loads(path.read_text(encoding="utf-8"))
         return launch if {*launch["agents"]} & {*agents} else None

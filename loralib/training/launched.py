@@ -1,4 +1,4 @@
-"""Which process of a run this is, as its launcher says it in the environment."""
+"""Reads from the launcher's environment variables which process of a run this is."""
 
 import os
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ class Place:
     """One process among those of a run.
 
     Attributes:
-        rank: its number, from 0.
+        rank: the process's number, from 0.
         world_size: how many processes there are.
-        local_rank: its number on its machine.
+        local_rank: the process's number on its machine.
     """
 
     rank: int
@@ -22,9 +22,9 @@ class Place:
 
 
 def is_launched() -> bool:
-    """Whether a launcher says which process this is.
+    """Returns whether a launcher has set which process this is.
 
-    One or two variables alone may be left over, and say nothing where they are of a single process.
+    A variable without the others may be left over, and is ignored if it fits a single process.
     """
     rank, world_size, local_rank = (os.environ.get(name, "").strip() for name in _PLACE)
     if rank and world_size:
@@ -34,15 +34,16 @@ def is_launched() -> bool:
 
 
 def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
-    """Which process this is, as its launcher says.
+    """Returns which process this is, according to its launcher.
 
     Args:
-        local_rank: where the environment need not say it. Else it has to, where a machine has
-            several GPUs: each process there has one of its own.
-        names: what the launcher calls rank, world size and local rank.
+        local_rank: the local rank, if it is not to be read. Otherwise the environment has to have
+            it if there are several processes and this machine has several GPUs, because each
+            process uses one of its own.
+        names: the launcher's variables for rank, world size and local rank.
 
     Raises:
-        ValueError: a variable is missing, or says nothing that can be.
+        ValueError: a variable is missing, or has an impossible value.
     """
     of_rank, of_size, of_local = names
     world_size = launched_number(of_size, least=1)
@@ -53,7 +54,7 @@ def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = 
 
 
 def _launched_local_rank(name: str, world_size: int) -> int:
-    import torch  # here, because it takes seconds, and this module comes before all others
+    import torch  # here, because it takes seconds, and this module is imported before all others
 
     is_said = os.environ.get(name, "").strip() not in ("", "-1")
     if not is_said and (world_size == 1 or torch.cuda.device_count() <= 1):
@@ -62,9 +63,10 @@ def _launched_local_rank(name: str, world_size: int) -> int:
 
 
 def launched_address() -> tuple[str, int]:
-    """Host and port at which the first process of the run is reached; raises a ValueError likewise.
+    """Returns the host and port of the run's first process, which may be on another machine.
 
-    The first process may have another host than this one.
+    Raises:
+        ValueError: a variable is missing, or has an impossible value.
     """
     host = os.environ.get("MASTER_ADDR", "").strip()
     if not host:
@@ -73,10 +75,10 @@ def launched_address() -> tuple[str, int]:
 
 
 def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
-    """A variable of a launcher's that is a whole number.
+    """Reads a launcher's variable that has to be an integer from `least` to `most`.
 
     Raises:
-        ValueError: it is missing, no number, or out of its range.
+        ValueError: it is missing, not an integer, or out of this range.
     """
     text = os.environ.get(name, "").strip()
     if not (text.isascii() and text.isdecimal()):
@@ -99,6 +101,6 @@ def _not_launched(name: str) -> ValueError:
 
 
 def rank() -> int:
-    """This process's number among those of the run, for messages; 0 where nobody says it."""
+    """Returns this process's number in the run, for messages; 0 if no launcher has set it."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else 0

@@ -1,8 +1,8 @@
-"""Sole use of a folder: two runs that write into one folder would destroy each other's files.
+"""Locks a folder, because two runs that write into one folder would destroy each other's files.
 
-The lock is the operating system's, on the file ``.lock``, which it gives up when the process that
-holds it ends, however that is. Next to it, ``.lock.json`` names the holder: for people, and for
-file systems without such locks, such as some network file systems, where it is the only lock.
+The lock is the operating system's, on the file ``.lock``, and is released when the process that
+holds it ends, in whatever way. Next to it, ``.lock.json`` names the holder, for people and for file
+systems without such locks (some network file systems), where it is the only lock.
 """
 
 import errno
@@ -25,16 +25,16 @@ from ..io.atomic import atomic_write
 
 LOCK_NAME = ".lock"
 OWNER_NAME = ".lock.json"
-# Seconds that the children of a process that was killed, such as a DataLoader's, may outlive it.
+# Seconds for which a killed process's children, such as a DataLoader's, may still hold its lock.
 _ORPHANS = 15.0
-# What file systems without locks answer.
+# The errors of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; empty where that cannot be known.
+    """Returns a process's start time in the kernel's ticks, or "" if it cannot be known.
 
-    It tells a process from a later one of the same number.
+    It distinguishes a process from a later one with the same number.
     """
     try:
         return _stat(pid)[19]
@@ -43,7 +43,7 @@ def started(pid: int) -> str:
 
 
 def parent_of(pid: int) -> int | None:
-    """The process that has started another, or has taken its place; None where nobody knows."""
+    """Returns the parent process that started another or adopted it; None if unknown."""
     try:
         return int(_stat(pid)[1])
     except OSError:  # not Linux, or no such process
@@ -56,8 +56,8 @@ def parent_of(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on."""
-    # The command's name, in parentheses, may hold anything, as half of a letter of UTF-8.
+    """Returns the fields of a process's /proc/PID/stat, from its state on."""
+    # The command's name, in parentheses, may hold any bytes, such as half of a UTF-8 character.
     stat = Path(f"/proc/{pid}/stat").read_bytes()
     return stat.rpartition(b")")[2].decode("ascii").split()
 
@@ -69,9 +69,10 @@ class Owner:
     Args:
         pid: its number on its host.
         host: the host's name.
-        started: what tells it from a later process of this number; see `started`.
-        since: when it took the lock, local time.
-        command: what it was called with.
+        started: when it was started, which distinguishes it from a later process with this number;
+            see `started`.
+        since: when it took the lock, in local time.
+        command: its command line.
     """
 
     pid: int
@@ -82,14 +83,14 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> "Owner":
-        """This process, from now on."""
+        """Returns this process as an owner from now on."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         return cls(pid, socket.gethostname(), started(pid), since, command)
 
     @classmethod
     def read(cls, path: Path) -> "Owner | None":
-        """What `write` wrote; None where there is no such file, or a damaged one."""
+        """Reads what `write` wrote; None if the file is missing or damaged."""
         try:
             owner = cls(**json.loads(path.read_text(encoding="utf-8")))
             return owner if isinstance(owner.pid, int) and owner.pid > 0 else None
@@ -97,14 +98,14 @@ class Owner:
             return None
 
     def write(self, path: Path) -> None:
-        """Writes it, as JSON."""
+        """Writes the owner as JSON."""
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property
     def can_be_asked_for(self) -> bool:
-        """Whether this host's system tells if the process is alive."""
-        # On Windows the question, signal 0, is Ctrl-C.
+        """Whether this host can tell if the process is alive."""
+        # Asking is sending signal 0, which on Windows is Ctrl-C.
         return self.host == socket.gethostname() and os.name != "nt"
 
     @property
@@ -117,7 +118,7 @@ class Owner:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # another user's
+            pass  # another user's process, which exists
         return started(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -131,7 +132,7 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
     """Keeps other runs out of a folder within the block.
 
     Args:
-        folder: it exists.
+        folder: an existing folder.
 
     Raises:
         TrainingError: another run holds the folder; the message says which.
@@ -144,14 +145,18 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
     finally:
         owner_path.unlink(missing_ok=True)
         if os.name == "posix":
-            # Before the lock is released: a process that has it open already sees it unlinked.
-            # Windows removes no file that is open; there, releasing the lock does it.
+            # Before the lock is released, so that a process that has the file open sees that it is
+            # unlinked. Windows cannot remove an open file: there, releasing the lock removes it.
             Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 
 
 def _acquire(lock: FileLock, owner_path: Path) -> None:
-    """Takes the lock; waits for it only where the process that took it has ended."""
+    """Takes the lock; waits for it only if its owner has ended, or is not known yet.
+
+    Raises:
+        TrainingError: another process holds it, or its children still do after the wait.
+    """
     end = time.monotonic() + _ORPHANS
     while True:
         try:
@@ -167,13 +172,13 @@ def _acquire(lock: FileLock, owner_path: Path) -> None:
                 return
         if (owner is not None and not owner.is_gone) or time.monotonic() > end:
             raise _held(owner_path.parent, owner)
-        # Its owner has ended, or has not written its name yet.
+        # The owner has ended, or has not written its name yet.
         time.sleep(0.1)
 
 
 def means_no_locks(error: Exception) -> bool:
-    """Whether an error of taking a lock means that the file system has none."""
-    # filelock's older versions raise the second.
+    """Returns whether an error on taking a lock means that the file system has no locks."""
+    # Older versions of filelock raise NotImplementedError.
     return getattr(error, "errno", None) in _NO_LOCKS or isinstance(error, NotImplementedError)
 
 

@@ -1,4 +1,4 @@
-"""The losses of a run's steps, which are read from the device when somebody needs them."""
+"""Keeps the losses of a run's steps on the device until they are needed."""
 
 import math
 
@@ -9,15 +9,15 @@ from torch import Tensor
 class PendingLosses:
     """Losses that the device may not have computed yet.
 
-    Reading a loss waits for its step: a loop that reads each never has the next step ready when a
-    GPU ends one. So they stay on the device until the loop reads them, before it logs, evaluates or
-    saves; on a CPU, where there is nothing to wait for, at once.
+    Reading a loss waits for its step. A loop that reads every loss never has the next step queued
+    when a GPU finishes one. So losses stay on the device until the loop reads them, before it logs,
+    evaluates or saves. On a CPU, where there is nothing to wait for, they are read at once.
 
     Attributes:
-        last: the last loss that has been read; NaN before.
+        last: the last loss that has been read; NaN before the first.
     """
 
-    # A run that never logs does not keep them all.
+    # Losses are read after this many at the latest, so that a run that never logs keeps no more.
     _MOST = 1000
 
     def __init__(self) -> None:
@@ -25,18 +25,18 @@ class PendingLosses:
         self.last = math.nan
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Takes the loss of a step, a tensor of one number."""
+        """Adds the loss of a step, a tensor of one number."""
         self._held.append((step, loss.detach()))
 
     @property
     def are_due(self) -> bool:
-        """Whether they should be read now, whatever else there is to do."""
+        """Whether the losses should be read now, even if the loop does not need them."""
         if not self._held:
             return False
         return self._held[-1][1].device.type == "cpu" or len(self._held) >= self._MOST
 
     def read(self) -> list[tuple[int, float]]:
-        """The losses since the last reading, each with its step; waits for the last one."""
+        """Returns the losses since the last call, each with its step; waits for the last one."""
         held, self._held = self._held, []
         if not held:
             return []

@@ -1,4 +1,4 @@
-"""AdamW as the release trains with it: Transformers 4.4.2's, and that of its GPT-2 experiments.
+"""AdamW as used in LoRA's release: that of Transformers 4.4.2, and that of its GPT-2 experiments.
 
 With gradient g, t counted from 1 (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"):
 
@@ -6,7 +6,7 @@ With gradient g, t counted from 1 (Loshchilov & Hutter, "Decoupled Weight Decay 
     p  -=  lr · c · m / (√v + eps)     c  =  √(1 − β2^t) / (1 − β1^t),  or 1 without correct_bias
     p  -=  lr · weight_decay · p
 
-Unlike in `torch.optim.AdamW`, eps is added to a √v that is not corrected, and decay comes last.
+Unlike in `torch.optim.AdamW`, eps is added to √v without bias correction, and decay comes last.
 """
 
 import inspect
@@ -21,15 +21,17 @@ from torch import Tensor, nn
 def decay_groups(
     model: nn.Module, weight_decay: float, no_decay_bias: bool = True
 ) -> list[dict[str, Any]]:
-    """The trained parameters of a model as an optimizer's groups, tied ones once, in its order.
+    """Returns a model's trained parameters as an optimizer's groups, in the model's order.
+
+    Tied parameters occur once.
 
     Args:
         model: parameters that need no gradient are left out.
-        weight_decay: of the first group.
-        no_decay_bias: puts biases and layer norms into a second group, without decay.
+        weight_decay: for the first group.
+        no_decay_bias: whether to put biases and layer norms into a second group, without decay.
 
     Returns:
-        One or two groups; none where nothing is trained.
+        One or two groups; none if nothing is trained.
     """
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
@@ -51,16 +53,16 @@ def decay_groups(
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay; the formula is this module's.
+    """Adam with decoupled weight decay, by the formula at the top of this file.
 
-    A group's tensors are updated together, so that many small ones take few kernels.
+    A group's tensors are updated together, so that many small ones take few kernel launches.
 
     Args:
         params: tensors to train, or groups of them as in every PyTorch optimizer.
         lr: learning rate, at least 0.
         betas: (β1, β2), each in [0, 1).
-        eps: at least 0, in the unit of a gradient. With 0, a tensor without a gradient yet (such
-            as LoRA's A while B is 0) becomes NaN.
+        eps: at least 0, in the unit of a gradient. With 0, a tensor whose gradients were all 0 so
+            far (such as LoRA's A while B is 0) becomes NaN.
         weight_decay: at least 0.
         correct_bias: whether m and v are corrected for their start at 0.
 
@@ -91,19 +93,20 @@ class AdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    # PyTorch decorates these to keep torch.compile out, and the decorator imports the compiler: a
-    # second before the first step of every run, or at its first checkpoint. Without it they do the
-    # same.
+    # PyTorch decorates these to keep torch.compile out, and the decorator imports the compiler,
+    # which takes a second before the first step of a run, or at its first checkpoint. Undecorated,
+    # they do the same.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     _load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned: the averages, the steps, the groups' settings.
+        """Loads what `state_dict` returned: averages, steps, and the groups' settings.
 
         Raises:
-            ValueError: it is another optimizer's, one over other groups or tensors, or damaged.
+            ValueError: the state is of another kind of optimizer, of other groups or tensors, or
+                damaged.
         """
         if not all("correct_bias" in group for group in state_dict["param_groups"]):
             raise ValueError("the state is another optimizer's, not that of loralib's AdamW")
@@ -122,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         """Updates every tensor that has a gradient.
 
         Args:
-            closure: computes the gradients and returns the loss, where the caller has not.
+            closure: computes the gradients and returns the loss; None if the gradients are there.
 
         Returns:
             What `closure` returned.
@@ -171,7 +174,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _correction(step: int, group: dict[str, Any]) -> float:
-    """The formula's c."""
+    """Returns c of the formula."""
     if not group["correct_bias"]:
         return 1.0
     beta1, beta2 = group["betas"]

@@ -1,4 +1,4 @@
-"""A run's output folder: made, locked, cleared of half-written files, and shared by all hosts."""
+"""Makes, locks and cleans a run's output folder, and checks that all hosts share it."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ from ..io.atomic import check_folder_writable, remove_leftovers
 from .distributed import barrier, gather_objects
 from .locks import sole_use
 
-_PROBE = ".shared"  # begins the name of a file that all processes have to see
+_PROBE = ".shared"  # the prefix of a file's name that all processes have to see
 
 
 @contextmanager
@@ -25,18 +25,18 @@ def output_folder(
 ) -> Iterator[None]:
     """Makes a run's output folder, and keeps other runs out of it within the block.
 
-    To be called by all processes of a run, before any of them looks into the folder. The main one
-    holds the lock, and all of them raise where it cannot be had. A folder that was made and is
-    still empty at the end is removed.
+    All processes of a run have to call it, before any of them looks into the folder. The main one
+    takes the lock, and all of them raise an error if it fails. If the folder is new and still empty
+    at the end, it is removed.
 
     Args:
-        folder: all processes give the same.
+        folder: the same on all processes.
         rank, world_size: this process's number, and how many there are.
-        folders: patterns of the folders in which the run prepares others. What a run that was
-            killed has left of them is removed, and the files that it has left half-written.
+        folders: patterns for temporary folders in which the run prepares others. Those left by a
+            run that was killed are removed, as are the files that it left half-written.
 
     Raises:
-        OSError: the folder cannot be made, or written to.
+        OSError: the folder cannot be made or written to.
         TrainingError: another run writes there, or not all processes see the same folder.
     """
     with ExitStack() as stack:
@@ -87,10 +87,10 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def check_shared(folder: str | os.PathLike, world_size: int) -> None:
-    """Checks that all processes, on several hosts maybe, see the first one's folder.
+    """Checks that all processes, perhaps on several hosts, see the first one's folder.
 
     Raises:
-        TrainingError: some do not.
+        TrainingError: some do not see it.
     """
     if world_size == 1:
         return
@@ -113,7 +113,7 @@ def check_shared(folder: str | os.PathLike, world_size: int) -> None:
 
 
 def appears(path: Path, seconds: float = 10.0) -> bool:
-    """Whether a file is there; network file systems may take a while to show it."""
+    """Returns whether a file is there, or appears in time: network file systems may be late."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:

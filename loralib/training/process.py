@@ -1,6 +1,6 @@
-"""Runs a script: its logging, its errors as one line, its orderly end.
+"""Runs a script: sets up logging, reports errors in one line, and ends the process in order.
 
-PyTorch is not imported here: that takes a second, and some scripts need none.
+PyTorch is not imported here, because that takes a second and some scripts do not need it.
 """
 
 import atexit
@@ -21,23 +21,23 @@ from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
 from .launched import rank
 
-# The levels that `set_up_logging` takes.
+# The levels that `set_up_logging` accepts.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_console: ConsoleHandler | None = None  # once logging is set up, where nobody else has done so
+_console: ConsoleHandler | None = None  # set by `set_up_logging`, unless the root has handlers
 
 
 def set_up_logging(level: str = "info", own: Iterable[str] = ()) -> None:
-    """Shows messages on standard error: this project's from a level on, libraries' from warnings.
+    """Shows log messages on standard error: this project's from `level` on, libraries' warnings.
 
-    Of several processes the main one shows them; the others show errors alone, and note the
-    warnings that are logged for `share_warnings`; those of `warnings.warn` are the main process's
-    alone. May be called again with another level. Where the root logger has handlers already, they
-    show what there is.
+    If there are several processes, the main one shows them. The others show only errors, and record
+    logged warnings for `share_warnings`. Those of `warnings.warn` are shown by the main process
+    only. This may be called again with another level. If the root logger already has handlers, they
+    show the messages.
 
     Args:
         level: one of `LOG_LEVELS`.
-        own: names of more loggers that are this project's.
+        own: names of further loggers that belong to this project.
     """
     global _console
     root, is_main = logging.getLogger(), rank() == 0
@@ -48,43 +48,44 @@ def set_up_logging(level: str = "info", own: Iterable[str] = ()) -> None:
     if _console is not None:
         _console.shown_from = number if is_main else logging.ERROR
     loudest = max(number, logging.WARNING)
-    # A lower level that somebody has set stays.
+    # A lower level that was set by other code is kept.
     root.setLevel(loudest if loudest > logging.WARNING else min(loudest, root.level))
     for name in ("loralib", "transformers", "__main__", *own):
         logging.getLogger(name).setLevel(number if is_main else loudest)
-    # Its warnings are of its fonts and caches.
+    # matplotlib's warnings are about fonts and caches.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if number >= logging.ERROR or not is_main:
-        warnings.simplefilter("ignore")  # the main process gives nearly all of them as well
+        warnings.simplefilter("ignore")  # the main process has nearly all of them as well
 
 
 def warnings_so_far() -> list[str]:
-    """The warnings that were logged in this process, each once; none without `set_up_logging`."""
+    """Returns the warnings logged in this process, each once; none without `set_up_logging`."""
     return list(_console.warnings) if _console is not None else []
 
 
-_is_script = False  # whether this process began without the garbage collector, for `run`
+_is_script = False  # whether this process began without the garbage collector; set by `run`
 
 
 def begin() -> None:
-    """Begins a script, before it imports what takes seconds; `run` ends what holds until then.
+    """Begins a script, before it imports what takes seconds; in effect until `run` is called.
 
-    The garbage collector is off, see `without_collector`. Ctrl-C ends the process at once, with one
-    line: there is nothing to put in order yet, and an exception within an import may be lost.
+    The garbage collector is off, see `without_collector`. Ctrl-C ends the process at once with one
+    line, because there is nothing to clean up yet, and an exception within an import may be lost.
     """
     _set_up_streams()
     gc.disable()
-    # Not where somebody has had it ignored, as nohup's shell does.
+    # Not if the signal is ignored, as in background jobs of a shell script.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)
 
 
 def _set_up_streams() -> None:
-    """Has standard error be there, and standard output take all characters and name itself.
+    """Opens standard error if it is missing, and makes standard output safe for all characters.
 
-    A stream is None where it was closed, as by ``2>&-``, or never there, as for Windows' services.
-    Standard output's encoding may lack characters, such as "√" on a pipe of Windows: they become
-    escapes, as they do on standard error, and no error.
+    A stream is None if it was closed, as by ``2>&-``, or never existed, as for Windows services.
+    Standard output's encoding may lack characters, such as "√" on a pipe in Windows. They are then
+    escaped, as on standard error, instead of raising an error. Errors of standard output name it,
+    see `_Output`.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
@@ -93,11 +94,11 @@ def _set_up_streams() -> None:
     _set_up_output()
 
 
-_OUTPUT = "standard output"  # what its errors say, as others do a file's name
+_OUTPUT = "standard output"  # in its errors, stands for the name of a file
 
 
 class _Output(io.FileIO):
-    """Standard output's file, whose errors say that they are of this, and of no other pipe."""
+    """Standard output's file, whose errors can be told from those of other pipes."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -107,16 +108,16 @@ class _Output(io.FileIO):
 
 
 def _set_up_output() -> None:
-    """Has the errors of Python's own standard output be known as its, by `_Output`."""
+    """Replaces Python's own standard output by one with an `_Output`."""
     stream = sys.stdout
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
-        return  # a test's, or a notebook's
-    file = getattr(stream.buffer, "raw", stream.buffer)  # which is the file, with python -u
+        return  # a test's or a notebook's stream
+    file = getattr(stream.buffer, "raw", stream.buffer)  # the buffer is the file with python -u
     if type(file) is not io.FileIO:
-        return  # a console of Windows
+        return  # a Windows console
     stream.flush()
     own = _Output(stream.fileno(), "w", closefd=False)
-    own.name = file.name  # Python's own are called <stdout>, not by their number
+    own.name = file.name  # "<stdout>", as of Python's own, instead of the descriptor's number
     new: Any = io.TextIOWrapper(
         own if file is stream.buffer else io.BufferedWriter(own),
         stream.encoding,
@@ -133,18 +134,19 @@ def _end_interrupted(*_: object) -> None:
     end_at_once(_INTERRUPTED)
 
 
-_INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
+_INTERRUPTED = 130  # the status that shells report for a program ended by SIGINT
 
 
 def _say_interrupted(report: Callable[[str], None]) -> None:
-    """Says it, once where several processes are interrupted together.
+    """Reports the interruption, once if several processes are interrupted together.
 
-    A launcher passes Ctrl-C on to all processes of its machine, of which the first one says it.
-    Without a launcher, another process than the main one says it where that is still there.
+    A launcher passes Ctrl-C on to all processes of its machine, and the first of them reports it.
+    Without a launcher, the main process does; another one does if it is still running a moment
+    later.
     """
     if rank():
         _stop_watching()
-        with _ignoring_interrupts():  # the launcher's and the terminal's may both arrive
+        with _ignoring_interrupts():  # the launcher's and the terminal's signals may both arrive
             time.sleep(HEAD_START)
     is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
     if is_passed_on and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -163,13 +165,13 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keeps Python's garbage collector off in this block, which imports much, and off its objects.
+    """Keeps the garbage collector off within a block of imports, and later off their objects.
 
-    Importing PyTorch makes some 250,000 objects that stay, and the collector goes through them
-    several times meanwhile, which is a fifth of the time or more. The tasks' scripts, GPT-2's, and
-    those that convert turn it off by `begin`; `run` turns it on. This block is for what they import
-    later; where a script's `main` is called by another process, it changes nothing: what that holds
-    may become garbage that has to be collected.
+    Importing PyTorch makes some 250,000 permanent objects, and the collector goes through them
+    several times meanwhile, which takes a fifth of the time or more. The tasks' scripts, GPT-2's,
+    and those that convert turn it off by `begin`, and `run` turns it on. This block is for what
+    they import later. If another program calls a script's `main`, it changes nothing, because that
+    program's objects may become garbage that has to be collected.
     """
     if not _is_script:
         yield
@@ -182,7 +184,7 @@ def without_collector() -> Iterator[None]:
 
 
 def _turn_collector_on() -> None:
-    """Turns the garbage collector on, for objects that are made from here on."""
+    """Turns the garbage collector on for objects that are made from here on."""
     gc.freeze()
     gc.enable()
 
@@ -199,17 +201,17 @@ def run(
     report: Callable[[str], None] = say,
     timeout: str = "the timeout",
 ) -> None:
-    """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
+    """Runs a script's `main`; an error that a user can fix ends it with one line and status 1.
 
-    With ``LORA_DEBUG=1`` the error comes with the traceback instead. Where nobody reads standard
-    output any more, as after ``| head``, it ends without a word, and with the status that shells
-    have for that. Where the garbage collector is off, the script has imported without it: it is
-    turned on, see `without_collector`.
+    With ``LORA_DEBUG=1`` the error is raised with its traceback instead. If the reader of standard
+    output is gone, as after ``| head``, the script ends silently with the status that shells have
+    for that. If the garbage collector is off, as during the script's imports, it is turned on; see
+    `without_collector`.
 
     Args:
         main: the script.
         report: shows the line.
-        timeout: what the script calls the time for which processes wait for each other.
+        timeout: the script's name for the time for which processes wait for each other.
     """
     global _is_script
     _set_up_streams()
@@ -227,10 +229,10 @@ def run(
             _end(_UNREAD)
         if os.environ.get("LORA_DEBUG") == "1":
             raise
-        _stop_watching()  # this process's own error is what ends it, not that others are gone
+        _stop_watching()  # so that this error ends the process, and not that others are gone
         line = _line(error)
-        # Before the wait: to a launcher the first error of several processes is their cause, and
-        # those that this process's end will leave without it come later.
+        # Before the wait: a launcher takes the first of several processes' errors for the cause,
+        # and those of processes that only miss this one come later.
         tell_launcher(line)
         if rank():
             time.sleep(HEAD_START)
@@ -253,16 +255,16 @@ def run(
 
 @contextmanager
 def _flushing_output() -> Iterator[None]:
-    """Writes out at the block's end what was printed, so that an error of this can be handled.
+    """Flushes standard output at the block's end, so that an error in writing can be handled.
 
-    At the interpreter's end it could not. Where the block ends with an error, that is the one.
+    At the interpreter's exit it could not be. If the block raises an error, that one is raised.
     """
     try:
         yield
     except SystemExit as ended:
         if ended.code:
             _drop_output()
-        else:  # such as that of --help
+        else:  # such as after --help
             _flush_output()
         raise
     except BaseException:
@@ -277,9 +279,9 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Drops what is left of the output and cannot be written.
+    """Flushes standard output, or drops it if it cannot be written.
 
-    It would be an error at the interpreter's end, after that which ends the process.
+    Otherwise the interpreter's exit would raise another error after the one that ends the process.
     """
     try:
         _flush_output()
@@ -289,26 +291,26 @@ def _drop_output() -> None:
         os.close(nowhere)
 
 
-_UNREAD = 141  # what shells call a program's status that SIGPIPE has ended
+_UNREAD = 141  # the status that shells report for a program ended by SIGPIPE
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Errors that a user can mend; one of them is PyTorch's, if that has been imported."""
+    """Returns the errors that a user can fix, including PyTorch's own if that is imported."""
     ours = (CheckpointError, TrainingError, UnsupportedLayerError)
     torch = sys.modules.get("torch")
     return (*ours, OSError, ValueError, *((torch.OutOfMemoryError,) if torch else ()))
 
 
 def _is_in_group() -> bool:
-    """Whether this is one of several processes that PyTorch has joined."""
+    """Returns whether this process belongs to PyTorch's process group."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_initialized()
 
 
 def _stop_watching() -> None:
-    """Has this process be watched no longer, if it is one of several; see watch.py."""
+    """Stops watching the other processes, if there are any; see watch.py."""
     if _is_in_group():
-        from .watch import stop_watching  # which needs this module
+        from .watch import stop_watching  # here, because it imports this module
 
         stop_watching()
 
@@ -323,7 +325,7 @@ def _which() -> str:
 
 
 def error_in_words(error: Exception) -> str:
-    """What an error says; the system's own, the file and then the reason."""
+    """Returns an error's message; for the system's errors, the file followed by the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         in_the_way = isinstance(error, FileExistsError) and os.path.isfile(error.filename)
         reason = "is a file, where a folder is needed" if in_the_way else error.strerror
@@ -331,8 +333,8 @@ def error_in_words(error: Exception) -> str:
     return str(error)
 
 
-# What collectives say, of gloo and of NCCL, where another process has not answered in time, and
-# where it has died.
+# Parts of the errors of gloo's and NCCL's collectives: another process has not answered in time, or
+# it has died.
 _TOO_LATE = ("timed out", "before timing out")
 _LOST = (
     *_TOO_LATE,
@@ -343,16 +345,16 @@ _LOST = (
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether this is what a collective raises in the processes that are left when one has died.
+    """Returns whether a collective raised this error because another process is gone.
 
-    Or has been out of reach for as long as the group waits.
+    It has died, or was out of reach for as long as the group waits.
     """
     text = str(error).lower()
     return _is_in_group() and any(mark in text for mark in _LOST)
 
 
 def _end(status: int) -> NoReturn:
-    """Ends the process; at once where it is one of a group, whose others wait for it."""
+    """Ends the process; at once if it belongs to a group, where others wait for it."""
     if _is_in_group():
         end_at_once(status)
     _drop_output()
@@ -362,16 +364,16 @@ def _end(status: int) -> NoReturn:
 def end_at_once(status: int) -> NoReturn:
     """Ends the process from any thread, even if its output can no longer be written."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError, ValueError):  # a pipe that is broken, a file that is closed
+        with suppress(OSError, ValueError):  # a broken pipe, a closed file
             stream.flush()
     os._exit(status)
 
 
 def _leave_group() -> None:
-    """Ends one process of a group, all of which have done their work.
+    """Ends a process of a group once all of them have finished.
 
-    Gloo's threads and the interpreter's end race each other, and now and then the process aborts
-    although nothing is left to do. So what is to run at exit is run, and the end is left out.
+    Gloo's threads race with the interpreter's exit, and sometimes the process aborts although
+    nothing is left to do. So this runs the exit functions, and skips the rest of the exit.
     """
     if not _is_in_group():
         return

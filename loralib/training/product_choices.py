@@ -1,9 +1,8 @@
-"""How this run multiplies its large matrices: measured once a machine, the same in all processes.
+"""Chooses how a run multiplies large matrices: measured once per machine, shared by all processes.
 
-See loralib/nn/ways.py for the ways that there are. What was measured is kept in the user's
-cache, and in the process where that cannot be written, so that the next run need not measure, and
-adds in the same order. A run takes from there what is of its own products: what other runs have
-measured does not change its rounding.
+loralib/nn/ways.py has the ways to choose from. Measurements are kept in the process and in a cache
+file of the user's, so that the next run need not measure, and adds in the same order. A run uses
+only the choices for its own products, so what other runs measured does not change its rounding.
 """
 
 import functools
@@ -28,9 +27,9 @@ from .locks import means_no_locks
 
 logger = logging.getLogger(__name__)
 
-# By machine, what this process has chosen.
+# What this process has chosen, by machine.
 _chosen_before: dict[str, dict[str, str]] = {}
-# Seconds to wait for another process that writes the cache.
+# Seconds to wait for another process that is writing the cache.
 _PATIENCE = 10.0
 
 
@@ -41,12 +40,12 @@ def choose_products(
     rows: int = products.MANY_ROWS,
     backward: bool = True,
 ) -> None:
-    """Chooses how to multiply with a model's frozen weights; on a CPU, before a run begins.
+    """Chooses how to multiply with a model's frozen weights on a CPU, before a run begins.
 
     Args:
         weights: `frozen_weights` of the model; the same in all processes.
         dtype: what products are computed in.
-        world_size: number of processes, which all have to call this.
+        world_size: the number of processes, all of which have to call this.
         rows, backward: as for `products.measure`.
     """
     machine, ways = products.machine(), {}
@@ -62,7 +61,7 @@ def choose_products(
             _say_that_it_is_slow()
     products.use_choices({"machine": machine, "ways": ways})
     if world_size > 1:
-        # Processes on a machine of another kind take what is usual there.
+        # Processes on another kind of machine ignore these, and use the defaults.
         products.use_choices(gather_objects(products.choices(), world_size)[0])
 
 
@@ -70,7 +69,7 @@ def choose_products(
 def chosen_products(
     weights: Sequence[FrozenWeight], dtype: torch.dtype, world_size: int
 ) -> Iterator[None]:
-    """`choose_products` for an evaluation; afterwards, what was chosen before is back.
+    """Calls `choose_products` for an evaluation, and restores the earlier choices afterwards.
 
     Args:
         weights, dtype, world_size: as for `choose_products`.
@@ -83,7 +82,7 @@ def chosen_products(
         products.use_choices(before)
 
 
-@functools.cache  # once a process
+@functools.cache  # once per process
 def _say_that_it_is_slow() -> None:
     logger.info(
         "this processor multiplies in float32 faster than in bfloat16, so most products are "
@@ -92,10 +91,11 @@ def _say_that_it_is_slow() -> None:
 
 
 def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
-    """The frozen matrices that a model multiplies with by loralib/nn/products.py.
+    """Returns the frozen matrices with which a model multiplies by loralib/nn/products.py.
 
-    A layer that does has one as `matrix`, (out, in), with a `bias`; one that multiplies a few rows
-    at a time, however many there are, has `rows_at_once`, which tells their number for a dtype.
+    Such a layer has an attribute `matrix`, (out, in), and a `bias`. If it multiplies only some rows
+    at a time, however many there are, it also has `rows_at_once`, a function from a dtype to their
+    number.
     """
     found = []
     for layer in model.modules():
@@ -107,16 +107,16 @@ def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
 
 
 def _cache_path() -> Path | None:
-    """The file that choices are kept in; None where the user has no home folder."""
+    """Returns the file in which choices are kept; None if the user has no home folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(cache).expanduser() / "loralib" / "products.json"
-    except RuntimeError:  # neither HOME nor the list of users says it, as in some containers
+    except RuntimeError:  # neither HOME nor the user database has it, as in some containers
         return None
 
 
 def _read(path: Path | None) -> dict[str, dict[str, str]]:
-    """By machine, what was chosen before."""
+    """Reads what earlier runs chose, by machine."""
     if path is None:
         return {}
     try:
@@ -138,7 +138,7 @@ def _checked(content: Any) -> dict[str, dict[str, str]]:
 
 
 def _add(path: Path | None, machine: str, measured: Mapping[str, str]) -> None:
-    """Adds to what the cache holds for a machine."""
+    """Adds choices to those that the cache holds for a machine."""
     if path is None:
         logger.warning("no home folder to keep a cache in; the next run measures again: set HOME")
         return
@@ -155,7 +155,7 @@ def _add(path: Path | None, machine: str, measured: Mapping[str, str]) -> None:
 
 @contextmanager
 def _in_turn(path: Path) -> Iterator[None]:
-    """Lets one process at a time change a file, where the file system has locks."""
+    """Lets one process at a time change a file, if the file system has locks."""
     lock = FileLock(path.with_suffix(".lock"), timeout=_PATIENCE)
     try:
         lock.acquire()

@@ -1,16 +1,16 @@
-"""Where a run's figures are reported to: what both trees check."""
+"""Checks where a run's metrics are to be reported, for the scripts of NLU and NLG."""
 
 import importlib.util
 from collections.abc import Collection
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; it is not imported here."""
+    """Returns whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def check_none_is_alone(asked: Collection[str]) -> None:
-    """Checks that "none" is not asked for together with others.
+    """Checks that "none" is not requested together with others.
 
     Raises:
         ValueError: it is; the message names the others.
@@ -21,7 +21,7 @@ def check_none_is_alone(asked: Collection[str]) -> None:
 
 
 def check_installed(package: str) -> None:
-    """Checks that a package that is asked for by name is installed.
+    """Checks that a package that is requested by name is installed.
 
     Raises:
         ValueError: it is not; the message says how to install it.

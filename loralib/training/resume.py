@@ -1,9 +1,9 @@
-"""What a run resumes from, checked when it is read: a run resumes bit-exact, or says why not.
+"""Reads and checks the state from which a run resumes, bit-exact or with a message why not.
 
-A resumable state is: the weights that are trained, the states of optimizer, schedule and gradient
+A resumable state consists of the trained weights, the states of optimizer, schedule and gradient
 scaler, the place in the data, gradients that no update has used yet, and every process's random
-generators. A training loop decides into which files it goes, each written by `write_torch` or
-`replacing_folder`, so that a kill leaves the old state or the new one.
+generators. A training loop decides in which files it is stored. Each is written by `write_torch` or
+`replacing_folder`, so that a run that is killed leaves either the old state or the new one.
 """
 
 import logging
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """An optimizer, a schedule, a precision: what has a state of its own."""
+    """Anything with a state: an optimizer, a schedule, a `Precision`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as plain values and tensors."""
+        """Returns the state as plain values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes over what `state_dict` returned."""
+        """Restores what `state_dict` returned."""
 
 
 class DamagedStateError(CheckpointError):
@@ -41,21 +41,21 @@ class DamagedStateError(CheckpointError):
 
 @contextmanager
 def damage_named(path: str | os.PathLike, way_out: str) -> Iterator[None]:
-    """Whatever goes wrong in the block, which reads a file and uses what it holds, names the file.
+    """Turns any error in a block that reads a file and uses its content into one that names it.
 
     Args:
         path: the file.
-        way_out: what a user can do.
+        way_out: what the user can do.
 
     Raises:
-        DamagedStateError: something went wrong.
+        DamagedStateError: the block raised an error.
     """
     try:
         yield
     except DamagedStateError:
         raise
-    except Exception as error:  # a damaged pickle makes torch raise errors of any kind
-        # A KeyError puts quotes around its message, and the system's own errors have a number.
+    except Exception as error:  # with a damaged pickle, torch may raise any error
+        # A KeyError puts quotes around its message, and the system's errors begin with a number.
         reason = str(error.args[0]) if isinstance(error, KeyError) else first_line(error)
         reason = getattr(error, "strerror", None) or reason.removeprefix(f"{path}: ")
         raise DamagedStateError(f"{path}: missing or damaged ({reason}); {way_out}") from error
@@ -64,15 +64,15 @@ def damage_named(path: str | os.PathLike, way_out: str) -> Iterator[None]:
 def read_state(
     path: str | os.PathLike, example: Any = None, device: torch.device | str = "cpu"
 ) -> Any:
-    """Reads a torch file, weights-only, after its checksums: nothing in it is run.
+    """Verifies a torch file's checksums and reads it weights-only, so that no code in it runs.
 
     Args:
         path: the file.
-        example: what its content has to be built like, see `check_like`.
-        device: where tensors go.
+        example: a value of the structure that its content has to have, see `check_like`.
+        device: where tensors are put.
 
     Raises:
-        Exception: of any kind, where the file is missing or damaged; see `damage_named`.
+        Exception: of any kind, if the file is missing or damaged; see `damage_named`.
     """
     verify_archive(path)
     state = torch.load(Path(path), map_location=device, weights_only=True)
@@ -81,16 +81,16 @@ def read_state(
 
 
 def restore(part: Stateful, state: Any, checked: Collection[str] | None = None) -> None:
-    """Puts a part of a run where its `state_dict` found it.
+    """Restores a part of a run from the state that its `state_dict` returned.
 
     Args:
         part: what is restored.
-        state: from a file.
-        checked: the entries that have to be built as the part's own are; None for all. Those that
-            the part does not have are passed over.
+        state: as read from a file.
+        checked: the entries that must have the structure of the part's own; None for all. Entries
+            that the part does not have are skipped.
 
     Raises:
-        Exception: of any kind, where the state is not this part's; see `damage_named`.
+        Exception: of any kind, if the state is not this part's; see `damage_named`.
     """
     example = part.state_dict()
     if checked is not None:
@@ -100,9 +100,9 @@ def restore(part: Stateful, state: Any, checked: Collection[str] | None = None) 
 
 
 def like_rng_state() -> dict[str, Any]:
-    """An example of a process's `rng_state`, for `check_like`.
+    """Returns an example of a process's `rng_state` for `check_like`.
 
-    It has no GPU's generator: whether there is one is found out when a state is set.
+    It has no GPU's generator, because `set_rng_state` checks whether a state has one.
     """
     return rng_state(torch.device("cpu"))
 
@@ -113,13 +113,13 @@ def check_same_run(
     """Checks that a run would resume with the settings that it began with.
 
     Args:
-        where: the file or folder that it would resume from.
-        before: its settings, by name.
-        now: those that it has to have.
-        way_out: what a user can do.
+        where: the file or folder from which it would resume.
+        before: the settings that it began with, by name.
+        now: this run's settings, which have to be the same.
+        way_out: what the user can do.
 
     Raises:
-        CheckpointError: one differs; the message names it.
+        CheckpointError: a setting differs; the message names it.
     """
     for name, value in now.items():
         if before.get(name) != value:
@@ -130,16 +130,16 @@ def check_same_run(
 
 
 def check_not_beyond(where: str | os.PathLike, done: int, steps: int, way_out: str) -> None:
-    """Checks that a run which resumes has not made more steps than it is to have.
+    """Checks that a run that resumes has not already made more steps than it is to make.
 
     Args:
-        where: the file or folder that it resumes from.
-        done: the steps that it has made.
-        steps: those that it is to have.
-        way_out: what a user can do besides giving it its length.
+        where: the file or folder from which it resumes.
+        done: how many steps it has made.
+        steps: how many steps it is to make in total.
+        way_out: what the user can do besides giving the original length.
 
     Raises:
-        CheckpointError: it has.
+        CheckpointError: it has made more.
     """
     if done > steps:
         raise CheckpointError(
@@ -149,12 +149,12 @@ def check_not_beyond(where: str | os.PathLike, done: int, steps: int, way_out: s
 
 
 def warn_of_length(where: str | os.PathLike, before: int, now: int) -> None:
-    """Warns where a run resumes with another schedule than it began with.
+    """Warns if a run resumes with a schedule of another length than it began with.
 
     Args:
-        where: the file or folder that it resumes from.
-        before: the steps of its schedule.
-        now: those that it has by now.
+        where: the file or folder from which it resumes.
+        before: the number of steps of the original schedule.
+        now: the number of steps of this run's schedule.
     """
     if before != now:
         logger.warning(

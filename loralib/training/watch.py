@@ -1,7 +1,7 @@
-"""Processes that hang: each tells the others that it is alive, and one that hangs ends the run.
+"""Ends a run when one of its processes hangs.
 
 A process that dies closes its connections, and the others end at once. One that hangs does not, so
-each process writes to the run's key-value store that it is alive and how far it has come.
+each process writes to the run's key-value store that it is alive and how much progress it has made.
 """
 
 import logging
@@ -18,23 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(threading.Thread):
-    """Tells the others that this process is alive and how far it is, and ends it if one hangs.
+    """A thread that reports this process's progress to the others, and ends it if one hangs.
 
-    A process hangs that has written nothing for `timeout` seconds (it is stopped, or its host is
-    gone); or, if no process has made progress for that long, the one that is furthest behind.
+    A process counts as hanging if it has written nothing for `timeout` seconds (it is stopped, or
+    its host is gone). If no process has made progress for that long, those that are furthest behind
+    count as hanging.
 
     Args:
-        store: the attempt's, on a connection of its own.
-        rank: this process's.
+        store: the attempt's store, on a connection of its own.
+        rank: this process's number.
         world_size: how many processes there are.
         timeout: in seconds.
-        end: what is done with the one line that names the processes that hang; an empty one where
-            another process says it.
-        clock: tells the time, in seconds.
+        end: ends this process; called with a line that names the processes that hang, or with an
+            empty string if another process reports it.
+        clock: returns the time in seconds.
 
     Attributes:
         progress: how far this process is, in any unit.
-        stopped: ends the thread.
+        stopped: an event that ends the thread when it is set.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class Watch(threading.Thread):
         self.progress = self.ticks = 0
         self.stopped = threading.Event()
         now = clock()
-        # Of each process, what it wrote last and since when; likewise its progress.
+        # For each process, what it wrote last and since when; its last progress and since when.
         self.seen = {other: ("", now) for other in range(world_size)}
         self.reached = {other: (-1, now) for other in range(world_size)}
 
     def run(self) -> None:
-        """Looks at the others until `stopped` is set; for the thread."""
+        """Watches the others until `stopped` is set; called by the thread."""
         while not self.stopped.wait(self.interval):
             try:
                 self.look()
             except (RuntimeError, TimeoutError) as error:
                 if not self.stopped.is_set():
-                    # Without a launcher, that host's first process keeps the store.
+                    # The store is on the first host; without a launcher, in the first process.
                     self.end(
                         f"the run's first host can no longer be reached ({first_line(error)}); if "
                         "its process ended with an error, see its message"
@@ -72,14 +73,15 @@ class Watch(threading.Thread):
                 return
 
     def look(self) -> None:
-        """Writes how far this process is, reads how far the others are, and ends if one hangs."""
+        """Writes this process's progress, reads that of the others, and ends if one hangs."""
         self.ticks += 1
         self.store.set(f"alive/{self.rank}", f"{self.ticks} {self.progress}")
         now = self.clock()
         for other in self.seen:
             self._read(other, now)
         hanging = self._hanging(now)
-        # One process says it; the others end a moment later, in case that is the one that hangs.
+        # The first process that does not hang reports it. The others end without a message, a
+        # moment later, in case that one hangs after all.
         if hanging:
             speakers = [other for other in self.seen if other not in hanging]
             if self.rank in hanging or self.rank == min(speakers, default=self.rank):
@@ -100,7 +102,7 @@ class Watch(threading.Thread):
     def _hanging(self, now: float) -> list[int]:
         silent = [n for n, (_, since) in self.seen.items() if now - since > self.timeout]
         if silent:
-            # All that fell silent at about that time, as the processes of a lost host do.
+            # Include all that fell silent at about that time, as processes of a lost host do.
             limit = self.timeout - 2 * self.interval
             return [n for n, (_, since) in self.seen.items() if now - since > limit]
         if all(now - since > self.timeout for _, since in self.reached.values()):
@@ -121,7 +123,7 @@ def _end_process(line: str) -> None:
     end_at_once(1)
 
 
-_watch: Watch | None = None  # this process's, while it belongs to a group
+_watch: Watch | None = None  # this process's watch, once it has joined others
 
 
 def start_watching(store: Store, rank: int, world_size: int, timeout: float) -> None:
@@ -138,6 +140,6 @@ def beat() -> None:
 
 
 def stop_watching() -> None:
-    """Ends watching the other processes: from here on they may end."""
+    """Stops watching the other processes, which from here on may end."""
     if _watch is not None:
         _watch.stopped.set()
