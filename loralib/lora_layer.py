@@ -184,7 +184,7 @@ class LoRALayer:
         return _has_foreign_forward(type(self)) or has_own_forward(self)
 
     def train(self, mode: bool = True) -> "LoRALayer":
-        """Sets the mode; with mode=False, forward computes with the merged weight from then on."""
+        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
         super().train(mode)
         if mode and self._set_merged and self.merge_weights:
             self._unmerge()
@@ -197,7 +197,7 @@ class LoRALayer:
         """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
         is_known = type(self)._as_matrix is not LoRALayer._as_matrix
         if variant_of(self.variant).has_magnitude or not is_known:
-            return  # the weight before it (DoRA) is unknown, or how a subclass has added the update
+            return  # unknown: the original weight (DoRA), or how a subclass has added the update
         if self.r > 0:
             added = self._delta()
             negative = replace(added, scaling=-added.scaling)
@@ -370,7 +370,7 @@ class LoRALayer:
         return [weight[start : start + width] for start in self._starts]
 
     def _check_startable(self) -> None:
-        """Checks that the tensors are whole (unsharded) that an initialization needs so."""
+        """Checks that no tensor is sharded that the initialization, or DoRA, needs as a whole."""
         if starts_from_weight(self.initialization) or variant_of(self.variant).has_magnitude:
             kind = f"the {type(self).__name__}'s LoRA, which is made of it, is initialized"
             check_gathered([(f"a {self.frozen_name}", self.frozen_weight)], kind)

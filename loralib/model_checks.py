@@ -26,7 +26,7 @@ def weights_with_updates(
     for name, layer in lora_layers(model).items():
         if isinstance(layer, but_for):
             continue
-        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
 

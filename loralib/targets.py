@@ -467,7 +467,7 @@ def shortest_target(
 def shortest_targets(
     names: Collection[str], others: Iterable[str], least: int = 1
 ) -> dict[str, str]:
-    """Returns for each name the shortest target, as Python code, that matches none of `others`.
+    """Returns for each name the shortest target (Python code) that matches it but no other.
 
     Args:
         names: any names. The target of one may match other ones of them.

@@ -322,7 +322,7 @@ def merge(module: nn.Module) -> nn.Module:
 
 def _is_finite(layer: LoRALayer) -> bool:
     """Returns whether a layer's frozen weight is in float16 and finite."""
-    weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+    weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
 
 
