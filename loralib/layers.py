@@ -22,27 +22,32 @@ r"""LoRA layers: plain PyTorch layers with a trainable low-rank update of a froz
                           x -------------------------'         in numbers
 
 `MergedLinear` computes several equal slices of h with one W (a transformer's query, key and value),
-and updates some of them: A and B are stacks with one such pair for each updated slice.
+and updates some of them: A and B stack one pair of factors for each updated slice.
 
-The frozen weight is only read. In training mode (`layer.train()`) the right-hand branch is computed
-and added in place to the left-hand one's result. In evaluation mode (`layer.eval()`), unless
-`merge_weights=False`, one product with a merged copy W + (alpha / r) · B A takes the place of both;
-`layer.merged` tells which mode is in effect. The copy is neither parameter nor buffer, so
-`state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
-that needs it, made again when the tensors it came from have changed, and dropped by `train()`. On a
-CPU, changes to A and B are seen at once, because their values are compared. On other devices they
-are seen through PyTorch's version counters: writes through `parameter.data` are missed until the
-next step of any optimizer, `train()` or `eval()`. The same holds for W on every device; on a CPU
-with A, B and W all frozen, only `train()` or `eval()` lets such a write to W take effect.
+The frozen weight is never written to. In training mode (`layer.train()`), both branches are
+computed, and the right one's result is added in place to the left one's. In evaluation mode
+(`layer.eval()`), unless `merge_weights=False`, a single product with a merged copy of the weight,
+W + (alpha / r) · B A, replaces both; `layer.merged` tells which mode is in effect. The copy is
+neither a parameter nor a buffer, so `state_dict()` is the same in both modes. It takes as much
+memory as W. It is made by the first forward that needs it, made again when the tensors it was
+computed from have changed, and dropped by `train()` and `eval()`.
 
-Some cases take the right-hand branch in evaluation mode as well, with the same result to rounding:
-a forward that autograd records for the sake of A, B or W, because the copy has no gradient; one
-under `torch.compile` or `torch.jit.trace` (`loralib.merge` makes a plain model for these); one
-within a `TorchDispatchMode`; and one whose tensors are not the layer's own parameters, or are no
-plain ones: sharded by FSDP or as DTensors, offloaded by hooks, parametrized, quantized.
+On a CPU, every change to A and B is noticed, because their values are compared. On other devices,
+changes are noticed through PyTorch's version counters: a write through `parameter.data` is missed
+until the next step of any optimizer, `train()` or `eval()`. The same holds for W on every device.
+On a CPU with A, B and W all frozen, such a write to W takes effect only at `train()` or `eval()`.
 
-Layers compute in their input's dtype, or autocast's. W may be held in half precision while A, B and
-the bias stay in float32: those are cast as they are used, and get their gradients in float32.
+In these cases, both branches are computed in evaluation mode as well, with the same result up to
+rounding:
+
+- Autograd records the forward because A, B or W requires gradients, and the copy passes none on.
+- The forward runs under `torch.compile` or `torch.jit.trace` (for these, get a plain model from
+  `loralib.merge`), within a `TorchDispatchMode`, or in a transform of `torch.func`.
+- The tensors are not the layer's own parameters, or are not plain tensors: sharded by FSDP or as
+  DTensors, offloaded by hooks, parametrized, or quantized.
+
+Layers compute in their input's dtype, or in autocast's. W may be stored in half precision while A,
+B and the bias stay in float32: these are cast when they are used, and their gradients are float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,19 +71,20 @@ __all__ = [
 
 
 def _keep_encoder_off_fast_path(layer: nn.Module, inputs: tuple) -> None:
-    """A hook that does nothing: it has PyTorch's encoder call the layer in evaluation mode as well.
+    """Does nothing, but as a hook it makes PyTorch's encoder call the layer in evaluation mode too.
 
-    An `nn.TransformerEncoderLayer` otherwise computes with the weights of its layers, unless one of
-    them has a hook. `add_lora` and `mark_only_lora_as_trainable` tell it so in another way, see
-    in_place.py, but neither need have been called where a trained model is only used.
+    Unless one of its layers has a hook, an `nn.TransformerEncoderLayer` in evaluation mode computes
+    with their weights instead of calling them. `add_lora` and `mark_only_lora_as_trainable` prevent
+    this in another way (see in_place.py), but a program that only uses a trained model may have
+    called neither.
     """
 
 
 class _SlicedLinear(LoRALayer, nn.Linear):
-    """`Linear` and `MergedLinear`: a linear layer with an update for some slices of its output.
+    """Base class of `Linear` and `MergedLinear`: updates some slices of a linear layer's output.
 
     Args:
-        enabled: one bool for each of the equal slices that the output consists of.
+        enabled: for each of the equal slices of the output, whether it has an update.
     """
 
     fan_in_fan_out: bool = False
@@ -105,7 +111,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         self._add_slices(enabled)
         if self.r > 0:
             self.register_forward_pre_hook(_keep_encoder_off_fast_path)
-        # A second time, as 0.1.2 does: a seed then gives the same weights.
+        # Initialized a second time, as in 0.1.2, so that a seed gives the same weights as there.
         self.reset_parameters()
         self.fan_in_fan_out = as_flag("fan_in_fan_out", fan_in_fan_out)
         if self.fan_in_fan_out:
@@ -147,7 +153,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         return self._as_matrix(self.weight)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
-        """The weight as (out, in), however it is held."""
+        """Returns the weight as (out, in), even if it is stored as (in, out)."""
         return weight.t() if self.fan_in_fan_out else weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             return linear(x, self._as_matrix(self.weight), self.bias)
         dtype = product_dtype(x)
         merged = self._merged_weight()
-        if merged is None or x.layout is not torch.jagged:  # of which PyTorch has products
+        if merged is None or x.layout is not torch.jagged:  # PyTorch can multiply jagged tensors
             check_dense(x)
         if merged is not None:
             weight, bias = self._as_matrix(merged).to(dtype), cast(self.bias, dtype)
@@ -173,7 +179,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def merged_layer(self) -> nn.Linear:
-        """An `nn.Linear` with the update merged into its weight, (out, in) in any case."""
+        """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
         layer = nn.Linear(self.in_features, self.out_features, device="meta")
         if self.r > 0 or self.fan_in_fan_out:
             weight = self._merge() if self.r > 0 else self.weight.detach()
@@ -194,13 +200,13 @@ class Linear(_SlicedLinear):
         out_features: size of each output.
         r: rank of the update; 0 makes this an `nn.Linear`.
         lora_alpha: the update is scaled by lora_alpha / r.
-        lora_dropout: dropout on the update's input.
-        fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
+        lora_dropout: dropout probability on the update's input.
+        fan_in_fan_out: `weight` is stored as (in, out), as in GPT-2's checkpoints.
         merge_weights: evaluation mode computes with the merged weight.
-        variant: of the update, as for `LoRALayer`.
-        initialization: likewise.
-        freeze_A: likewise.
-        **kwargs: for `nn.Linear` (bias, device, dtype).
+        variant: variant of the update, see `LoRALayer`.
+        initialization: initialization of A and B, see `LoRALayer`.
+        freeze_A: whether A is kept at its initial values, see `LoRALayer`.
+        **kwargs: passed on to `nn.Linear` (bias, device, dtype).
 
     Shapes:
         weight (out, in), lora_A (r, in), lora_B (out, r); input (…, in), output (…, out).
@@ -243,32 +249,32 @@ class Linear(_SlicedLinear):
 
 
 class MergedLinear(_SlicedLinear):
-    """Several linear layers of one input in one weight, of which some have a low-rank update.
+    """Several linear layers of one input, stored as one weight; some have a low-rank update.
 
     Args:
         in_features: size of each input.
-        out_features: size of each output, of all slices together.
+        out_features: size of each output, all slices together.
         r: rank of each slice's update; 0 makes this an `nn.Linear`.
         lora_alpha: the updates are scaled by lora_alpha / r.
-        lora_dropout: dropout on the updates' input.
-        enable_lora: for each slice of the output whether it has an update, such as
-            [True, False, True] for the query and value of a transformer's (query, key, value).
-        fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
+        lora_dropout: dropout probability on the updates' input.
+        enable_lora: for each slice of the output, whether it has an update: [True, False, True]
+            updates the query and the value of a transformer's (query, key, value).
+        fan_in_fan_out: `weight` is stored as (in, out), as in GPT-2's checkpoints.
         merge_weights: evaluation mode computes with the merged weight.
-        variant: of the update, as for `LoRALayer`.
-        initialization: likewise.
-        freeze_A: likewise.
-        **kwargs: for `nn.Linear` (bias, device, dtype).
+        variant: variant of the updates, see `LoRALayer`.
+        initialization: initialization of A and B, see `LoRALayer`.
+        freeze_A: whether A is kept at its initial values, see `LoRALayer`.
+        **kwargs: passed on to `nn.Linear` (bias, device, dtype).
 
     Shapes:
-        with n slices, e of them enabled: weight (out, in), lora_A (r·e, in), lora_B (out/n·e, r);
+        With n slices, e of them enabled: weight (out, in), lora_A (r·e, in), lora_B (out/n·e, r);
         input (…, in), output (…, out).
 
     Raises:
         ValueError: as for `Linear`; or out_features is not a multiple of enable_lora's length, or
             r > 0 and no slice is enabled.
 
-    Source: section 4.2 of the paper (which of a transformer's projections to adapt).
+    Source: section 4.2 of the paper (on which of a transformer's projections to adapt).
     """
 
     def __init__(
@@ -312,9 +318,9 @@ class MergedLinear(_SlicedLinear):
         self.enable_lora = enabled
 
     def merge_AB(self) -> Tensor:
-        """B A of all slices as 0.1.2 computes it: in the shape of `weight`, and not scaled.
+        """Returns B A of all slices as in 0.1.2: in the shape of `weight`, and not scaled.
 
-        Rows of slices without an update are zero. Gradients reach A and B.
+        The rows of slices without an update are zero. Gradients reach A and B.
         """
         rows = self.out_features // len(self.enable_lora)
         blank = self._zeros((rows, self.in_features), None)
@@ -329,7 +335,7 @@ class MergedLinear(_SlicedLinear):
         self._set_starts(self.enable_lora)
 
     def _shown_of_update(self) -> list[str]:
-        """As of any layer, and which slices have an update."""
+        """Returns what `LoRALayer` shows, and which slices have an update."""
         shown = super()._shown_of_update()
         return [*shown, f"enable_lora={self.enable_lora}"] if shown else []
 
@@ -343,12 +349,12 @@ class Embedding(LoRALayer, nn.Embedding):
         r: rank of the update; 0 makes this an `nn.Embedding`.
         lora_alpha: the update is scaled by lora_alpha / r.
         merge_weights: evaluation mode looks rows up in the merged weight.
-        variant: of the update, as for `LoRALayer`.
-        initialization: likewise.
-        freeze_A: likewise.
-        **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
-            The row at padding_idx gives A and magnitudes no gradient; sparse is for W's gradient,
-            A's is dense.
+        variant: variant of the update, see `LoRALayer`.
+        initialization: initialization of A and B, see `LoRALayer`.
+        freeze_A: whether A is kept at its initial values, see `LoRALayer`.
+        **kwargs: passed on to `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device,
+            dtype, …). The row at padding_idx gives no gradient to A and to DoRA's magnitudes.
+            sparse applies to W's gradient; A's is always dense.
 
     Shapes:
         weight (num_embeddings, embedding_dim), lora_A (r, num_embeddings), lora_B (embedding_dim,
@@ -356,7 +362,8 @@ class Embedding(LoRALayer, nn.Embedding):
 
     Raises:
         ValueError: r is not an integer or is negative; r > 0 with max_norm, which would rewrite
-            the frozen weight.
+            the frozen weight; or freeze_A with the default initialization, which would freeze A at
+            zero.
     """
 
     def __init__(
@@ -378,7 +385,7 @@ class Embedding(LoRALayer, nn.Embedding):
         )
         self._add_update()
         if kwargs.get("_weight") is None:
-            # A second time, as 0.1.2 does: a seed then gives the same weights.
+            # Initialized a second time, as in 0.1.2, so that a seed gives the same weights.
             nn.Embedding.reset_parameters(self)
         self.reset_lora_parameters()
 
@@ -448,7 +455,7 @@ class Embedding(LoRALayer, nn.Embedding):
         return out.view(*x.shape, self.embedding_dim)
 
     def merged_layer(self) -> nn.Embedding:
-        """An `nn.Embedding` with the update merged into its weight."""
+        """Returns an `nn.Embedding` with the update merged into its weight."""
         layer = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -469,24 +476,25 @@ class Embedding(LoRALayer, nn.Embedding):
 class ConvLoRA(LoRALayer, nn.Module):
     """The base class of `Conv1d`, `Conv2d` and `Conv3d`: a kernel with a low-rank update.
 
-    h = conv(x, W) + conv(dropout(x), (lora_alpha / r) · B A), the product being read as a kernel of
-    W's shape. Without dropout it is one convolution with the sum of both kernels.
+    h = conv(x, W) + conv(dropout(x), (lora_alpha / r) · B A), with B A reshaped to W's shape.
+    Without dropout, this is computed as one convolution with the sum of both kernels.
 
     Args:
-        conv_module: the class of the plain convolution; the derived classes set it. A subclass with
-            a forward of its own may have others than PyTorch's three, such as a transposed one.
+        conv_module: class of the plain convolution, set by the derived classes. It has to be one of
+            PyTorch's three, except in a subclass with its own forward, which may use another one,
+            such as a transposed convolution.
         in_channels: channels of the input.
         out_channels: channels of the output.
         kernel_size: k, the kernel's length in each of its d dimensions; an integer.
         r: rank of the update; 0 makes this the plain convolution.
         lora_alpha: the update is scaled by lora_alpha / r.
-        lora_dropout: dropout on the update's input. (0.1.2 takes it and does not apply it.)
+        lora_dropout: dropout probability on the update's input. (0.1.2 accepts and ignores it.)
         merge_weights: evaluation mode computes with the merged kernel.
-        variant: of the update, as for `LoRALayer`.
-        initialization: likewise.
-        freeze_A: likewise.
-        **kwargs: for the plain convolution (stride, padding, dilation, groups, bias, padding_mode,
-            device, dtype).
+        variant: variant of the update, see `LoRALayer`; those with DoRA are refused.
+        initialization: initialization of A and B, see `LoRALayer`.
+        freeze_A: whether A is kept at its initial values, see `LoRALayer`.
+        **kwargs: passed on to the plain convolution (stride, padding, dilation, groups, bias,
+            padding_mode, device, dtype).
 
     Shapes:
         conv.weight (out, in/groups, k, …); lora_A (r·k, in·k); lora_B (out/groups·k^(d-1), r·k).
@@ -495,8 +503,9 @@ class ConvLoRA(LoRALayer, nn.Module):
         conv: the plain convolution, which holds the frozen weight and the bias.
 
     Raises:
-        ValueError: r or kernel_size is not an integer, r is negative, lora_dropout lies outside
-            [0, 1]; conv_module is another class, without such a forward.
+        ValueError: r or kernel_size is not an integer, r is negative, or lora_dropout lies outside
+            [0, 1]; the variant is one with DoRA; or conv_module is not one of PyTorch's three, and
+            the class has no forward of its own.
     """
 
     conv: Any
@@ -539,11 +548,11 @@ class ConvLoRA(LoRALayer, nn.Module):
             self._add_lora_parameters(
                 (r * kernel_size, in_channels * kernel_size), (out_rows, r * kernel_size)
             )
-        # A second time, as 0.1.2 does: a seed then gives the same weights.
+        # Initialized a second time, as in 0.1.2, so that a seed gives the same weights as there.
         self.reset_parameters()
 
     def _check_forward(self) -> None:
-        """Checks that somebody computes what the convolution does, here only PyTorch's three."""
+        """Checks that forward fits the convolution: the one here fits only PyTorch's three."""
         plain = [kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
         if type(self.conv).forward not in plain and not self._computes_elsewhere():
             raise ValueError(
@@ -564,9 +573,9 @@ class ConvLoRA(LoRALayer, nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Also takes the names of a plain convolution: otherwise strict=False would pass them over.
+        """Also accepts the names of a plain convolution, which strict=False would otherwise ignore.
 
-        What is given is a copy, from which the convolution gets its part next.
+        `state_dict` is PyTorch's copy of the caller's dict. `conv` loads from the same copy next.
         """
         for name in ("weight", "bias"):
             is_own = name in self._parameters or name in self._buffers
@@ -598,7 +607,7 @@ class ConvLoRA(LoRALayer, nn.Module):
         return out + self.conv._conv_forward(dropped, kernel, None)
 
     def merged_layer(self) -> nn.Module:
-        """The plain convolution with the update merged into its weight."""
+        """Returns the plain convolution with the update merged into its weight."""
         conv = self.conv
         transposed = {"output_padding": conv.output_padding} if conv.transposed else {}
         layer = type(conv)(
@@ -623,7 +632,7 @@ class ConvLoRA(LoRALayer, nn.Module):
 
 
 class _ConvNd(ConvLoRA):
-    """`Conv1d`, `Conv2d` and `Conv3d`: a `ConvLoRA` of one class; arguments as there."""
+    """Base class of `Conv1d`, `Conv2d` and `Conv3d`: sets conv_module; else as `ConvLoRA`."""
 
     _conv_module: type[nn.Module]
 

@@ -1,4 +1,4 @@
-"""What all LoRA layers share: the update's settings and parameters, and the merged copy."""
+"""Base class of all LoRA layers: the update's settings and parameters, and the merged copy."""
 
 import math
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from .zero3 import check_gathered, is_of_zero3
 
 
 class _MergedCopy(NamedTuple):
-    """The merged copy of a layer's weight.
+    """The merged copy of a layer's weight, and what it was computed from.
 
     Args:
-        stamp: what its sources were when it was made, as far as numbers tell.
-        alias: of the weight, which keeps its address from being given to another tensor.
-        update: the tensors of the update as they were: copies on a CPU, else aliases.
-        weight: the copy.
+        stamp: what `_stamp` returned when the copy was made.
+        alias: an alias of the weight, so that no other tensor can get the weight's address.
+        update: the update's tensors at that time: copies of those on a CPU, aliases of the others.
+        weight: the merged copy.
     """
 
     stamp: tuple
@@ -44,7 +44,7 @@ class _MergedCopy(NamedTuple):
 
 
 class LoRALayer:
-    """What all LoRA layers share; a mix-in that stands before the plain layer among the bases.
+    """Base class of all LoRA layers: a mixin that comes before the plain layer among the bases.
 
     The plain layer's constructor has to run first.
 
@@ -52,27 +52,29 @@ class LoRALayer:
         r: rank of the update; 0 for none, which makes the layer its plain counterpart.
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: probability that an element of the update's input is dropped in training.
-        merge_weights: whether evaluation mode puts the merged weight into effect.
-        variant: of the update, a name in `loralib.functional.VARIANTS`; "lora" is the paper's.
-        initialization: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
-        freeze_A: A keeps its initial values, and B alone is trained (LoRA-FA, Zhang et al., 2023,
-            arXiv:2308.03303): the layer's input need not be held for the backward pass.
+        merge_weights: whether evaluation mode computes with the merged weight.
+        variant: variant of the update, a name in `loralib.functional.VARIANTS`; "lora" is the
+            paper's.
+        initialization: initialization of A and B, a name in
+            `loralib.initialization.INITIALIZATIONS`.
+        freeze_A: A keeps its initial values, and only B is trained (LoRA-FA, Zhang et al., 2023,
+            arXiv:2308.03303): the layer's input need not be kept for the backward pass.
 
     Attributes:
-        scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
-        merged: whether the merged weight is in effect. In a class with a forward of its own, which
-            computes with `weight`: whether that holds the update, as 0.1.2 has it; it does where
-            the class has added it there and set this to True.
-        lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
-        lora_A_start: what A starts as, where that is made of the weight; the update is then
-            s · (B A − B_start A_start), so that it starts as zero.
-        lora_B_start: likewise, what B starts as.
+        scaling: what B A is multiplied by: lora_alpha / r, or what the variant defines.
+        merged: whether the mode with the merged weight is in effect. In a subclass with its own
+            forward, which computes with `weight`: whether `weight` contains the update, as in
+            0.1.2. Such a class adds the update to `weight` and then sets this to True.
+        lora_magnitude_vector: with DoRA only, m, one number for each updated row of the weight.
+        lora_A_start: A's initial value, with an initialization that computes it from the weight.
+            The update is then s · (B A − B_start A_start), so that it starts as zero.
+        lora_B_start: likewise, B's initial value.
 
     Raises:
-        ValueError: r is not an integer or is negative; lora_alpha is not a finite number, but for
-            r = 0; lora_dropout lies outside [0, 1]; a flag is something else than True or False;
-            the variant or the initialization is unknown. Or merged is set to True, except by a
-            class with a forward of its own.
+        ValueError: r is not an integer or is negative; lora_alpha is not a finite number, and
+            r > 0; lora_dropout lies outside [0, 1]; a flag is neither True nor False; the variant
+            or the initialization is unknown, or the latter does not fit r; or merged is set to
+            True, except by a class with its own forward.
     """
 
     r: int = 0
@@ -84,9 +86,9 @@ class LoRALayer:
     lora_magnitude_vector: nn.Parameter
     lora_A_start: Tensor
     lora_B_start: Tensor
-    lora_dropout: Callable[[Tensor], Tensor]  # no child without dropout, as in 0.1.2
+    lora_dropout: Callable[[Tensor], Tensor]  # a child module only if p > 0, as in 0.1.2
 
-    # Of the plain layer.
+    # Provided by the plain layer.
     _parameters: dict[str, Tensor]
     _buffers: dict[str, Tensor]
     _modules: dict[str, nn.Module | None]
@@ -94,17 +96,18 @@ class LoRALayer:
     forward: Callable[..., Any]
     training: bool
 
-    # Of A and B, what was made on the meta device and may have no values yet: its name, and how
-    # often it had been written to when it got memory.
+    # Those of A and B that were created without values (on the meta device, or while torch.nn.init
+    # does nothing) and may have none yet: their names, and how often each had been written to when
+    # it got memory. And whether A and B were created so.
     _empty: tuple[tuple[str, int], ...] = ()
     _was_empty: bool = False
 
-    # Whether forward computes with the merged copy in this mode; and whether the weight itself has
-    # the update, as a class with a forward of its own says by setting `merged`.
+    # Whether forward computes with the merged copy in the current mode; and whether the weight
+    # itself contains the update, as a class with its own forward says by setting `merged`.
     _in_effect: bool = False
     _set_merged: bool = False
 
-    # The first row of each slice of the output that is updated.
+    # The first output row of each updated slice.
     _starts: tuple[int, ...] = (0,)
 
     def __init__(
@@ -136,14 +139,14 @@ class LoRALayer:
 
     @property
     def base(self) -> Any:
-        """The module that holds the frozen `weight` and the bias: the layer itself, or its part.
+        """The module that holds the frozen `weight` and the bias: the layer itself, or a child.
 
-        Classes of other packages that have no weight may have a module of that name around it.
+        Another package's class that has no `weight` itself may wrap one in a child called `base`.
         """
         inner = self._modules.get("base")
         return self if inner is None or hasattr(self, "weight") else inner
 
-    # What the frozen weight is called in its module.
+    # The frozen weight's name in `base`.
     frozen_name: str = "weight"
 
     @property
@@ -158,7 +161,7 @@ class LoRALayer:
 
     @property
     def merged(self) -> bool:
-        """Whether the merged weight is in effect; see `LoRALayer`."""
+        """Whether the mode with the merged weight is in effect; see `LoRALayer`."""
         return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
 
     @merged.setter
@@ -174,14 +177,14 @@ class LoRALayer:
             self._in_effect = bool(value)
 
     def _computes_elsewhere(self) -> bool:
-        """Whether the layer's forward is not this package's, be it of its class or set on it.
+        """Returns whether forward is not this package's, but a subclass's or set on the instance.
 
-        Those written for 0.1.2 compute with `weight` alone where `merged` is true.
+        A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
         """
         return _has_foreign_forward(type(self)) or has_own_forward(self)
 
     def train(self, mode: bool = True) -> "LoRALayer":
-        """Takes the merged weight out of effect (mode=True) or puts it into effect."""
+        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
         super().train(mode)
         if mode and self._set_merged and self.merge_weights:
             self._unmerge()
@@ -191,10 +194,10 @@ class LoRALayer:
 
     @torch.no_grad()
     def _unmerge(self) -> None:
-        """Takes the update out of the weight, to which the class has added it, as 0.1.2 does."""
+        """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
         is_known = type(self)._as_matrix is not LoRALayer._as_matrix
         if variant_of(self.variant).has_magnitude or not is_known:
-            return  # the weight before is unknown, or how others have added the update
+            return  # unknown: the original weight (DoRA), or how a subclass has added the update
         if self.r > 0:
             added = self._delta()
             negative = replace(added, scaling=-added.scaling)
@@ -202,11 +205,11 @@ class LoRALayer:
         self._set_merged = False
 
     def merged_layer(self) -> nn.Module:
-        """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
+        """Returns a plain layer with the update merged into its weight; see `loralib.merge`."""
         raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
 
     def check_merged_layer(self) -> None:
-        """Checks that the class says how it is merged, if it computes in a way of its own.
+        """Checks that the class has its own `merged_layer` if it has its own forward.
 
         Raises:
             TypeError: it does not.
@@ -222,11 +225,11 @@ class LoRALayer:
             )
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
-        """The low-rank update, see functional.py; A and B are cast to `dtype`."""
+        """Returns the low-rank update (see functional.py), with A and B cast to `dtype`."""
         A, B = self._factors()
         A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
         scaling: Any = self.scaling
-        if isinstance(scaling, Tensor):  # which others have put there, and may train
+        if isinstance(scaling, Tensor):  # set by code outside of this package, which may train it
             if scaling.numel() != 1:
                 raise ValueError(f"scaling has to be one number, got {tuple(scaling.shape)}")
             B, scaling = B * scaling.to(B.dtype).reshape(()), 1.0
@@ -234,7 +237,7 @@ class LoRALayer:
         return kind(A, B, scaling, self._starts, **magnitude)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """A and B as matrices; with a start made of the weight, A above it and B beside it."""
+        """Returns A and B as matrices, joined with their starts if they started from the weight."""
         if not starts_from_weight(self.initialization):
             return self.lora_A, self.lora_B
         return joined_with_start(
@@ -242,13 +245,19 @@ class LoRALayer:
         )
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
-        """A view of the weight as the (out, in) that the update is added to."""
+        """Returns a view of the weight as the (out, in) matrix that the update is added to."""
         raise NotImplementedError
 
     def _add_lora_parameters(
         self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> None:
-        """Creates the update's parameters, zero, in the base weight's dtype, and freezes that."""
+        """Creates the update's parameters as zeros, and freezes the weight.
+
+        Args:
+            shape_A: A's shape.
+            shape_B: B's shape.
+            dtype: the parameters' dtype; by default the weight's.
+        """
         weight = self.frozen_weight
         self.lora_A = nn.Parameter(self._zeros(shape_A, dtype))
         self.lora_B = nn.Parameter(self._zeros(shape_B, dtype))
@@ -262,20 +271,21 @@ class LoRALayer:
         mark_layer(self)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-        """Zeros beside the base weight, and of its kind; by default in its dtype."""
+        """Returns zeros of the frozen weight's class, on its device, by default in its dtype."""
         return self.frozen_weight.new_zeros(shape, dtype=dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As any module's; those of LoRA are marked for optimizers' steps, whoever sets them."""
+        """Registers a parameter, and marks it for steps.py if it is LoRA's, whoever sets it."""
         super().register_parameter(name, param)
         if name.startswith("lora_") and param is not None:
             mark_update(param)
 
     def __repr__(self) -> str:
-        """What `print` shows of the layer: the plain one's settings, and the update's.
+        """Returns what `print` shows: the settings of the plain layer and of the update.
 
-        `extra_repr` is the plain layer's, or what others, such as torchao, have set on it, which
-        may call the one before it, also when the layer is a plain one again.
+        The class does not override `extra_repr`, because other packages, such as torchao, set their
+        own on the instance. That one may call the one it replaced, even when the layer has become
+        a plain one again.
         """
         layer: Any = self
         own = vars(self).get("extra_repr")
@@ -290,14 +300,14 @@ class LoRALayer:
                 vars(self)["extra_repr"] = own
 
     def _shown_of_update(self) -> list[str]:
-        """The update's settings, as `print` shows them; empty where there is none."""
+        """Returns the update's settings as `print` shows them; empty without an update."""
         if self.r == 0:
             return []
         shown = [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
         return shown if self.variant == "lora" else [*shown, self.variant]
 
     def reset_lora_parameters(self) -> None:
-        """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
+        """Initializes A and B; by default, A as a linear layer's weight, and B with zeros."""
         if self.r > 0:
             self._check_startable()
             is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
@@ -319,12 +329,12 @@ class LoRALayer:
 
     @torch.no_grad()
     def start_from_weight(self) -> None:
-        """Initializes what depends on the weight: DoRA's magnitudes, factors that are made of it.
+        """Initializes what is computed from the weight: DoRA's magnitudes, PiSSA's or OLoRA's A, B.
 
-        It has to be called again when the weight has been loaded; see
-        `loralib.utils.start_from_weights`. Without such a part, nothing changes, unless A and B
-        were made on the meta device and have only got memory since: then they are initialized.
-        What has been loaded into them, or written by hand, stays.
+        Call it again after the weight has been loaded; see `loralib.utils.start_from_weights`.
+        In a layer with nothing to compute from the weight, it changes nothing, unless A and B were
+        created without values and have got memory, but no values, since: it initializes these.
+        Values that were loaded or written by hand stay.
         """
         if self.r == 0 or start_is_deferred():
             return
@@ -347,20 +357,20 @@ class LoRALayer:
 
     @torch.no_grad()
     def _start_magnitudes(self) -> None:
-        """Initializes DoRA's magnitudes: the weight's norms, as the update starts as zero."""
+        """Sets DoRA's magnitudes to the norms of the weight's rows: the update starts as zero."""
         if variant_of(self.variant).has_magnitude:
             parts = self._updated_weights()
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
 
     def _updated_weights(self) -> list[Tensor]:
-        """The slices of the weight that are updated, (out, in) each."""
+        """Returns the updated slices of the weight, each (out, in)."""
         weight = self._as_matrix(self.frozen_weight)
         width = len(self.lora_B) // len(self._starts)
         return [weight[start : start + width] for start in self._starts]
 
     def _check_startable(self) -> None:
-        """Checks that A and B are whole where they are made together, or of the whole weight."""
+        """Checks that no tensor is sharded that the initialization, or DoRA, needs as a whole."""
         if starts_from_weight(self.initialization) or variant_of(self.variant).has_magnitude:
             kind = f"the {type(self).__name__}'s LoRA, which is made of it, is initialized"
             check_gathered([(f"a {self.frozen_name}", self.frozen_weight)], kind)
@@ -374,11 +384,11 @@ class LoRALayer:
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """What Transformers notes of a module when it has values.
+        """Whether Transformers has noted that this module has its values.
 
-        Its models are built on the meta device. Then a module's parameters are loaded, which gives
-        them this attribute as well, and what a file lacks is initialized, which here leaves A and B
-        as they lie in memory.
+        Transformers builds models on the meta device. It then loads the parameters that a file has,
+        and sets this attribute on them as well, and initializes the others. Its initialization does
+        not know A and B, so without this property they would stay uninitialized memory.
         """
         return vars(self).get("_is_hf_initialized", False)
 
@@ -386,8 +396,8 @@ class LoRALayer:
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
         if value and self._was_empty and not self.lora_A.is_meta:
-            # Version 4 "loads" what a file lacks as well, from empty memory. What a model's class
-            # has initialized since stays.
+            # Transformers 4 also "loads" what a file lacks, from empty memory. What the model's
+            # class has initialized since then stays.
             factors = [getattr(self, name) for name in _FACTORS]
             are_filled = all(_is_loaded(each) or _writes(each) for each in factors)
             if self._still_empty() or (_is_loaded(self.frozen_weight) and not are_filled):
@@ -397,11 +407,14 @@ class LoRALayer:
             mark_layer(self)
 
     def note_filled(self) -> None:
-        """Notes that A and B have values, where they were made on the meta device."""
+        """Notes that A and B have values now, except one that is still on the meta device."""
         self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
 
     def _still_empty(self) -> tuple[str, ...]:
-        """The names of A and B where nothing has been loaded into them or written to them."""
+        """Returns the names of those of A and B that were created without values and have none yet.
+
+        One has values if something has been loaded into it or written to it since.
+        """
         tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
         return tuple(
             name
@@ -410,14 +423,15 @@ class LoRALayer:
         )
 
     def _note_empty(self, names: tuple[str, ...]) -> None:
-        """Notes that those of these names have no values, however they were written to so far."""
+        """Notes that the parameters of these names have no values: past writes do not count."""
         self._empty = tuple((name, _writes(getattr(self, name))) for name in names)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
-        # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
+        # A partial state dict may have been completed with the model's own tensors, which bring no
+        # values: `set_model_state_dict` does so.
         is_given = {
             name: value is not None and not _is_alias(value, getattr(self, name))
             for name, value in given.items()
@@ -429,19 +443,19 @@ class LoRALayer:
         )
 
     def _merge(self) -> Tensor:
-        """The weight with the update merged into it."""
+        """Returns the weight with the update merged into it."""
         if self._set_merged:
             return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
-        """The merged copy of the weight, or None where the low-rank branch has to be computed."""
+        """Returns the merged weight, or None if the low-rank branch has to be computed."""
         if self._set_merged:
             return self.frozen_weight
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         weight, update = self.frozen_weight, self._update_tensors()
-        # What is transformed has derivatives, which a copy would not have.
+        # Transformed tensors have derivatives, which a copy would not have.
         if not self._can_keep_copy(weight, update) or is_transformed(weight, *update):
             self._merged_copy = None
             return None
@@ -457,18 +471,18 @@ class LoRALayer:
         return kept.weight
 
     def _update_tensors(self) -> list[Tensor]:
-        """The tensors that the update is made of; not those that a parametrization computes."""
+        """Returns the tensors of the update, except those that a parametrization computes."""
         held = (*self._parameters.items(), *self._buffers.items())
         scaling: Any = self.scaling
         own = [scaling] if isinstance(scaling, Tensor) else []
         return own + [tensor for name, tensor in held if name.startswith("lora_")]
 
     def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
-        """Whether all changes of the weight and the update can be seen from one call to the next.
+        """Returns whether every change of the weight and the update can be noticed between calls.
 
-        Not where they are computed or replaced for each call: by FSDP, by ZeRO 3, by hooks that
-        offload them, by a parametrization. Nor of tensors of other kinds, and where a mode makes
-        such ones.
+        It cannot if they are computed or replaced for each call: by FSDP, by ZeRO 3, by hooks that
+        offload them, or by a parametrization. Nor if they are of a tensor subclass, or if a
+        `TorchDispatchMode` is active, which may make such tensors.
         """
         own = self._parameters
         return (
@@ -483,12 +497,12 @@ class LoRALayer:
         )
 
     def _stamp(self, weight: Tensor, update: list[Tensor]) -> tuple:
-        """What tells whether a merged copy is still right, beside the values of the update.
+        """Returns what tells whether a merged copy is still valid, besides the update's values.
 
-        Writes through `.data`, by averages of weights for instance, change no version. On a CPU an
-        update's values are compared, which are few. Elsewhere that would wait for the device: there
-        all that an optimizer's step may have changed counts as changed. So does the weight, which
-        is too large to compare, but for a layer on a CPU that is frozen as a whole.
+        Writes through `.data`, as weight averaging makes them, change no version. On a CPU, the
+        update's values are compared, because they are few. On other devices that would synchronize:
+        there, everything that an optimizer's step may have changed counts as changed. So does the
+        weight, which is too large to compare, except in a layer on a CPU that is entirely frozen.
         """
         tensors = [weight, *(t for t in update if not t.is_cpu)]
         is_seen = weight.is_cpu and len(tensors) == 1
@@ -513,17 +527,17 @@ class LoRALayer:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if "_in_effect" not in state:  # of an older version, whose `merged` was an attribute
+        if "_in_effect" not in state:  # pickled by an older version: `merged` was an attribute
             self._complete_old_state(vars(self).pop("merged", False))
         mark_layer(self)
-        self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
+        self._note_empty(tuple(name for name, _ in self._empty))  # a copy has its own counts
 
     def _complete_old_state(self, was_merged: bool) -> None:
-        """Makes this a layer of this version where 0.1.2, or a version since, has pickled it.
+        """Adds the attributes that a layer lacks if 0.1.2 or a later version has pickled it.
 
         Raises:
-            CheckpointError: 0.1.2 had merged it. The weight cannot be corrected here: in PyTorch's
-                old format of files it gets its values later.
+            CheckpointError: 0.1.2 had merged it. The weight cannot be unmerged here: in PyTorch's
+                old file format it gets its values only later.
         """
         is_from_0_1_2 = "_merged_copy" not in vars(self)
         if is_from_0_1_2 and was_merged and self.r > 0:
@@ -537,7 +551,7 @@ class LoRALayer:
 
 
 class _NoDropout:
-    """Dropout of nothing. A lambda could not be pickled, a module would be a child."""
+    """The identity. (A lambda could not be pickled, and a module would become a child.)"""
 
     __slots__ = ()
 
@@ -549,13 +563,13 @@ _unchanged = _NoDropout()
 
 
 def _is_from_here(function: Callable[..., Any]) -> bool:
-    """Whether a function or a class is of this package."""
+    """Returns whether a function or a class belongs to this package."""
     module = getattr(function, "__module__", None) or ""
     return module.startswith(f"{__package__}.")
 
 
 def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
-    """Whether a class computes by a forward that is not this package's."""
+    """Returns whether a class's forward is not this package's."""
     return not _is_from_here(kind.forward)
 
 
@@ -564,7 +578,7 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
-    """Whether an update has the bits that it had; of what is not on a CPU the stamp tells."""
+    """Returns whether an update's tensors on a CPU have the same bits; `_stamp` covers others."""
     pairs = zip(kept, update, strict=True)
     return all(
         torch.equal(bits_of(was.detach()), bits_of(t.detach())) for was, t in pairs if t.is_cpu
@@ -573,24 +587,24 @@ def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def _writes(tensor: Any) -> int:
-    """How often a tensor was written to in place, as PyTorch counts it; 0 where it does not.
+    """Returns how often a tensor was written to in place, by PyTorch's count; 0 if it has none.
 
-    Of one that is sharded, as a whole or in this process's part.
+    A sharded tensor counts writes to the whole and to this process's shard.
     """
     counted = [tensor, tensor.to_local()] if is_sharded(tensor) else [tensor]
     return sum(0 if each.is_inference() else each._version for each in counted)
 
 
 def _is_loaded(tensor: Tensor) -> bool:
-    """Whether Transformers has noted of a tensor that it was in the file."""
+    """Returns whether Transformers has noted on a tensor that it was in the file."""
     return getattr(tensor, "_is_hf_initialized", False)
 
 
 def _is_alias(given: object, tensor: Tensor) -> bool:
-    """Whether what a state dict holds is a layer's own tensor, or lies in its memory.
+    """Returns whether a state dict's entry is a layer's own tensor, or shares its memory.
 
-    What is sharded has no common count of writes with its aliases in a state dict, so that these
-    may have been filled.
+    False for an alias of a sharded tensor: it does not share the tensor's count of writes, so it
+    may have been filled without notice.
     """
     if given is tensor:
         return True
@@ -601,16 +615,16 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The tensor's dtype, or float32 if that is wider."""
+    """Returns the tensor's dtype, or float32 if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The tensor in a dtype, where there is one."""
+    """Returns the tensor in a dtype, or None if there is no tensor."""
     return None if tensor is None else tensor.to(dtype)
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
-    """The LoRA layers of a model that have an update (r > 0), by name, in the model's order."""
+    """Returns a model's LoRA layers that have an update (r > 0), by name, in the model's order."""
     modules = model.named_modules()
     return {name: m for name, m in modules if isinstance(m, LoRALayer) and m.r > 0}

@@ -1,11 +1,11 @@
-"""W + L R, a weight and a low-rank update of it, of which products are computed without the sum:
+"""A weight with a low-rank update, W + L R, whose products are computed without the sum:
 
     x @ (W + L R)  =  x @ W + (x @ L) @ R
 
-which holds no gradient of W's size, and costs r / in more than x @ W. What else PyTorch's functions
-and a tensor's own methods do with it is done with the sum itself, as a tensor. It is no tensor to
-what asks `isinstance(w, torch.Tensor)`. An `autograd.Function` would take it for a constant, and
-give the factors no gradients: where these are trained, that is an error.
+This needs no gradient of W's size, and costs r / in + r / out more than x @ W. All other functions
+of PyTorch and methods of a tensor compute the sum, and get it as a tensor. `isinstance(w, Tensor)`
+is False. An `autograd.Function` would take a `LowRankSum` for a constant and give the factors no
+gradients, so if these are trained, using it in one is an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,23 +18,23 @@ from torch import Tensor
 
 from .functional import without_autocast
 
-# What is asked of the weight: the sum has the same.
+# Attributes that are read from the weight, because the sum has the same.
 _OF_WEIGHT = {"shape", "dtype", "device", "ndim", "size", "dim", "is_cuda", "is_meta"}
-# The products of two operands.
+# Functions that multiply two operands.
 _MATMULS = {
     *(torch.matmul, torch.bmm, torch.mm),
     *(Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__),
 }
-# `torch._grouped_mm` takes rows of whole blocks of memory.
+# `torch._grouped_mm` needs rows whose size in bytes is a multiple of this.
 _GROUPED_BYTES = 16
 _HAS_FORWARD_DERIVATIVES = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
 
 
 class LowRankSum:
-    """W + L R, of which products are computed without the sum; see the module's head.
+    """W + L R, whose products are computed without the sum; see the module's docstring.
 
-    Indexing the first dimension of a stack, and transposing, give another one. It is not a tensor,
-    so that what does not ask `__torch_function__`, such as a kernel, refuses it.
+    Indexing the first dimension of a stack, and transposing, return another `LowRankSum`. It is not
+    a tensor, so code that does not call `__torch_function__`, such as a kernel, refuses it.
 
     Args:
         weight: (…, n, m).
@@ -47,10 +47,11 @@ class LowRankSum:
         self._of_each: dict[bool, list[LowRankSum]] = {}
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W, L and R, to compute with.
+        """Returns W, L and R, to compute with.
 
         Raises:
-            RuntimeError: an `autograd.Function` does, of which L and R would get no gradients.
+            RuntimeError: L or R is trained, and an `autograd.Function` asks for them, which would
+                give them no gradients.
         """
         is_trained = self.left.requires_grad or self.right.requires_grad
         if is_trained and _is_in_function():
@@ -70,7 +71,10 @@ class LowRankSum:
             return weight + left @ right
 
     def _matrix(self, index: int) -> "LowRankSum":
-        """That of one matrix of a stack: of all of them at once, autograd writes one gradient."""
+        """Returns the sum for one matrix of a stack.
+
+        The stack is unbound as a whole, so that autograd writes one gradient for all matrices.
+        """
         has_grad, parts = torch.is_grad_enabled(), self.parts()
         if has_grad not in self._of_each:
             unbound = (each.unbind() for each in parts)
@@ -84,11 +88,11 @@ class LowRankSum:
         return LowRankSum(weight.mT, right.mT, left.mT)
 
     def to(self, *args: Any, **kwargs: Any) -> "LowRankSum":
-        """As that of a tensor."""
+        """Like `Tensor.to`."""
         return LowRankSum(*(each.to(*args, **kwargs) for each in self.parts()))
 
     def transpose(self, dim0: int, dim1: int) -> "LowRankSum | Tensor":
-        """As that of a tensor."""
+        """Like `Tensor.transpose`."""
         dims = self.weight.dim()
         is_of_matrices = {dim0 % dims, dim1 % dims} == {dims - 2, dims - 1}
         return self.mT if is_of_matrices else self.tensor.transpose(dim0, dim1)
@@ -106,7 +110,7 @@ class LowRankSum:
         own: Any = self
         return torch.matmul(own, other)
 
-    # As a tensor's, although `==` compares elements.
+    # Hashed by identity, as tensors are, although `==` compares elements.
     __hash__ = object.__hash__
 
     def __len__(self) -> int:
@@ -118,9 +122,10 @@ class LowRankSum:
         return getattr(self.weight if name in _OF_WEIGHT else self.tensor, name)
 
     def data_ptr(self) -> int:
-        """The weight's address on a CPU, where its alignment may be asked for; elsewhere an error.
+        """Returns the weight's address on a CPU, where callers check its alignment.
 
-        A kernel would take it for the address of the sum.
+        Raises:
+            RuntimeError: the weight is elsewhere, where a kernel would read the sum at the address.
         """
         if not self.weight.is_cpu:
             raise RuntimeError(
@@ -137,22 +142,22 @@ class LowRankSum:
         args: tuple = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Products without the sum; what else PyTorch computes, with it."""
+        """Computes products without the sum, and everything else with it."""
         kwargs = kwargs or {}
         found = _product(func, args, kwargs)
         return func(*_plain(args), **_plain(kwargs)) if found is None else found
 
 
 def _is_in_function() -> bool:
-    """Whether an `autograd.Function` runs its forward, and gives the gradients itself.
+    """Returns whether the forward of an `autograd.Function` is running.
 
-    It switches forward derivatives off as well, which `torch.no_grad` does not.
+    Like `torch.no_grad`, it turns gradients off; unlike that, also forward-mode derivatives.
     """
     is_recorded = torch.is_grad_enabled() or _HAS_FORWARD_DERIVATIVES()
     return not (is_recorded or torch.is_inference_mode_enabled())
 
 
-# What Python's operators ask of the class itself, by what their methods are called.
+# Operators, by their methods' names. Python looks these up on the class, past `__getattr__`.
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
     *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
@@ -162,7 +167,7 @@ _OPERATORS = (
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """A tensor's operator, of the sum."""
+    """Returns a tensor's operator, applied to the sum."""
 
     def compute(self: LowRankSum, *others: Any) -> Any:
         return getattr(self.tensor, name)(*_plain(others))
@@ -175,14 +180,14 @@ for _name in _OPERATORS:
 
 
 def _is_of_first(index: Any) -> bool:
-    """Whether an index is of the first dimension alone; a mask may be of several."""
+    """Returns whether an index is of the first dimension alone; a mask may be of several."""
     if isinstance(index, Tensor):
         return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
     return isinstance(index, int | slice) and not isinstance(index, bool)
 
 
 def _product(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """A product with one sum, of a matrix or a stack, or None for whatever else this is."""
+    """Returns the product with exactly one `LowRankSum`, or None if the call is anything else."""
     if len(args) < 2 or isinstance(args[0], LowRankSum) is isinstance(args[1], LowRankSum):
         return None
     x, y = args[:2]
@@ -193,7 +198,8 @@ def _product(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
         ends, product = args[2:], partial(func, **kwargs)
         left, right = _padded(left, right)
         return product(x, weight, *ends) + product(product(x, left, *ends), right, *ends)
-    # Of a vector and a stack, a product with a factor would be taken for another one.
+    # Not with vectors: a vector times a stack of factors is a matrix, and matmul would then read
+    # that as rows to multiply with every matrix of the other stack.
     if func not in _MATMULS or len(args) > 2 or kwargs or min(x.dim(), y.dim()) < 2:
         return None
     if isinstance(y, LowRankSum):
@@ -202,20 +208,20 @@ def _product(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -
 
 
 def _is_grouped(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is a grouped product of rows with a stack, and gives nothing but that."""
+    """Returns whether this is a grouped product of rows with a stack, without further options."""
     others = [*args[3:], *(value for name, value in kwargs.items() if name != "offs")]
     is_one = "grouped_mm" in getattr(func, "__name__", "") and isinstance(args[1], LowRankSum)
     return is_one and args[1].weight.dim() == 3 and all(each is None for each in others)
 
 
 def _padded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors with a rank whose rows are whole blocks of memory; zeros are added."""
+    """Returns the factors, their rank padded with zeros to whole blocks of `_GROUPED_BYTES`."""
     more = -left.shape[-1] % (_GROUPED_BYTES // left.element_size())
     return (F.pad(left, (0, more)), F.pad(right, (0, 0, 0, more))) if more else (left, right)
 
 
 def _plain(value: Any) -> Any:
-    """What functions are given, with the sums themselves in it."""
+    """Returns arguments in which each `LowRankSum` is replaced by its sum, a tensor."""
     if isinstance(value, LowRankSum):
         return value.tensor
     if isinstance(value, Mapping):

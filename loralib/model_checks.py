@@ -1,4 +1,4 @@
-"""Checks of a whole model: that its parameters are here, plain, and not LoRA of another library."""
+"""Checks of a whole model: its parameters have values, are plain, and are not PEFT's LoRA."""
 
 from collections.abc import Collection, Iterable, Iterator
 
@@ -9,7 +9,7 @@ from .lora_layer import lora_layers
 from .wrappers import is_managed, is_sharded, unreadable
 from .zero3 import check_gathered
 
-# What adapters hold: values; and of buffers counters, such as BatchNorm's, and masks.
+# The dtypes that adapters hold. Buffers may also be counters, such as BatchNorm's, or masks.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
 
@@ -17,22 +17,22 @@ DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
 def weights_with_updates(
     model: nn.Module, but_for: type | tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The frozen weights of a model's LoRA layers, and what errors call them.
+    """Yields the frozen weights of a model's LoRA layers, each with its name for errors.
 
     Args:
         model: the model.
-        but_for: classes of layers that are left out.
+        but_for: classes of layers to leave out.
     """
     for name, layer in lora_layers(model).items():
         if isinstance(layer, but_for):
             continue
-        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
 
 
 def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """A model's LoRA, and those of its other parameters that have these names."""
+    """Yields a model's LoRA parameters, and its other parameters of these names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if "lora_" in name or name in names:
             yield name, parameter
@@ -42,7 +42,8 @@ def check_whole(model: nn.Module, what: str) -> None:
     """Checks that no parameter of a model is sharded: by FSDP, ZeRO 3, or as a DTensor.
 
     Args:
-        what: for which they have to be whole, such as "LoRA is merged".
+        model: the model.
+        what: what the parameters have to be whole for, such as "LoRA is merged".
 
     Raises:
         ValueError: one is.
@@ -52,7 +53,7 @@ def check_whole(model: nn.Module, what: str) -> None:
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:
-    """As `check_whole`, but for what ZeRO 3 has partitioned."""
+    """Does what `check_whole` does, but accepts parameters that ZeRO 3 has partitioned."""
     managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
     tensors = (*model.named_parameters(), *model.named_buffers())
     sharded = (name for name, tensor in tensors if is_sharded(tensor))
@@ -80,14 +81,14 @@ def check_no_peft_layers(model: nn.Module) -> None:
 
 
 def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Checks that tensors have values, and are plain ones, which quantized weights are not.
+    """Checks that tensors have values and are plain, not quantized.
 
     Args:
-        tensors: with their names.
-        what: for which they have to be there, such as "LoRA is merged".
+        tensors: names and tensors.
+        what: what they have to be there for, such as "LoRA is merged".
 
     Raises:
-        ValueError: one has not, or is not.
+        ValueError: one has no values, or is not plain.
     """
     for name, tensor in tensors:
         if isinstance(tensor, nn.parameter.UninitializedParameter):

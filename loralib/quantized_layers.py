@@ -1,10 +1,11 @@
-"""LoRA on linear layers whose weights are quantized (QLoRA): other packages compute with these.
+"""LoRA on quantized linear layers (QLoRA): their own package computes with the quantized weight.
 
     h  =  the layer's own forward (x)  +  s · B A dropout(x)
 
-A and B are float32; the input is cast to it, or under autocast to its dtype, and the sum has the
-dtype of what the layer's own forward gives. The quantized weight is never read here: it is not
-merged, in evaluation either, and what is made of a weight (DoRA, PiSSA, OLoRA) is refused.
+A and B are float32. The input is cast to float32, or to autocast's dtype, and the sum is returned
+in the dtype of the layer's own output. The quantized weight is never read here. So nothing is
+merged into it, not even in evaluation mode, and what is computed from a weight (DoRA, PiSSA, OLoRA)
+is refused.
 
     known                                        from           what it is
     Linear4bit, LinearNF4, LinearFP4,            bitsandbytes   classes with a forward of their own
@@ -12,8 +13,8 @@ merged, in evaluation either, and what is made of a weight (DoRA, PiSSA, OLoRA) 
     Int8Tensor, IntxUnpackedToInt8Tensor,        torchao        weights of a plain `nn.Linear`, with
     Float8Tensor, NF4Tensor                                     which `F.linear` computes
 
-They are known by package and name, and were tried (tests/interop/test_quantized.py). Of others it
-is unknown what they compute, and whether gradients reach their input.
+These are recognized by package and name, and are tested (tests/interop/test_quantized.py). Others
+are refused, because it is unknown what they compute and whether gradients reach their input.
 
 Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023), arXiv:2305.14314.
 """
@@ -47,12 +48,12 @@ _WEIGHTS = {
 
 
 def is_quantized_class(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class are quantized linear layers, by what they are called."""
+    """Returns whether modules of a class are quantized linear layers, by the class's name."""
     return package_and_name(kind) in _LAYERS
 
 
 def is_quantized_linear(module: nn.Module) -> bool:
-    """Whether this is a linear layer with a quantized weight that can have LoRA, or has it."""
+    """Returns whether this is a linear layer with a quantized weight that can have or has LoRA."""
     if isinstance(module, QuantizedLayer) or is_quantized_class(type(module)):
         return True
     if not isinstance(module, nn.Linear):
@@ -61,10 +62,10 @@ def is_quantized_linear(module: nn.Module) -> bool:
 
 
 def stops_gradients(layer: nn.Module) -> str | None:
-    """Why gradients would not reach a layer's input, of which PyTorch says nothing.
+    """Finds out why gradients would not reach a layer's input, which PyTorch does not report.
 
     Returns:
-        What is wrong, and what to do; None where they do.
+        What is wrong, and what to do; None if they do reach it.
     """
     if is_quantized_class(type(layer)):
         return None
@@ -76,20 +77,20 @@ def stops_gradients(layer: nn.Module) -> str | None:
     return "is for inputs that are quantized as well: quantize weights alone"
 
 
-# On some CPUs bitsandbytes repacks a 4-bit weight in evaluation mode, where this attribute of the
-# layer is true; its class may be a user's own. From then on the layer passes no gradients, and
+# On some CPUs, bitsandbytes repacks a 4-bit weight in evaluation mode if this attribute of the
+# layer is true (in users' subclasses as well). From then on the layer passes no gradients, and
 # `state_dict()` unpacks the weight to other numbers.
 _PACKS = "support_avx512bf16_for_cpu"
-# On a layer that is kept from it: how many are kept with it.
+# An attribute of a layer that is kept from being packed: how many layers were kept together.
 _KEPT = "_kept_unpacked"
 
 
 def keep_unpacked(model: nn.Module, for_good: bool = False) -> None:
-    """Lets no layer of a model be packed, adapted or not: gradients pass through all of them.
+    """Prevents packing of a model's layers, adapted or not: gradients pass through all of them.
 
     Args:
         model: the model.
-        for_good: `let_pack` is not to undo this.
+        for_good: whether to keep `let_pack` from undoing this.
     """
     kept = [m for m in model.modules() if vars(m).get(_PACKS) or _KEPT in vars(m)]
     for module in kept:
@@ -100,7 +101,7 @@ def keep_unpacked(model: nn.Module, for_good: bool = False) -> None:
 
 
 def let_pack(model: nn.Module) -> None:
-    """Undoes `keep_unpacked`, but in no part of a model alone: the rest may have LoRA still."""
+    """Undoes `keep_unpacked`, unless this is only a part of a model: the rest may have LoRA."""
     kept = [m for m in model.modules() if _KEPT in vars(m)]
     if any(vars(module)[_KEPT] > len(kept) for module in kept):
         return
@@ -113,18 +114,18 @@ def check_unpacked(
     model: nn.Module,
     way_out: str = "load the model again, and give it its LoRA or its bank before it is evaluated",
 ) -> None:
-    """Checks that no layer of a model is packed, or was; to be called before any `state_dict()`.
+    """Checks that no layer of a model is or was packed. Call this before any `state_dict()`.
 
     Args:
         model: the model.
-        way_out: how the message goes on.
+        way_out: the end of the message, which says what to do.
 
     Raises:
         ValueError: one is, or was.
     """
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
-        # The latter is what unpacking leaves behind.
+        # Unpacking leaves `original_nested` behind.
         if getattr(state, "packing_format_for_cpu", False) or hasattr(state, "original_nested"):
             owner = called(name.rpartition(".")[0]) or "the layer"
             raise ValueError(
@@ -133,7 +134,7 @@ def check_unpacked(
 
 
 def needs_weight(variant: str, initialization: str) -> str | None:
-    """What of these settings reads the weight, where one does."""
+    """Returns which of these settings reads the weight, in words; None if neither does."""
     if variant_of(variant).has_magnitude:
         return f"the variant '{variant}'"
     if starts_from_weight(initialization):
@@ -142,7 +143,7 @@ def needs_weight(variant: str, initialization: str) -> str | None:
 
 
 def not_merged(name: str) -> str:
-    """The text of an error about an update that is to be merged into a quantized weight."""
+    """Returns the message of the error about merging an update into a quantized weight."""
     return (
         f"the weight of {called(name) or 'the layer'} is quantized, and nothing is merged into it: "
         "save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
@@ -150,9 +151,9 @@ def not_merged(name: str) -> str:
 
 
 class QuantizedLayer(LoRALayer):
-    """What a quantized linear layer becomes, beside a `Linear` or `MergedLinear` of this library.
+    """Base of the classes of quantized layers with LoRA, next to `Linear` or `MergedLinear`.
 
-    See the module's head. The class is made by `around`.
+    See the module's docstring. `around` makes the classes.
     """
 
     _kind: ClassVar[type[nn.Module]]
@@ -175,13 +176,13 @@ class QuantizedLayer(LoRALayer):
         return total.to(out.dtype).view(out.shape)
 
     def train(self, mode: bool = True) -> "QuantizedLayer":
-        """As that of `LoRALayer`, but for the merged weight, of which there is none."""
+        """Sets the mode, without a merged weight: there is none here."""
         super().train(mode)
         self._in_effect = False
         return self
 
     def merged_layer(self) -> nn.Module:
-        """There is none: nothing is merged into a quantized weight.
+        """Refuses to merge: nothing can be merged into a quantized weight.
 
         Raises:
             ValueError: always.
@@ -195,7 +196,7 @@ class QuantizedLayer(LoRALayer):
         return torch.zeros(shape, dtype=dtype, device=self.frozen_weight.device)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """A class that is made at run time is made again where the module is read or copied."""
+        """Pickles or copies the module so that its class, made at run time, is made again."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self._kind, self._lora), reduced[2]
 
@@ -204,10 +205,10 @@ _classes: dict[tuple[type[nn.Module], type[Linear]], type[nn.Module]] = {}
 
 
 def around(kind: type[nn.Module], lora: type[Any]) -> type[nn.Module]:
-    """The class that quantized layers of a class become: with LoRA, and their own forward.
+    """Returns the class that quantized layers get, with LoRA and with their own forward.
 
     Args:
-        kind: the layers' class.
+        kind: the class that the layers have.
         lora: `Linear` or `MergedLinear`.
     """
     if (kind, lora) not in _classes:

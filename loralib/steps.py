@@ -1,8 +1,9 @@
 """Records which parameters optimizers change along with LoRA, as attributes of those parameters.
 
-Saving reads it to tell whether a base was trained along with LoRA, and layers ask for the latest
-step to tell whether their merged copies still hold. A step knows no modules, so that parameters are
-marked as LoRA's own, or as a weight beneath it. A copy of a model begins without this record.
+Saving reads the record to tell whether a base was trained along with LoRA. Layers ask for the
+latest step to tell whether their merged copies are still valid. An optimizer knows parameters, not
+modules, so each parameter is marked as LoRA's own or as a weight that LoRA updates. A copy of a
+model starts without this record.
 """
 
 import logging
@@ -20,22 +21,23 @@ _UPDATE = "_is_of_lora"
 _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
 
-# Steps of an optimizer without LoRA by which another one with it, which a loop may have as well and
-# call less often, has made its own.
+# How many steps of an optimizer without LoRA to allow before a warning: the loop may have another
+# optimizer, with LoRA, that steps less often.
 _PATIENCE = 10
 
-# A new object with each step; at each new value of a number, a compiled step would be recompiled.
+# A new object at each step. A counter would make a compiled step recompile at each new value.
 _latest_step = object()
 
-# By the id of its weight, each layer with LoRA that there is in the process.
+# All layers with LoRA in this process, by the id of their weight.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 
 def latest_step() -> object:
-    """What is another object after each step of any optimizer in the process.
+    """Returns an object that is another one after each step of any optimizer in the process.
 
-    With it a merged copy is made again: fused optimizers change tensors, but not their versions.
+    A merged copy is made again when it changes, because fused optimizers change tensors without
+    changing their versions.
     """
     return _latest_step
 
@@ -46,43 +48,44 @@ def mark_update(parameter: Tensor) -> None:
 
 
 def mark_layer(layer: Any) -> None:
-    """Marks the parameters of a `LoRALayer`, wherever they may be new objects; not if r = 0."""
+    """Marks the parameters of a `LoRALayer` with r > 0; call it when they may be new objects."""
     updates, weight = _updates(layer), _weight(layer)
     for parameter in updates:
         mark_update(parameter)
     if updates and weight is not None:
         vars(weight)[_BENEATH] = True
-        if not _updates_above(weight):  # else a shallow copy's end would end the record
+        # A shallow copy must not replace the layer here: its end would remove the entry.
+        if not _updates_above(weight):
             _layers[id(weight)] = layer
 
 
 def forget_steps(model: nn.Module) -> None:
-    """Drops what optimizers did: the model, as it is now, is a base."""
+    """Drops the record of what optimizers did: the model, as it is now, is a base."""
     for parameter in model.parameters():
         for mark in (_STEPPED, _BENEATH):
             vars(parameter).pop(mark, None)
 
 
 def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters besides LoRA's for which `was_trained_along` is true, by name."""
+    """Returns the parameters besides LoRA's for which `was_trained_along` is true, by name."""
     own = model.named_parameters()
     return {name: p for name, p in own if "lora_" not in name and was_trained_along(p)}
 
 
 def was_trained_along(parameter: Tensor) -> bool:
-    """Whether an optimizer has trained a parameter together with LoRA, or beneath it.
+    """Returns whether a step has changed a parameter along with LoRA, or a weight that has LoRA.
 
-    False of one that has been written to since by another than that: it may be a base's again. What
-    is written through ``.data`` cannot be told.
+    False if anything but such a step has written to the parameter since: it may be a base's again.
+    Writes through ``.data`` are not noticed.
     """
     own = vars(parameter)
     return _STEPPED in own and own[_STEPPED] == parameter._version
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    """Notes what a step has changed along with LoRA, and warns of an optimizer without it.
+    """Notes what a step has changed along with LoRA, and warns of an optimizer without LoRA.
 
-    A step that is compiled notes nothing, but that it was made.
+    Of a compiled step, it notes only that there was one.
     """
     global _latest_step
     _latest_step = object()
@@ -100,17 +103,17 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_still(group: Mapping[str, Any]) -> bool:
-    """Whether the rate of an optimizer's group is zero; of a tensor elsewhere it is unknown."""
+    """Returns whether a group's learning rate is zero; False for a tensor that is not on a CPU."""
     rate = group.get("lr")
-    if isinstance(rate, Tensor) and not rate.is_cpu:  # it would wait for a device
+    if isinstance(rate, Tensor) and not rate.is_cpu:  # reading it would wait for the device
         return False
     return bool(rate == 0)
 
 
 def _warn_of_idle(optimizer: Optimizer) -> None:
-    """Warns of an optimizer whose steps leave LoRA as it is, as one from before add_lora does.
+    """Warns of an optimizer whose steps do not train LoRA, such as one made before `add_lora`.
 
-    Not where another one has trained LoRA of these layers, nor where nothing is to train it.
+    There is no warning if another optimizer has trained these layers' LoRA, or if it is frozen.
     """
     steps = _idle_steps.get(optimizer, 0) + 1
     if steps > _PATIENCE:
@@ -132,20 +135,20 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
 
 
 def _updates_above(weight: Tensor) -> list[Tensor]:
-    """The parameters of the update that a weight has, if it still has one."""
+    """Returns the parameters of the update that a weight has; empty if it has none any more."""
     layer = _layers.get(id(weight))
     updates = [] if layer is None else _updates(layer)
     return updates if updates and _weight(layer) is weight else []
 
 
 def _updates(layer: Any) -> list[Tensor]:
-    """A layer's parameters of LoRA; not those that a parametrization has taken."""
+    """Returns a layer's LoRA parameters, except those that a parametrization has replaced."""
     held = layer._parameters.items()
     return [p for name, p in held if name.startswith("lora_") and p is not None]
 
 
 def _weight(layer: Any) -> Tensor | None:
-    """A layer's weight, as its module holds it; None where it is computed, or not yet restored."""
+    """Returns a layer's weight parameter; None if it is computed, or not yet unpickled."""
     return vars(layer.base).get("_parameters", {}).get(layer.frozen_name)
 
 

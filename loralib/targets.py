@@ -1,15 +1,16 @@
-"""Which modules of a model are meant: by the end of a name, a glob, a regular expression, by layer.
+"""Finds the modules that targets mean: by the end of a name, a glob, a regular expression, a layer.
 
-A parameter that is a stack of matrices, such as ``experts.down_proj``, is named as a module is, or
-as its LoRA layer is, ``experts.down_proj_lora``. A target means stacks only where it matches no
-module with parameters of its own: where linear layers are called "down_proj" as well, that means
-these alone. An exclusion, and a key of values by pattern, is of all that it matches.
+A target can also mean a parameter that is a stack of matrices, such as ``experts.down_proj``, by
+its own name or by that of its LoRA layer, ``experts.down_proj_lora``. It means stacks only if it
+matches no module with parameters of its own: in a model that also has linear layers called
+"down_proj", this target means only those. An exclusion, or a key of a dict such as `rank_pattern`,
+applies to all that it matches.
 
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
 re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
 "all-linear"                      every linear layer in numbered layers, such as layers.0.mlp.up; in
-                                  a model without these every one but the last, its head
+                                  a model without these, all but the last, which is its head
 """
 
 import difflib
@@ -34,7 +35,7 @@ _Value = TypeVar("_Value")
 
 
 def matches(name: str, target: Target) -> bool:
-    """Whether a module's name is meant by a target other than "all-linear"."""
+    """Returns whether a target other than "all-linear" matches a module's name."""
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
     if any(character in target for character in "*?["):
@@ -43,12 +44,12 @@ def matches(name: str, target: Target) -> bool:
 
 
 def means(name: str, target: Target, stacks: Collection[str]) -> bool:
-    """Whether a target matches a module or a stack; a stack also by the name of its LoRA layer.
+    """Returns whether a target matches a module or a stack (a stack also by its LoRA layer's name).
 
     Args:
-        name: its name.
-        target: other than "all-linear".
-        stacks: the names that are those of stacks.
+        name: the name of the module or stack.
+        target: any other than "all-linear".
+        stacks: the names of the model's stacks.
     """
     if matches(name, target) or name not in stacks:
         return matches(name, target)
@@ -57,21 +58,22 @@ def means(name: str, target: Target, stacks: Collection[str]) -> bool:
 
 
 def text_of(target: Target) -> str:
-    """A target as it was written, for messages."""
+    """Returns a target as it was written, for messages."""
     return target.pattern if isinstance(target, re.Pattern) else target
 
 
 def is_any(name: str, targets: Target | Iterable[Target]) -> bool:
-    """Whether a module's name is meant by one of these targets."""
+    """Returns whether one of these targets matches a module's name."""
     return any(matches(name, target) for target in as_targets(targets))
 
 
 def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tuple[Target, ...]:
-    """One target or several, which may come from an iterator, as a tuple.
+    """Returns one target or several, which may come from an iterator, as a tuple.
 
     Args:
-        targets: what somebody gave. A dict of None alone, as `dict.fromkeys` makes it, is its keys.
-        what: they are called in errors.
+        targets: what the user gave. A dict whose values are all None, as `dict.fromkeys` makes it,
+            stands for its keys.
+        what: what errors call them.
 
     Raises:
         ValueError: they are something else.
@@ -95,15 +97,15 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
 
 
 def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
-    """The numbers of layers, which may come from an iterator, as a tuple.
+    """Returns the numbers of layers, which may come from an iterator, as a tuple.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: they are something else, or there are none.
     """
     try:
         several = tuple(layers)
         numbers = tuple(map(operator.index, several))
-        if any(isinstance(each, bool) for each in several):  # flags, one for each layer
+        if any(isinstance(each, bool) for each in several):  # probably a flag for each layer
             raise TypeError
     except TypeError:
         raise ValueError(
@@ -116,10 +118,10 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a model's modules -> the first name of that module, in the model's order.
+    """Maps every name of a model's modules to that module's first name, in the model's order.
 
-    A module that is used in several places has several names; state dicts list its tensors under
-    each, and the parameters of a model are called by the first.
+    A module that is used in several places has several names. State dicts list its tensors under
+    all of them, `named_parameters` only under the first.
     """
     first: dict[nn.Module, str] = {}
     modules = model.named_modules(remove_duplicate=False)
@@ -127,15 +129,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def first_names_of_targets(model: nn.Module) -> dict[str, str]:
-    """As `first_names`, of all that targets can name: modules, and stacks of matrices in them."""
+    """Does what `first_names` does, for all that targets can name: modules and stacks."""
     modules, stacks = _modules_and_stacks(model)
     return modules | stacks
 
 
 def _modules_and_stacks(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """As `first_names`, and the same of a model's stacks of matrices.
+    """Returns what `first_names` does, and the same for a model's stacks of matrices.
 
-    Their LoRA layers are not among the modules: by these names the stacks are meant.
+    The stacks' LoRA layers are not among the modules, because their names mean the stacks.
     """
     first: dict[nn.Module, str] = {}
     modules, stacks = dict[str, str](), dict[str, str]()
@@ -153,9 +155,10 @@ def _joined(owner: str, last: str) -> str:
 
 
 def other_places(model: nn.Module) -> dict[str, str]:
-    """The first names of modules that a model uses in several places -> the name in another one.
+    """Maps the first name of each module that a model uses in several places to another name of it.
 
-    A second name by which only a block around the module is called is no other place.
+    A module whose second name only comes from a second name of a block around it has no other
+    place.
     """
     found: dict[str, str] = {}
     for name, first in first_names(model).items():
@@ -169,7 +172,7 @@ def other_places(model: nn.Module) -> dict[str, str]:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a module belongs to: the first number in its name."""
+    """Returns the number of a module's layer: the first number in its name, if there is one."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
 
@@ -183,20 +186,21 @@ def find(
     is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
     with_stacks: bool = True,
 ) -> list[str]:
-    """The names of the modules that are meant, in the model's order, and then those of stacks.
+    """Returns the names of the modules that are meant, in the model's order, and then of stacks.
 
     Args:
-        model: any model. A module that it has under several names is meant by each of them, and
-            returned by the first.
-        targets: one or several; each of them has to match at least one module, or else a stack.
-        exclude: what is left out, in the same notation.
-        layers: numbers of the layers to keep to; modules outside of layers are not meant then.
+        model: any model. A module with several names is found by each of them, and returned under
+            the first.
+        targets: one or several. Each has to match at least one module, or else a stack.
+        exclude: what to leave out, in the same notation.
+        layers: the numbers of the layers to keep to, which leaves out modules outside of layers.
         is_linear: what counts as a linear layer for "all-linear".
-        with_stacks: False where whole modules are meant, of any kind, and nothing else.
+        with_stacks: False to find only modules, of any kind.
 
     Raises:
-        ValueError: a target, an exclusion or a layer matches no module; the message lists near
-            names. Or a module is meant by one of its names and left out by another.
+        ValueError: a target, an exclusion or a layer matches nothing (the message lists similar
+            names); all that a target matches is left out; there is no target; or a module is meant
+            by one of its names and left out by another.
     """
     modules, stacks = _modules_and_stacks(model)
     if not with_stacks:
@@ -233,10 +237,10 @@ def find(
 def _named(
     model: nn.Module, modules: Iterable[str], stacks: Collection[str], target: Target
 ) -> set[str]:
-    """The names that a target means: those of modules, or else of stacks.
+    """Returns the names that a target means: those of modules, or else of stacks.
 
-    Modules without parameters of their own, such as the activation beside upstream's experts, are
-    no reason to mean no stack.
+    It may mean stacks even if it matches modules without parameters of their own, such as the
+    activation next to the experts in upstream's models.
     """
     named = _matched(modules, target)
     if any(model.get_submodule(name)._parameters for name in named):
@@ -250,12 +254,13 @@ def matched_stacks(
     exclude: Iterable[Target] = (),
     layers: Iterable[int] | None = None,
 ) -> list[str]:
-    """The names of the stacks that targets match, also where they mean modules alone.
+    """Returns the names of the stacks that targets match, even if they mean modules alone.
 
-    "all-linear" matches all of them. One that means modules, such as "down_proj", matches with
-    experts.down_proj the other stacks of that module, such as experts.gate_up_proj, if the targets
-    mean the layers beside a down_proj as well: as linear layers these stacks had other names. Those
-    that are excluded, or within an excluded module, are not among these, nor those that are not
+    "all-linear" matches all stacks. A target that means modules may match further stacks: if
+    "down_proj" means linear layers, and the targets also mean the layers next to one of these, then
+    it matches experts.down_proj and the other stacks of `experts`, such as experts.gate_up_proj.
+    (Models that hold the experts as linear layers have other names for these.) Stacks that are
+    excluded or within an excluded module are left out, and so are those that are not
     `is_suggested`.
     """
     modules, stacks = _modules_and_stacks(model)
@@ -279,9 +284,9 @@ def matched_stacks(
 
 
 def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collection[str]) -> bool:
-    """Whether one of these modules is meant with all others that have matrices and its owner.
+    """Returns whether one of these modules is meant along with all siblings that have matrices.
 
-    As an MLP's down_proj is where its gate_proj and up_proj are meant as well.
+    For example an MLP's down_proj, if its gate_proj and up_proj are meant as well.
     """
     for owner in {_owner(name) for name in named}:
         beside = [
@@ -297,7 +302,7 @@ def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collect
 def _matched(
     names: Iterable[str], target: Target, stacks: Collection[str] = frozenset()
 ) -> set[str]:
-    """Those of some names that a target matches; some may be those of stacks, see `means`."""
+    """Returns those of some names that a target matches; for `stacks`, see `means`."""
     return {name for name in names if means(name, target, stacks)}
 
 
@@ -315,18 +320,17 @@ def _check_names_agree(
 
 
 def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collection[str]) -> None:
-    """Checks that no exclusion names a block around targets, which it would not leave out.
+    """Checks that no exclusion names only a block around targets, which does not leave them out.
 
-    One that names other modules, such as a head that "all-linear" leaves out by itself, does no
-    harm.
+    An exclusion of other modules, such as a head that "all-linear" leaves out anyway, is harmless.
 
     Args:
         model: the model.
         exclude: what is left out.
-        meant: the first names of the modules that the targets mean, those left out as well.
+        meant: the first names of the modules that the targets mean, including those left out.
 
     Raises:
-        ValueError: one names only such blocks.
+        ValueError: an exclusion matches such a block and none of the targets.
     """
     modules, stacks = _modules_and_stacks(model)
     first = modules | stacks
@@ -344,20 +348,20 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
 
 
 def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
-    """The names of a model's linear layers but for the head's.
+    """Returns the names of a model's linear layers, without the head's.
 
-    Those are meant that lie within a numbered layer, as in ``layers.0.mlp.up``. A model without
-    such layers has all of them but the last, see `guessed_head`.
+    These are the ones within a numbered layer, as in ``layers.0.mlp.up``; in a model without
+    numbered layers, all but the last, see `guessed_head`.
     """
     names = _linear_names(model, is_linear)
     return [name for name in names if _is_within_layer(name)] or names[:-1]
 
 
 def guessed_head(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> str | None:
-    """The linear layer that "all-linear" takes for the head because it is the last.
+    """Returns the linear layer that "all-linear" takes for the head because it is the last.
 
-    None for a model with numbered layers, of which it is known what lies outside, and for one
-    without linear layers.
+    None for a model with numbered layers, where all that lies outside of these is left out, and for
+    a model without linear layers.
     """
     names = _linear_names(model, is_linear)
     return None if not names or any(map(_is_within_layer, names)) else names[-1]
@@ -368,7 +372,7 @@ def _linear_names(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> l
 
 
 def _is_within_layer(name: str) -> bool:
-    """Whether a module lies within a numbered layer, as in ``layers.0.mlp.up``."""
+    """Returns whether a module lies within a numbered layer, as in ``layers.0.mlp.up``."""
     return re.search(r"(?:^|\.)\d+\.", name) is not None
 
 
@@ -378,16 +382,16 @@ def by_pattern(
     default: _Value,
     stacks: Collection[str] = (),
 ) -> dict[str, _Value]:
-    """For each name the value of the first pattern that means it, as for ranks by module.
+    """Returns for each name the value of the first pattern that means it, as for `rank_pattern`.
 
     Args:
-        names: of modules and stacks.
+        names: the names of modules and stacks.
         patterns: values by target.
-        default: the value where no pattern does.
-        stacks: the names that are those of stacks.
+        default: the value if no pattern means a name.
+        stacks: which of the names are those of stacks.
 
     Raises:
-        ValueError: a pattern matches none of the names; or these are not targets with values.
+        ValueError: a pattern matches none of the names, or patterns is not a dict by target.
     """
     names = list(names)
     if not isinstance(patterns, Mapping):
@@ -413,7 +417,7 @@ def _left_out(
     exclude: Iterable[Target],
     layers: Iterable[int] | None,
 ) -> set[str]:
-    """The names of what exclusions match, and of what is outside of the layers to keep to."""
+    """Returns the names that exclusions match, and those outside of the layers to keep to."""
     left_out: set[str] = set()
     for target in exclude:
         found = _matched(names, target, stacks)
@@ -434,13 +438,13 @@ def _left_out(
 def _all_left_out(
     target: Target, left_out: Collection[str], modules: Iterable[str], stacks: Collection[str]
 ) -> str:
-    """Why a target means nothing that matches some modules.
+    """Returns an error's message: all modules that a target matches are left out.
 
     Args:
-        target: it.
-        left_out: the names of these, which are all left out.
+        target: the target.
+        left_out: the names of the modules that it matches.
         modules: the names of all modules.
-        stacks: those of stacks that it would mean if it meant no module.
+        stacks: the names of the stacks that it would mean if it matched no module.
     """
     instead = ""
     if stacks:
@@ -456,19 +460,20 @@ def _all_left_out(
 def shortest_target(
     name: str, alike: Collection[str], others: Iterable[str], least: int = 1
 ) -> str:
-    """As `shortest_targets`, of one name; `alike` are the names that it may match as well."""
+    """Returns what `shortest_targets` does, for one name; the target may also match `alike`."""
     return shortest_targets([name], set(others) - set(alike), least)[name]
 
 
 def shortest_targets(
     names: Collection[str], others: Iterable[str], least: int = 1
 ) -> dict[str, str]:
-    """For each name the shortest target, as it is written, that matches it and none of others.
+    """Returns for each name the shortest target (Python code) that matches it but no other.
 
     Args:
-        names: any; a target of one may match more of them.
-        others: the names that it must not match, but for those.
-        least: of how many parts; two say whose a stack is, as "experts.down_proj".
+        names: any names. The target of one may match other ones of them.
+        others: the names that a target must not match, except for those in `names`.
+        least: how many parts a target has at least. Two show the owner of a stack, as in
+            "experts.down_proj".
     """
     taken = {end for other in set(others) - set(names) for end in _all_ends(other)}
     targets: dict[str, str] = {}
@@ -480,7 +485,7 @@ def shortest_targets(
 
 
 def _all_ends(name: str) -> list[str]:
-    """The ends of a name at dots, which as targets match it; the shortest comes first."""
+    """Returns the ends of a name at dots, the shortest first; as targets, all match it."""
     parts = name.split(".")
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
@@ -492,14 +497,14 @@ def _means_nothing(
     linear: Collection[str],
     stacks: Collection[str],
 ) -> str:
-    """Why a target means nothing; it names what is likely to be meant.
+    """Returns an error's message: a target matches nothing, and what was probably meant.
 
     Args:
         model: the model.
-        target: it.
-        names: of the model's modules and stacks.
-        linear: those of linear layers.
-        stacks: those of stacks.
+        target: the target.
+        names: the names of the model's modules and stacks.
+        linear: the names of its linear layers.
+        stacks: the names of its stacks.
     """
     parameters = [name for name, _ in model.named_parameters() if matches(name, target)]
     only = f", only parameters such as {min(parameters)}" if parameters else ""
@@ -510,13 +515,13 @@ def _means_nothing(
 def _nothing_matches(
     target: Target, names: Collection[str], likely: Collection[str] = (), only: str = ""
 ) -> str:
-    """That a target or an exclusion matches no name; and names like it.
+    """Returns an error's message: a target or an exclusion matches no name, and similar names.
 
     Args:
-        target: it.
-        names: of the model's modules and stacks.
-        likely: what else may be meant than names like it, see `_largest_first`.
-        only: what it matches instead.
+        target: the target or exclusion.
+        names: the names of the model's modules and stacks.
+        likely: ends of names to suggest besides similar ones, see `_largest_first`.
+        only: words about what it matches instead, if anything.
     """
     text, ends = text_of(target), sorted(_ends(names))
     offered: dict[str, None] = {}
@@ -530,9 +535,10 @@ def _nothing_matches(
 
 
 def _largest_first(model: nn.Module, linear: Iterable[str], stacks: Iterable[str]) -> list[str]:
-    """The ends of the names of linear layers and stacks; those that hold most weights come first.
+    """Returns the ends of the names of linear layers and stacks, those with most weights first.
 
-    A stack's is such as "experts.down_proj", as linear layers may be called "down_proj" as well.
+    A stack's end includes its owner's name, as in "experts.down_proj", because linear layers may be
+    called "down_proj" as well.
     """
     sizes = Counter[str]()
     for name in linear:
@@ -555,13 +561,13 @@ def _owner(name: str) -> str:
 
 
 def _ends(names: Iterable[str]) -> dict[str, None]:
-    """The ends of modules' names, each once and in their order; not the numbers."""
+    """Returns the last parts of modules' names, each once and in their order, without numbers."""
     ends = map(_last, names)
     return dict.fromkeys(end for end in ends if not end.isdigit())
 
 
 def _way_out(target: Target, names: Iterable[str], linear: Collection[str] = ()) -> str:
-    """How a target that matches nothing is written where it is of another kind; or nothing."""
+    """Returns advice on how to write a target that matches nothing; empty if there is none."""
     if isinstance(target, str) and _is_expression(target, names):
         return f"; a regular expression is re.compile(r'{target}')"
     if linear:
@@ -577,7 +583,12 @@ def _is_expression(target: str, names: Iterable[str]) -> bool:
 
 
 def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
-    """Why "all-linear" means nothing, of these layers that it would mean."""
+    """Returns an error's message: "all-linear" means nothing.
+
+    Args:
+        linear: the layers that it would mean, if they were not left out.
+        head: the layer that it takes for the head, see `guessed_head`.
+    """
     if linear:
         return f"'{ALL_LINEAR}' means only modules that are left out, such as {min(linear)}"
     if head is None:
@@ -594,11 +605,11 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
 def pattern_of_words(
     flag: str, number: Callable[[str], _Value], words: Iterable[str]
 ) -> dict[str, _Value]:
-    """A pattern from words such as ``value=4``, in their order.
+    """Returns a pattern from words such as ``value=4``, in their order.
 
     Args:
         flag: what errors call it.
-        number: makes a value of what follows the "=", such as `int`.
+        number: converts what follows the "=", such as `int`.
         words: ``target=number``, each target once.
 
     Raises:
@@ -621,7 +632,7 @@ def pattern_of_words(
 
 
 def layers_of_words(flag: str, words: Iterable[str]) -> list[int]:
-    """The numbers of layers from words such as ``0`` and ``6-11``, which is a range with both ends.
+    """Returns the numbers of layers from words such as ``0`` and ``6-11`` (both ends included).
 
     Raises:
         ValueError: a word is neither; the message begins with `flag`.

@@ -1,4 +1,4 @@
-"""Names and values as messages quote them: in one line, and short."""
+"""Formats names and values for messages: on one line, and short."""
 
 import json
 import re
@@ -6,26 +6,26 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str], at_most: int = 4) -> str:
-    """Names for an error: the first ones, in order, and whether there are more."""
+    """Returns names for an error: the first ones in order, and "…" if there are more."""
     ordered = sorted(names)
     return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
 
 
 def called(module: str) -> str:
-    """A module's name for an error; one of numbers alone, as in nn.Sequential, says what it is."""
+    """Returns a module's name for an error: "module 0.1" if it has only numbers (nn.Sequential)."""
     return f"module {module}" if re.fullmatch(r"[\d.]+", module) else module
 
 
 def in_short(names: Iterable[str], at_most: int = 10, width: int = 200, quote: str = "") -> str:
-    """Names for a message, such as a data set's classes: the first ones, and how many more.
+    """Returns names for a message: the first ones, and how many more there are.
 
-    Each is in one line, and cut where it is long, as a text is that stands in a name's place.
+    Each is put on one line, and cut if it is long: a data set's class names may be whole texts.
 
     Args:
         names: the names.
-        at_most: how many of them.
-        width: how many characters these may have together; the first is there in any case.
-        quote: what each is put in.
+        at_most: how many of them to show.
+        width: how many characters these may have together; the first name is always shown.
+        quote: the quotation mark to put around each.
     """
     names, begin, size = list(names), [], 0
     for name in names[:at_most]:
@@ -40,17 +40,17 @@ def in_short(names: Iterable[str], at_most: int = 10, width: int = 200, quote: s
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names for an error, as `in_short`, each in quotes: blanks in them are seen."""
+    """Returns what `in_short` does, with each name in quotes, so that blanks in it are visible."""
     return in_short(names, quote="'")
 
 
 def shown(value: object) -> str:
-    """A value for an error: in one short line."""
+    """Returns a value for an error, on one short line."""
     return _cut(" ".join(repr(value).split()))
 
 
 def as_json(value: object) -> str:
-    """Likewise, as a JSON file has it."""
+    """Returns a value for an error, as JSON on one short line."""
     return _cut(json.dumps(value, ensure_ascii=False, default=repr))
 
 
@@ -59,6 +59,6 @@ def _cut(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to one line."""
+    """Returns the first line of an error's message, or the error's class if it has none."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]

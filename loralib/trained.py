@@ -1,8 +1,9 @@
-"""What is trained of a model besides its LoRA, as its modules remember it.
+"""Records which parameters are trained besides LoRA, as attributes of the modules that own them.
 
-Whether a parameter requires a gradient says that only while it is trained: a model that is frozen
-for inference would lose its head when it is saved. The record is an attribute of each module, so
-that it is copied and pickled with it, and stays with a block that is taken out of a model.
+`requires_grad` tells this only during training: without the record, a model that has been frozen
+for inference would lose its head when it is saved. Because the record is an attribute of each
+module, it is copied and pickled with the module, and stays with a block that is taken out of a
+model.
 """
 
 from collections.abc import Iterable
@@ -18,9 +19,9 @@ def note_trained(model: nn.Module, names: Iterable[str], source: str | None = No
     """Notes that parameters are trained, or come from an adapter that was trained with them.
 
     Args:
-        model: whose parameters they are.
-        names: of the parameters.
-        source: the adapter that has brought them, if one has.
+        model: the model that has the parameters.
+        names: the parameters' names.
+        source: the adapter that they come from, if any.
     """
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -30,11 +31,11 @@ def note_trained(model: nn.Module, names: Iterable[str], source: str | None = No
 
 
 def noted(model: nn.Module) -> dict[str, str | None]:
-    """What was noted of a model.
+    """Returns the parameters that `note_trained` has noted in a model, and where they come from.
 
     Returns:
-        By the parameter's name the adapter that it is from; None where it is from none, or has
-        been changed since, by training or by loading another state.
+        For each parameter's name, the adapter that it comes from; None if it comes from none, or
+        has been changed since, by training or by loading another state.
     """
     return {
         f"{owner}.{last}" if owner else last: source if parameter._version == version else None
@@ -45,40 +46,40 @@ def noted(model: nn.Module) -> dict[str, str | None]:
 
 
 def note_untied(module: nn.Module, others: Iterable[str]) -> None:
-    """Notes that an adapter has given a module a weight of its own.
+    """Notes that an adapter has given a module its own weight in place of a tied one.
 
     Args:
         module: the module.
-        others: what the model calls the weight that it was, in the modules that still have it.
+        others: the names of the tied weight in the modules that still have it.
     """
     vars(module)[_UNTIED] = {*vars(module).get(_UNTIED, ()), *others}
 
 
 def untied_from(model: nn.Module) -> set[str]:
-    """The names of the weights that modules of a model had before adapters gave them their own."""
+    """Returns the names of the tied weights that modules had before adapters untied them."""
     return {name for module in model.modules() for name in vars(module).get(_UNTIED, ())}
 
 
 def note_frozen(model: nn.Module) -> None:
-    """Notes that all but LoRA was frozen in a model: what is trained since then is meant to be."""
+    """Notes that all but LoRA was frozen in a model: what is trained later is meant to be."""
     for module in model.modules():
         vars(module)[_FROZEN] = True
 
 
 def is_never_frozen(model: nn.Module, names: Iterable[str]) -> bool:
-    """Whether none of these parameters was ever frozen for LoRA."""
+    """Returns whether none of the modules with these parameters was ever frozen for LoRA."""
     owners = {name.rpartition(".")[0] for name in names}
     return not any(_FROZEN in vars(model.get_submodule(owner)) for owner in owners)
 
 
 def forget_frozen(model: nn.Module) -> None:
-    """Drops the note that LoRA's base was frozen: the model has no LoRA any more."""
+    """Drops the note of `note_frozen`: the model has no LoRA any more."""
     for module in model.modules():
         vars(module).pop(_FROZEN, None)
 
 
 def forget_trained(model: nn.Module) -> None:
-    """Drops the record: the model, its LoRA merged, is a base of its own."""
+    """Drops the record: with its LoRA merged, the model is a base itself."""
     forget_frozen(model)
     for module in model.modules():
         vars(module).pop(_RECORD, None)

@@ -1,4 +1,4 @@
-"""What to train, what to save, and how to merge an update into its weight for good."""
+"""Chooses what is trained and what is saved, and merges updates into their weights for good."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ _BIAS_CHOICES = ("none", "all", "lora_only")
 
 
 def check_bias(bias: str) -> None:
-    """Checks that this is a choice of `mark_only_lora_as_trainable`.
+    """Checks that `bias` is one of the choices of `mark_only_lora_as_trainable`.
 
     Raises:
         ValueError: it is not.
@@ -43,8 +43,8 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     """Freezes every parameter without `lora_` in its name, then unfreezes biases as asked.
 
     If all LoRA parameters are frozen, as after `model.requires_grad_(False)`, they are unfrozen. A
-    model without any is frozen entirely, with a warning in the log. PyTorch's own encoders call
-    their layers from then on, see in_place.py.
+    model without any is frozen, except for the selected biases, and a warning is logged. From then
+    on, PyTorch's own encoders call their layers instead of taking their fast path, see in_place.py.
 
     Args:
         model: changed in place.
@@ -70,7 +70,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
 def freeze_base(model: nn.Module) -> None:
     """Freezes every parameter without `lora_` in its name, and the A of layers with `freeze_A`.
 
-    Gradients that they have are dropped: an optimizer that holds them would still follow those.
+    Their gradients are dropped: an optimizer that holds the parameters would still apply them.
     """
     frozen = [parameter for name, parameter in model.named_parameters() if "lora_" not in name]
     frozen += [layer.lora_A for layer in lora_layers(model).values() if layer.freeze_A]
@@ -81,9 +81,9 @@ def freeze_base(model: nn.Module) -> None:
 
 
 def _unfreeze_lora(model: nn.Module) -> None:
-    """Unfreezes the LoRA parameters of a model in which all are frozen, but for `freeze_A`.
+    """Unfreezes a model's LoRA parameters if all of them are frozen, except A with `freeze_A`.
 
-    Where some are trained, the others may have been frozen by hand, as A alone is in LoRA-FA.
+    If some are trained, the others may have been frozen by hand, as A is in LoRA-FA.
     """
     named = model.named_parameters()
     added = [p for name, p in named if any(part.startswith("lora_") for part in name.split("."))]
@@ -112,15 +112,16 @@ def train_biases(model: nn.Module, bias: str) -> None:
 
 
 def start_from_weights(model: nn.Module) -> None:
-    """Initializes what depends on the base's weights, in every LoRA layer; see `LoRALayer`.
+    """Initializes what is computed from the base's weights, in every LoRA layer; see `LoRALayer`.
 
-    To be called when a base has been loaded into a model that was built with DoRA, or with an
-    initialization that is made of the weights, and before an adapter is. Likewise for any model
-    that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
-    their first values, unless they have been loaded or written to by then.
+    Call it after a base, and before an adapter, is loaded into a model that was built with DoRA, or
+    with an initialization that uses the weights. Call it as well for any model that was adapted on
+    the meta device and has got memory since (`to_empty`): A and B then get their first values,
+    unless they have already been loaded or written to.
 
-    Rows of zeros in weights that DoRA adapts, which `add_lora` refuses but cannot see before the
-    weights are loaded, are warned of in the log: so may be memory that is yet to be loaded into.
+    Rows of zeros in weights that DoRA adapts cause a warning in the log. `add_lora` refuses these,
+    but cannot see them before the weights are loaded. Here they are no error, because memory that
+    is yet to be loaded into may be zero as well.
     """
     check_model(model)
     for layer in model.modules():
@@ -142,7 +143,7 @@ def start_from_weights(model: nn.Module) -> None:
 
 
 def _has_zero_norms(layer: LoRALayer) -> bool:
-    """Whether DoRA's magnitudes, which were the norms of a weight's rows right now, have zeros."""
+    """Returns whether DoRA's magnitudes, now the norms of a weight's rows, have zeros."""
     if not variant_of(layer.variant).has_magnitude:
         return False
     norms: Any = layer.lora_magnitude_vector
@@ -154,20 +155,21 @@ def _has_zero_norms(layer: LoRALayer) -> bool:
 def parameter_groups(
     model: nn.Module, lr: float, lora_plus_ratio: float = 1.0, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """A model's trained parameters as groups for an optimizer.
+    """Returns a model's trained parameters as groups for an optimizer.
 
-    LoRA+ trains B with a higher rate than A: features of a wide model then change at the rate at
-    which its loss does. Embeddings keep `lr`: of their factors it is A that starts as zero.
+    LoRA+ trains B with a higher learning rate than A, so that in a wide model both contribute to
+    learning features. Embeddings keep `lr` for both, because there it is A that starts as zero.
 
     Args:
-        model: with LoRA layers.
-        lr: learning rate of all but B.
-        lora_plus_ratio: B's rate over that; 1 for plain LoRA. The paper recommends about 16.
-        weight_decay: of all of them.
+        model: a model with LoRA layers.
+        lr: learning rate of all parameters but B.
+        lora_plus_ratio: B's learning rate divided by `lr`; 1 for plain LoRA. The paper recommends
+            about 16.
+        weight_decay: weight decay of all parameters.
 
     Raises:
-        ValueError: a rate is not a number above 0, or the decay one below it; nothing is trained;
-            or the model has no LoRA layers.
+        ValueError: a rate is not a number above 0, or the decay is below 0; nothing is trained; or
+            the model has no LoRA layers.
 
     Source: "LoRA+: Efficient Low Rank Adaptation of Large Models" (Hayou et al., 2024),
     arXiv:2402.12354, section 4.
@@ -185,7 +187,7 @@ def parameter_groups(
 
 
 def _rate(name: str, value: Any) -> Any:
-    """A rate above 0; PyTorch's optimizers take tensors as well."""
+    """Returns a rate, checked to be above 0. It may be a tensor, as for PyTorch's optimizers."""
     is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
     if is_number and 0 < value < math.inf:
         return value
@@ -195,16 +197,16 @@ def _rate(name: str, value: Any) -> Any:
 def with_lora_plus(
     model: nn.Module, groups: Sequence[dict[str, Any]], lr: float, lora_plus_ratio: float
 ) -> list[dict[str, Any]]:
-    """An optimizer's groups with their rates, divided by LoRA+, see `parameter_groups`.
+    """Returns an optimizer's groups with their rates, split for LoRA+; see `parameter_groups`.
 
     Args:
-        model: with LoRA layers.
-        groups: as an optimizer takes them, without rates.
-        lr: learning rate of all but B.
-        lora_plus_ratio: B's rate over that.
+        model: a model with LoRA layers.
+        groups: groups as an optimizer takes them, without rates.
+        lr: learning rate of all parameters but B.
+        lora_plus_ratio: B's learning rate divided by `lr`.
 
     Returns:
-        The groups without B, in their order, and those of B after them.
+        The groups without B, in their order, followed by those of B.
     """
     layers = lora_layers(model).values()
     faster = {id(layer.lora_B) for layer in layers if not isinstance(layer, Embedding)}
@@ -220,9 +222,9 @@ def with_lora_plus(
 
 
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
-    """The part of `model.state_dict()` that `mark_only_lora_as_trainable` leaves to be trained.
+    """Returns the part of `model.state_dict()` that `mark_only_lora_as_trainable` leaves trained.
 
-    That of a model without LoRA parameters has none, with a warning in the log.
+    If the model has no LoRA parameters, a warning is logged.
 
     Args:
         model: a model with LoRA layers.
@@ -233,7 +235,8 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
         Names and tensors, which share their memory with the model's.
 
     Raises:
-        ValueError: `bias` is none of these; or bitsandbytes has packed a layer for evaluation.
+        ValueError: `bias` is none of these; bitsandbytes has packed a layer for evaluation; or a
+            parameter is partitioned by DeepSpeed's ZeRO 3.
     """
     check_model(model)
     check_bias(bias)
@@ -256,15 +259,17 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
 
 
 def merge(module: nn.Module) -> nn.Module:
-    """Merges low-rank updates into their weights for good: plain PyTorch layers, for export.
+    """Merges low-rank updates into their weights for good, which leaves plain PyTorch layers.
 
-    The sums are computed in float32 or wider and rounded once, to the weight's dtype. A frozen
-    weight itself keeps its bits: the plain layer gets a weight of its own, (out, in) even if the
-    LoRA layer held it as (in, out), and shares the bias. Names of the entries in `state_dict()` are
-    the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
-    projections of their own, see positions.py; a layer that is merged alone, and put in by hand,
-    knows nothing of that. Modules that `add_lora` has adapted in place become what they were.
-    What was frozen stays so: `model.requires_grad_(True)` has all of it trained again.
+    The sums are computed in float32 or wider and rounded once, to the weight's dtype. The frozen
+    weight itself keeps its bits: the plain layer gets a new weight, (out, in) even if the LoRA
+    layer stored it as (in, out), and shares the bias. The entries of `state_dict()` get the plain
+    layers' names. Modules that `add_lora` has adapted in place become what they were. What was
+    frozen stays frozen, and `model.requires_grad_(True)` unfreezes it.
+
+    If LoRA does not reach positions that share its weight, the positions first get projections of
+    their own, see positions.py. That does not happen if a layer is merged alone and then put into
+    its model by hand.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in
@@ -316,22 +321,23 @@ def merge(module: nn.Module) -> nn.Module:
 
 
 def _is_finite(layer: LoRALayer) -> bool:
-    """Whether a layer's frozen weight is in float16 and finite."""
-    weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+    """Returns whether a layer's frozen weight is in float16 and finite."""
+    weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
 
 
 def _place(name: str, layer: LoRALayer) -> str:
-    """The name of the module whose weight a layer's update is merged into."""
+    """Returns the name of the module whose weight a layer's update is merged into."""
     return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
 
 
 def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collection[int]) -> None:
-    """Says which merged weights hold sums that float16 cannot.
+    """Warns of merged weights whose sums are too large for float16.
 
     Args:
-        merged: names of the modules that were merged, of which the weights were finite.
-        earlier: the ids of the parameters that the model had before.
+        model: the merged model.
+        merged: the names of merged modules whose weights were finite, in float16.
+        earlier: the ids of the parameters that the model had before it was merged.
     """
     starts = tuple(f"{name}." if name else "" for name in merged)
     for name, weight in model.named_parameters():

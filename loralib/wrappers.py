@@ -1,4 +1,4 @@
-"""Modules that wrap a model, or a part of it, and give what they hold other names."""
+"""Recognizes modules that wrap others and so change names, and tensors that are not plain."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .text import called
 
-# The classes of PyTorch's wrappers, and what they call the module within.
+# The names of wrapper classes, and the attribute in which each holds the wrapped module.
 _WRAPPERS = {
     "AveragedModel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -17,22 +17,22 @@ _WRAPPERS = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
-# Those that note the parameters, or the computation, when they wrap; the others look at each call.
+# Wrappers that record the parameters or the computation when they are made, not at each call.
 _NOTING = {"DataParallel", "DeepSpeedEngine", "DistributedDataParallel"}
 _NOTING |= {"FullyShardedDataParallel", "OptimizedModule"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module within wrappers: DDP, `torch.compile`'s, an average of weights, and so on."""
+    """Returns the module inside wrappers: DDP, `torch.compile`'s, an average of weights, …"""
     inner = _WRAPPERS.get(type(model).__name__, "")
     return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
 
 
 def without_checkpoint(module: nn.Module) -> nn.Module:
-    """The module within a wrapper that computes it again for the backward pass.
+    """Returns the module inside a wrapper that recomputes it for the backward pass.
 
-    For what is called with weights alone: if these are frozen, PyTorch's reentrant checkpoint gives
-    no gradients to the module's own parameters.
+    For modules that are called with weights alone: if these are frozen, PyTorch's reentrant
+    checkpoint gives no gradients to the module's own parameters.
     """
     kind = type(module).__name__
     return getattr(module, _WRAPPERS[kind]) if kind == "CheckpointWrapper" else module
@@ -40,7 +40,7 @@ def without_checkpoint(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, within this block without wrappers, its own and those of its modules."""
+    """Takes the wrappers off a model and its modules within this block, and yields the model."""
     model = unwrapped(model)
     wrapped = [
         (owner, name, module)
@@ -58,34 +58,34 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_distributed_or_compiled(module: nn.Module) -> bool:
-    """Whether a module is in such a wrapper, or compiled: layers that it gets now come too late."""
+    """Returns whether a module is such a wrapper, or compiled: new layers would come too late."""
     is_compiled = vars(module).get("_compiled_call_impl") is not None
     return is_compiled or type(module).__name__ in _NOTING or is_managed(module)
 
 
 def is_managed(module: object) -> bool:
-    """Whether FSDP, of either version, gives this module its parameters for each call."""
+    """Returns whether FSDP, of either version, gives this module its parameters for each call."""
     return "_is_fsdp_managed_module" in vars(module)
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor may lie in several processes, as FSDP2's and tensor parallelism's do."""
+    """Returns whether a tensor may be spread over processes, as by FSDP2 or tensor parallelism."""
     return hasattr(tensor, "full_tensor")
 
 
-# PyTorch's tensors that compute as plain ones do: also what is sharded, has a shape alone, or gets
-# one in the first pass.
+# PyTorch's classes of tensors that compute as plain ones do, including sharded tensors, those with
+# a shape but no values, and lazy ones, which get a shape in the first forward.
 _ORDINARY = {"Tensor", "TensorBase", "Parameter", "Buffer", "DTensor", "FakeTensor"}
 _ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor has a shape alone, on a device that has memory (`FakeTensorMode`)."""
+    """Returns whether a tensor has no values although its device has memory (`FakeTensorMode`)."""
     return type(tensor).__name__ == "FakeTensor"
 
 
 def quantized(tensor: Tensor) -> str | None:
-    """That a tensor is quantized, in words, where it is, or else computes in a way of its own."""
+    """Returns, in words, how a tensor is quantized, or computes in its own way; None if neither."""
     kind = type(tensor)
     if any(_OWN_WAYS & vars(each).keys() for each in kind.__mro__ if not _is_ordinary(each)):
         return f"quantized (a {kind.__module__}.{kind.__qualname__})"
@@ -95,17 +95,20 @@ def quantized(tensor: Tensor) -> str | None:
 
 
 def unreadable(tensor: Tensor) -> str | None:
-    """As `quantized`, of any tensor of a model: integers, as of a mask, are values as a rule."""
+    """Returns what `quantized` does, but counts integers, such as a mask's, as plain values.
+
+    Except those that bitsandbytes has packed.
+    """
     return quantized(tensor) if tensor.is_floating_point() or is_packed(tensor) else None
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether this is the weight of a layer of bitsandbytes, with numbers packed into others."""
+    """Returns whether this is a weight of bitsandbytes, whose numbers are packed into others."""
     return package_and_name(type(tensor)) in _PACKED
 
 
 def package_and_name(kind: type) -> tuple[str, str]:
-    """By what a class of another package is known here, which is not imported for that."""
+    """Returns a class's package and name, which identify it without importing the package."""
     return kind.__module__.partition(".")[0], kind.__name__
 
 
@@ -118,21 +121,21 @@ def _is_ordinary(kind: type) -> bool:
 
 
 def has_own_forward(module: Any) -> bool:
-    """Whether a forward other than its class's was set on a module, as hooks that offload do."""
+    """Returns whether another forward than its class's was set on a module, as offloading does."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def own_forward_message(name: str, module: nn.Module, if_hooked: str, if_set: str) -> str:
-    """The text of an error about a module that has a forward of its own.
+    """Returns the message of an error about a module that has its own forward.
 
     Args:
-        name: the module's; empty for the model itself.
+        name: the module's name; empty for the model itself.
         module: the module.
-        if_hooked: how the text goes on where hooks that offload weights have set the forward:
-            what is wrong with that, and what to do.
-        if_set: how it goes on where somebody else has: what is wrong with that. How to delete the
-            forward is added.
+        if_hooked: the end of the message if hooks that offload weights have set the forward: what
+            is wrong with that, and what to do.
+        if_set: the end if other code has set it: what is wrong with that. The message then says
+            how to delete the forward.
     """
     what = f"{called(name) or 'the layer'} has a forward of its own"
     if "_hf_hook" in vars(module):  # accelerate's
@@ -142,6 +145,6 @@ def own_forward_message(name: str, module: nn.Module, if_hooked: str, if_set: st
 
 
 def drop_set_forward(module: nn.Module) -> None:
-    """Takes a forward off a module that is its class's own, which such hooks leave behind."""
+    """Deletes a module's `forward` if it is only its class's, as removed hooks leave it behind."""
     if "forward" in vars(module) and not has_own_forward(module):
         del vars(module)["forward"]

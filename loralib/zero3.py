@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO, known by what it notes on parameters: it is never imported here.
+"""Recognizes DeepSpeed's ZeRO by the attributes that it sets on parameters, without importing it.
 
 Under ZeRO 3, each process holds a part of each parameter. Hooks on modules gather a parameter for a
-call, as `deepspeed.zero.GatheredParameters` does for a block; otherwise it is empty, of shape (0,).
+call, as `deepspeed.zero.GatheredParameters` does for a block. Otherwise it is empty, of shape (0,).
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 
 def is_of_zero3(tensor: object) -> bool:
-    """Whether ZeRO 3 gives a parameter its values for each call."""
+    """Returns whether ZeRO 3 gives a parameter its values for each call."""
     return hasattr(tensor, "ds_id")
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """Whether a parameter is empty now, its values lying in several processes."""
+    """Returns whether a parameter is empty now, with its values spread over processes."""
     return is_of_zero3(tensor) and tensor.ds_status.name != "AVAILABLE"
 
 
 @contextmanager
 def with_shapes(model: nn.Module) -> Iterator[None]:
-    """Within this block, what is partitioned has its shape, and zeros that take no memory."""
+    """Gives partitioned parameters their shapes within this block; zeros that take no memory."""
     parameters: Iterable[Any] = model.parameters()
     empty = [(each, each.data) for each in parameters if is_partitioned(each)]
     for each, data in empty:
@@ -36,11 +36,11 @@ def with_shapes(model: nn.Module) -> Iterator[None]:
 
 
 def check_gathered(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Checks that tensors have their values.
+    """Checks that no tensor is partitioned, so that each has its values.
 
     Args:
-        tensors: with their names.
-        what: for which they need them, such as "LoRA is merged".
+        tensors: names and tensors.
+        what: what the values are needed for, such as "LoRA is merged".
 
     Raises:
         ValueError: one is partitioned.
@@ -55,15 +55,17 @@ def check_gathered(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
 
 
 def check_not_copied(model: nn.Module, so: str, written: Container[str] | None = None) -> None:
-    """Checks that no optimizer of DeepSpeed's, under any of ZeRO 1 to 3, trains copies.
+    """Checks that no DeepSpeed optimizer (of ZeRO 1, 2 or 3) trains copies of parameters.
 
     Args:
         model: the model.
-        so: what follows where one does, and what to do before deepspeed.initialize.
-        written: names of the parameters of which copies matter; None for all.
+        so: the message's next words: what such a copy leads to, and what to do before
+            deepspeed.initialize.
+        written: names of the parameters whose copies matter, because they are about to be written
+            to; None for all.
 
     Raises:
-        ValueError: one does.
+        ValueError: an optimizer trains such a copy.
     """
     for name, tensor in model.named_parameters(remove_duplicate=False):
         way_out = _way_out_of_copies(tensor)
@@ -74,10 +76,10 @@ def check_not_copied(model: nn.Module, so: str, written: Container[str] | None =
 
 
 def _way_out_of_copies(tensor: Any) -> str | None:
-    """How to be rid of the optimizer that trains a copy of a parameter, if one does."""
-    if getattr(tensor, "_hp_mapping", None) is not None:  # ZeRO 1 and 2, on what they train
+    """Returns how to get rid of the optimizer that trains a copy of a parameter, if one does."""
+    if getattr(tensor, "_hp_mapping", None) is not None:  # set by ZeRO 1 and 2 on what they train
         return "call engine.destroy() first"
-    # ZeRO 3 notes it on frozen parameters as well, and leaves it there when it is destroyed.
+    # ZeRO 3 sets this on frozen parameters as well, and leaves it there when it is destroyed.
     if tensor.requires_grad and getattr(tensor, "_z3_optimizer", None) is not None:
         return "build the model again"
     return None

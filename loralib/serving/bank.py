@@ -1,4 +1,4 @@
-"""Many tasks, one base: several LoRA adapters of one model, each used at will.
+"""Computes one model with several LoRA adapters, chosen for each batch or for each of its rows.
 
     bank = lora.AdapterBank(model)
     bank.add("rte", read_adapter("rte.safetensors"))
@@ -9,9 +9,9 @@
     with bank.use(["rte", "mnli", "rte"]):  # a batch of three rows
         model(**batch)
 
-The base is computed once, for all of the batch; an adapter costs two thin products in each module
-that it adapts, and its head. Nothing of the model is changed: deltas and heads are applied by
-forward hooks, which act within `use` alone. routing.py tells which rows are whose.
+The base is computed once for the whole batch. An adapter costs two thin products in each module
+that it adapts, and its head. The model itself is not changed: forward hooks apply the deltas and
+heads, and only within `use`. routing.py tells which rows are computed with which adapter.
 """
 
 import inspect
@@ -48,18 +48,18 @@ class AdapterBank:
     """LoRA adapters of one model, for inference.
 
     Args:
-        model: a plain model, on the device, in the dtype and with the weights that it will have
-            when it gets adapters. From then on the weights that these change have to stay the same.
+        model: a plain model, on its final device, in its final dtype and with its final weights.
+            Once it has adapters, the weights that these change have to stay the same.
 
-    Rows of a batch are the first dimension of what its layers are given, or their tokens are packed
-    (packing.py). Outside of `use` the model computes as it did before. Its parameters, buffers and
-    the names in its state dict stay as they are at all times, and a copy of the model is a plain
-    model. A model may have two banks; their blocks cannot be nested.
+    The rows of a batch are the first dimension of its layers' inputs, or their tokens are packed
+    (packing.py). Outside of `use`, the model computes as it did before. Its parameters, buffers and
+    the names in its state dict never change, and a copy of the model is a plain model. A model may
+    have several banks, but their blocks cannot be nested.
 
     Raises:
         ValueError: the model has LoRA layers, is sharded, or has been packed by bitsandbytes for
-            evaluation on a CPU; or it is an `nn.DataParallel`, which computes in threads of its
-            own.
+            evaluation on a CPU; or it contains an `nn.DataParallel`, which computes in its own
+            threads.
     """
 
     def __init__(self, model: nn.Module):
@@ -72,8 +72,8 @@ class AdapterBank:
         check_unpacked(model)
         self._model = model
         self._key = _Key()
-        keep_unpacked(model, for_good=True)  # else no other bank could have it after this one
-        self._fingerprint: str | None = None  # of the model, when the first adapter is added
+        keep_unpacked(model, for_good=True)  # once packed, the model could not have another bank
+        self._fingerprint: str | None = None  # the model's, from when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = SeenModules()
         self._hooks: dict[_Hook, RemovableHandle] = {}
@@ -81,13 +81,13 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The adapters there are, in the order in which they were added."""
+        """The adapters' names, in the order in which they were added."""
         return tuple(self._adapters)
 
     def labels(self, name: str) -> tuple[str, ...]:
-        """What the outputs of an adapter's head stand for.
+        """Returns what the outputs of an adapter's head stand for.
 
-        Its metadata says it, or else they are ``LABEL_0``, …; () if the adapter brings no head.
+        By its metadata, or else ``LABEL_0``, …; () if the adapter has no head.
 
         Raises:
             ValueError: there is no such adapter.
@@ -95,23 +95,24 @@ class AdapterBank:
         return self._find([name])[0].labels
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Takes an adapter in, or raises and leaves everything as it was.
+        """Adds an adapter, or raises and leaves everything as it was.
 
-        What it holds besides LoRA is its head: whole modules at the model's top, such as
-        ``classifier``. The model's last projection may have another number of outputs there.
+        What an adapter holds besides LoRA is its head: whole modules at the model's top, such as
+        ``classifier``. In the adapter's head, the model's last projection may have another number
+        of outputs.
 
         Args:
-            name: what it is called in `use`.
-            adapter: what `read_adapter` read. Where it has a fingerprint of the base that it was
-                trained on, the model has to be that one. An adapter without, or a model in float16,
-                is unverified, with a warning.
+            name: the adapter's name, for `use`.
+            adapter: what `read_adapter` returned. If it has a fingerprint of the base that it was
+                trained on, the model has to be that base. If it has none, or the model is in
+                float16, the base is unverified, and a warning is logged.
 
         Raises:
-            TypeError: it is something else, such as a path, or the two are exchanged.
-            ValueError: the name is not a string, or is empty, or there is one of this name; the
-                bank is closed; modules or weights that adapters change are not what they were; or
-                what the adapter changes is offloaded, or quantized in a way that is unknown.
-            CheckpointError: it is not LoRA alone, or does not fit the model.
+            TypeError: `adapter` is something else, such as a path, or the arguments are swapped.
+            ValueError: the name is not a string, is empty, or is taken; the bank is closed; modules
+                or weights that adapters change are not what they were; or what the adapter changes
+                is offloaded, or quantized in an unknown way.
+            CheckpointError: the adapter is not LoRA alone, or does not fit the model.
         """
         self._check_open()
         if isinstance(name, Adapter):
@@ -136,7 +137,7 @@ class AdapterBank:
                 self._adapters[name] = prepared
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
-        """Sees to it that all modules that an adapter changes have their hook, and their like."""
+        """Gives hooks to all modules that an adapter changes, and to those of `_like`."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
@@ -145,11 +146,11 @@ class AdapterBank:
             module = modules[hook]
             self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
         if new and "torch._dynamo" in sys.modules:
-            # What was compiled before does not see hooks that came later.
+            # Code that was compiled before does not see hooks that were added later.
             torch.compiler.reset()
 
     def _has_hook(self, module: nn.Module, hook: "_Hook") -> bool:
-        """Whether a module has a hook: one that took the place of another has not."""
+        """Returns whether a module still has a hook. One that has replaced it has none."""
         return hook in self._hooks and self._hooks[hook].id in module._forward_hooks
 
     def remove(self, name: str) -> None:
@@ -173,25 +174,26 @@ class AdapterBank:
         self._closed = True
 
     def use(self, names: str | Sequence[str]) -> "Block":
-        """Within this block, and this thread, the model computes with adapters.
+        """Returns a block in which the model computes with adapters, in this thread only.
 
-        It is for `with`, each time anew, or to decorate a function, but not a generator or a
-        coroutine; a call alone changes nothing, and a warning says so.
+        Call `use` again for each `with`. It can also decorate a function, but not a generator or a
+        coroutine. A call without `with` has no effect, and a warning says so.
 
-        Where heads of different width share a batch, outputs are padded with -inf on the right: a
-        softmax or an argmax is what it would be without. An adapter without a head has the
-        model's. Of nested blocks the innermost counts.
+        If heads of different widths share a batch, outputs are padded with -inf on the right, which
+        does not change a softmax or an argmax. An adapter without a head uses the model's. Of
+        nested blocks, the innermost counts.
 
         Args:
-            names: one for whatever is computed; or a list with one for each row of a batch.
-                Any order will do, but rows of one adapter are fastest next to each other.
+            names: one name for everything that is computed, or a list with one for each row of a
+                batch. The order is free, but rows with the same adapter are fastest next to each
+                other.
 
         Raises:
-            ValueError: there is no such adapter, names are empty, are not strings or have no order
-                (a set), or the bank is closed; modules or weights are others than when the adapter
-                was added; or it is within a block of another bank. From the model: it is given
-                another number of rows than names, or one of its layers an input in which rows
-                cannot be told; or hooks have offloaded a bias that a gain (DoRA's) leaves out.
+            ValueError: On entering the block: there is no such adapter; names are empty, are not
+                strings or have no order (a set); the bank is closed; modules or weights have
+                changed since the adapter was added; or the block is inside one of another bank.
+                From the model: the number of rows is not that of names; rows cannot be recognized
+                in a layer's input; or hooks have offloaded a bias that DoRA's gain leaves as it is.
         """
         return Block(partial(self._using, names))
 
@@ -231,13 +233,13 @@ class AdapterBank:
 
 
 class Block(ContextDecorator):
-    """What `AdapterBank.use` returns: a block that acts under `with` alone.
+    """What `AdapterBank.use` returns: a block that has an effect only under `with`.
 
     Args:
-        make: the block, for each time that it is entered.
+        make: returns the context manager that does the work.
     """
 
-    _is_used = True  # until it is made: Dynamo has objects that never are
+    _is_used = True  # until __init__ runs, which Dynamo's objects may never do
     _block: AbstractContextManager[None] | None = None
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]):
@@ -256,10 +258,10 @@ class Block(ContextDecorator):
         return self._block.__exit__(*error)
 
     def _recreate_cm(self) -> "Block":
-        return Block(self._make)  # a decorated function's, for each call
+        return Block(self._make)  # for each call of a decorated function
 
     def __call__(self, func: Any) -> Any:
-        """The function, which computes with the adapters.
+        """Returns the function, decorated to compute with the adapters.
 
         Raises:
             ValueError: it is a generator or a coroutine, whose body runs after its call.
@@ -273,7 +275,7 @@ class Block(ContextDecorator):
         return super().__call__(func)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # An argument, because this module's names may be gone when the interpreter ends.
+        # is_finalizing is an argument, because this module's names may be gone when Python exits.
         if not self._is_used and not is_finalizing():
             logger.warning(
                 "bank.use(…) by itself has no effect: write `with bank.use(…):`, and call the "
@@ -297,21 +299,21 @@ _IN_THREADS = (
 
 
 class _Key:
-    """What tells a bank's hooks and blocks from another's; it counts the blocks in progress."""
+    """Identifies a bank's hooks and blocks, and counts the blocks in progress."""
 
     def __init__(self) -> None:
-        # One thread may take it twice: a block ends wherever its generator is collected.
+        # One thread may take the lock twice: a block ends wherever its generator is collected.
         self.lock, self.blocks = threading.RLock(), 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Key":
-        return _Key()  # a copied model's hooks are of no bank
+        return _Key()  # a copied model's hooks belong to no bank
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Key, ()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Counts a block."""
+        """Counts a block while it is in progress."""
         with self.lock:
             self.blocks += 1
         try:
@@ -322,10 +324,11 @@ class _Key:
 
 
 def _like(model: nn.Module, modules: Collection[str]) -> list[str]:
-    """These modules, and those of the same name in owners of the same class, such as other layers.
+    """Returns these modules, and those of the same name in owners of the same class.
 
-    Dynamo does not look at hooks before it runs what it has compiled (its
-    ``skip_nnmodule_hook_guards``): a layer without them would be computed for one with them.
+    For example in other layers. Dynamo does not check hooks before it runs compiled code (its
+    ``skip_nnmodule_hook_guards``), so it could use the code of a layer without hooks for one with
+    hooks.
     """
     meant = {_kind_of_place(model, name) for name in modules}
     like = (name for name, _ in model.named_modules() if _kind_of_place(model, name) in meant)
@@ -341,13 +344,14 @@ def _kind_of_place(model: nn.Module, name: str) -> tuple[type[nn.Module], str]:
 class _Hook:
     """A forward hook on one of a model's modules.
 
-    A copy of the model has a copy of the key, which no routing has: its hooks never act. Where
-    torch.ao puts quantized modules in the place of others, these call them without keywords.
+    A copy of the model has another key, which no routing has, so its hooks never act. Quantized
+    modules that torch.ao puts in place of others call their hooks without keyword arguments: then
+    `kwargs` is the output.
 
     Args:
-        key: its bank's.
+        key: the bank's key.
         module: the module's name.
-        act: what it does within that bank's blocks.
+        act: what the hook does within that bank's blocks.
     """
 
     key: _Key
@@ -372,7 +376,8 @@ def _add_deltas(
 ) -> Tensor:
     """Adds each adapter's delta to its rows, in place: nothing else uses such a layer's output.
 
-    Of positions, every segment of rows has an output of its own: (n, …) -> (segments, n, …).
+    For positions, which all rows share, every segment of rows gets its own output:
+    (n, …) -> (segments, n, …).
     """
     deltas = [adapter.deltas.get(module) for adapter in routing.adapters]
     if routing.positions:
@@ -391,8 +396,8 @@ def _add_deltas(
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
     if out.requires_grad and any(d and is_quantized_linear(d.module) for d in deltas):
-        out = out.clone()  # a package's own function may forbid what is in place
-    # An embedding's input has no columns, and may be one row number.
+        out = out.clone()  # a package's own autograd function may forbid changes in place
+    # An embedding's input has no features, and may be a single row number.
     x, added_to = (x[None], out[None]) if x.dim() == 0 else (x, out)
     tokens = x if x.is_floating_point() else x.unsqueeze(-1)
     for delta, part in zip(deltas, routing.parts(tokens), strict=True):
@@ -402,7 +407,7 @@ def _add_deltas(
 
 
 def _check_told(module: str, routing: Routing, x: Tensor) -> None:
-    """Checks that rows are not as many as tokens, where these may be the first dimension."""
+    """Checks that rows and tokens differ in number if tokens may be the first dimension."""
     if routing.rows is not None and x.dim() > 2 and len(x) == x.shape[1] == routing.rows[-1].stop:
         raise ValueError(
             f"{module} is given as many tokens as rows, near an nn.MultiheadAttention without "
@@ -413,9 +418,9 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
 def _apply_heads(
     module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> Tensor:
-    """Gives each adapter's rows to its own head; those of adapters without one have `out`.
+    """Computes each adapter's rows with its own head; rows of adapters without one keep `out`.
 
-    What else a head is given is the same for all rows.
+    A head's other arguments are the same for all rows.
     """
     heads = [adapter.heads.get(module) for adapter in routing.adapters]
     x, *others = (*args, *kwargs.values())
@@ -424,7 +429,7 @@ def _apply_heads(
         return out if heads[0] is None else heads[0](*args, **kwargs)
     if any(isinstance(other, Tensor) for other in others):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
-    of_each = list(zip(heads, parts, strict=True))  # an open zip with strict breaks Dynamo's graphs
+    of_each = list(zip(heads, parts, strict=True))  # iterating a strict zip breaks Dynamo's graphs
     outputs = [
         out[part] if head is None else _called_with(head, x[part], args, kwargs)
         for head, part in of_each
@@ -439,7 +444,7 @@ def _apply_heads(
 def _called_with(
     head: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """A head's output with another first argument."""
+    """Returns a head's output for another first argument."""
     if args:
         return head(x, *args[1:], **kwargs)
     first, *_ = kwargs

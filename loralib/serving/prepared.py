@@ -1,4 +1,4 @@
-"""An adapter prepared for a bank: checked against the model, its tensors on the devices."""
+"""Prepares an adapter for a bank: checks it against the model, and copies it to the devices."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -31,39 +31,39 @@ from ..stacks import stack_of_layer
 
 
 class DeviceDelta:
-    """A delta on its module's device, as a forward hook adds it to the module's output.
+    """A delta on its module's device, which a forward hook adds to the module's output.
 
     Args:
-        name: the module's.
+        name: the module's name.
         adapted: the delta, as the adapter holds it, and its module.
-        positions: whether it reaches positions that the module projects as well.
+        positions: whether the delta reaches positions, if the module projects these as well.
     """
 
     def __init__(self, name: str, adapted: AdaptedWeight, positions: bool):
         self.name, self.positions = name, positions
         self.module: Any = adapted.module
         weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
-        # A copy, because a file's tensors are mapped from it, and others' may be written to.
+        # A copy, because tensors may be mapped from a file, or may be written to by their owner.
         moved = adapted.delta.to(weight.device, wide, copy=True)
         self._delta = moved.with_gain(out_in(adapted.module, weight))
         self._cast: dict[torch.dtype, Delta] = {}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Changes `out`, contiguous, what the module gives for x, to what was trained."""
+        """Turns `out`, the module's output for x, into the adapted one; in place, contiguous."""
         raise NotImplementedError
 
     def _in(self, dtype: torch.dtype) -> Delta:
-        """The delta, cast once for each dtype that is asked for."""
+        """Returns the delta in a dtype; it is cast once for each."""
         if dtype not in self._cast:
             with torch.inference_mode(False):
                 self._cast[dtype] = self._delta.to(dtype)
         return self._cast[dtype]
 
     def _bias_beside_gain(self) -> Tensor | None:
-        """The module's bias, which a gain leaves as it is; None without a gain or a bias.
+        """Returns the module's bias, which a gain must not scale; None without a gain or a bias.
 
         Raises:
-            ValueError: hooks have offloaded it by the time that a bank's hook is called.
+            ValueError: hooks have offloaded the bias before the bank's hook is called.
         """
         bias = getattr(self.module, "bias", None) if self._delta.has_magnitude else None
         if bias is not None and bias.is_meta:
@@ -72,20 +72,20 @@ class DeviceDelta:
 
 
 class LinearDelta(DeviceDelta):
-    """Of a linear layer: x (…, in), out (…, out_features)."""
+    """A linear layer's delta: x (…, in), out (…, out_features)."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """As `Delta.add_to`."""
+        """Does what `Delta.add_to` does."""
         x = x.reshape(-1, x.shape[-1]).to(out.dtype)
         weight, bias = out_in(self.module, self.module.weight), self._bias_beside_gain()
         self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, bias)
 
 
 class EmbeddingDelta(DeviceDelta):
-    """Of an embedding: x (…) of row numbers, out (…, embedding_dim)."""
+    """An embedding's delta: x (…) of row numbers, out (…, embedding_dim)."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += s · B A[:, x], scaled as the rows are; times the gain where there is one."""
+        """out += s · B A[:, x], scaled as the module scales rows; then times the gain, if any."""
         delta = self._in(out.dtype)
         z = F.embedding(x.flatten(), delta.A.t())
         if scales_rows(self.module):
@@ -97,10 +97,10 @@ class EmbeddingDelta(DeviceDelta):
 
 
 class ConvolutionDelta(DeviceDelta):
-    """Of a convolution: x (batch, in_channels, …), out (batch, out_channels, …)."""
+    """A convolution's delta: x (batch, in_channels, …), out (batch, out_channels, …)."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += conv(x, s · B A), the product read as a kernel; times the gain, but for b."""
+        """out += conv(x, s · B A), with B A as a kernel; then all but the bias times the gain."""
         delta, module = self._in(out.dtype), self.module
         per_channel = (-1, *[1] * (module.weight.dim() - 2))
         gain = delta.gain(module.weight.flatten(1))
@@ -115,7 +115,7 @@ class ConvolutionDelta(DeviceDelta):
 
 
 def device_delta(name: str, adapted: AdaptedWeight, positions: bool) -> DeviceDelta:
-    """The `DeviceDelta` for a module's kind; arguments as for that."""
+    """Returns the `DeviceDelta` for a module's kind; arguments as for that class."""
     if isinstance(adapted.module, nn.Embedding):
         return EmbeddingDelta(name, adapted, positions)
     if adapted.weight.dim() > 2:
@@ -128,10 +128,10 @@ class PreparedAdapter:
     """What an adapter does to a model.
 
     Args:
-        deltas: by the name of the module that each belongs to.
+        deltas: the deltas, by the names of their modules.
         heads: modules that take the place of the model's, by name.
         labels: what the head's outputs stand for; () without a head.
-        tokens_first: the modules of `deltas` to which a batch's rows may come second, after tokens.
+        tokens_first: the modules of `deltas` whose input may be (tokens, rows, …).
     """
 
     deltas: Mapping[str, DeviceDelta]
@@ -141,7 +141,7 @@ class PreparedAdapter:
 
 
 def fingerprint_of(model: nn.Module) -> str | None:
-    """The fingerprint of a model's backbone; None if it is of no registered family, or has none.
+    """Returns the fingerprint of the backbone; None if it has none or is of no registered family.
 
     For other families see `possible_fingerprints`.
     """
@@ -155,7 +155,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
-    """Checks an adapter against a model and copies its tensors to where they are needed."""
+    """Checks an adapter against a model, and copies its tensors to its modules' devices."""
     if adapter.kind != LORA:
         raise CheckpointError(
             f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
@@ -182,7 +182,10 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
 
 
 def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[str]:
-    """Those of these modules in a block of one of PyTorch's attentions without batch_first."""
+    """Returns those modules that are in the same block as a PyTorch attention without batch_first.
+
+    Their input may have tokens in its first dimension, as such an attention's has.
+    """
     blocks = {
         name.rpartition(".")[0]
         for name, module in model.named_modules()
@@ -196,7 +199,11 @@ def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[
 
 
 def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:
-    """Refuses modules that no hook can adapt: their input is not seen, or their output is more."""
+    """Refuses modules that a hook cannot adapt.
+
+    A hook sees the input and output of calls. It cannot adapt what is never called, what has more
+    in its output than the product with its weight, or what computes that in its own way.
+    """
     for name, adapted in modules.items():
         if adapted.is_stack:
             what = stack_of_layer(name)
@@ -233,10 +240,10 @@ def _check_metadata(adapter: Adapter) -> None:
 
 
 def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """An adapter's tensors that belong to its head.
+    """Returns an adapter's tensors that belong to its head.
 
     Raises:
-        CheckpointError: one of them is the backbone's, or the head itself is adapted.
+        CheckpointError: a tensor besides LoRA belongs to the backbone, or the head itself has LoRA.
     """
     adapted = lora_pairs(adapter.tensors, adapter.source)
     parts = {f"{module}.{part}" for module in adapted for part in PARTS}
@@ -258,17 +265,17 @@ def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
 def _head(
     model: nn.Module, top: str, tensors: Mapping[str, Tensor], last: str, source: str
 ) -> nn.Module:
-    """A copy of one of the model's top modules with an adapter's tensors, in evaluation mode.
+    """Returns a copy of one of the model's top modules with an adapter's tensors, in eval mode.
 
     Args:
         model: the model.
         top: the module's name.
-        tensors: the adapter's, all that belong to a head.
-        last: name of the linear layer that may have another number of outputs than the model's.
+        tensors: all tensors of the adapter that belong to a head.
+        last: the name of the linear layer that may have another number of outputs than the model's.
         source: what messages call the adapter.
 
     Raises:
-        CheckpointError: they are not the module's tensors, or of other shapes.
+        CheckpointError: the tensors are not the module's, or have other shapes.
     """
     module = dict(model.named_modules()).get(top)
     if module is None:
@@ -279,7 +286,7 @@ def _head(
     state = model.state_dict(keep_vars=True)
     of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
     brought = {id(state[name]) for name in theirs.keys() & ours}
-    # No file needs to hold what is another tensor as well, as a vocabulary's projection is.
+    # A file may lack a tensor that is tied to another, as a projection to the vocabulary may be.
     tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
     for what, names in (
         ("lacks", ours - theirs.keys() - tied),
@@ -308,7 +315,7 @@ def _head(
 
 
 def _set_outputs(layer: nn.Linear, outputs: int) -> None:
-    """Gives a linear layer another number of outputs; weight and bias are left to be filled."""
+    """Gives a linear layer another number of outputs; weight and bias are left uninitialized."""
     layer.out_features = outputs
     layer.weight = nn.Parameter(layer.weight.new_empty(outputs, layer.in_features))
     if layer.bias is not None:
@@ -316,7 +323,7 @@ def _set_outputs(layer: nn.Linear, outputs: int) -> None:
 
 
 def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
-    """The names of a head's outputs; `projection` is its last weight, None without a head."""
+    """Returns the names of a head's outputs; `projection`, its last weight, is None without one."""
     if projection is None:
         return ()
     outputs = len(projection)

@@ -1,4 +1,4 @@
-"""What a bank has seen of its model, and whether adapters still find it as it was."""
+"""Records the state of a bank's model, and checks that it has not changed since."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -21,7 +21,7 @@ class SeenModules:
         self._weights: dict[str, _Weight] = {}  # of the modules that have deltas
 
     def note(self, model: nn.Module, prepared: PreparedAdapter) -> None:
-        """Notes what an adapter changes, which has just been prepared for the model."""
+        """Notes the modules that an adapter changes, right after it was prepared for the model."""
         for name in _around(_changed(prepared)):
             if name not in self._places:
                 self._places[name] = _Place(model, name)
@@ -37,10 +37,10 @@ class SeenModules:
         self._weights = {module: x for module, x in self._weights.items() if module in weights}
 
     def check(self, adapters: Collection[PreparedAdapter]) -> None:
-        """Checks that what these adapters change is as it was.
+        """Checks that the modules and weights that these adapters change are as they were.
 
         Raises:
-            ValueError: it is not.
+            ValueError: one is not.
         """
         for name, place in tuple(self._places.items()):
             fault = place.fault()
@@ -55,14 +55,14 @@ class SeenModules:
 
 
 def _changed(adapter: PreparedAdapter) -> tuple[str, ...]:
-    """The modules that an adapter changes."""
+    """Returns the names of the modules that an adapter changes."""
     return (*adapter.deltas, *adapter.heads)
 
 
 def _needs(adapter: PreparedAdapter, name: str, found: nn.Module | None) -> bool:
-    """Whether an adapter needs the module of this name, in whose place another is found.
+    """Returns whether an adapter needs the module of this name, in whose place `found` is now.
 
-    Not its head where an `nn.Identity` is, for the features before it.
+    It does not need its head if an `nn.Identity` is there, put in to get the features before it.
     """
     is_taken_out = name in adapter.heads and isinstance(found, nn.Identity)
     needed = adapter.deltas if is_taken_out else _changed(adapter)
@@ -70,7 +70,7 @@ def _needs(adapter: PreparedAdapter, name: str, found: nn.Module | None) -> bool
 
 
 def _around(modules: Iterable[str]) -> dict[str, None]:
-    """These modules and those around them, but for the model itself."""
+    """Returns these modules and those around them, without the model itself."""
     parts = [module.split(".") for module in modules if module]
     return dict.fromkeys(".".join(x[:count]) for x in parts for count in range(1, len(x) + 1))
 
@@ -79,7 +79,7 @@ _REPLACED = (
     "has been replaced since an adapter was added to it: put the module back, or make another bank "
     "of the model as it is now"
 )
-# Dynamo may run what it compiled for a module without a hook in place of one that has a hook.
+# For a module with a hook, Dynamo may run what it compiled for one without a hook.
 _COMPILED_ALONE = (
     "is wrapped by torch.compile alone, where adapters get lost: wrap the model or its layers, or "
     "call the module's own compile()"
@@ -87,11 +87,11 @@ _COMPILED_ALONE = (
 
 
 class _Place:
-    """A module of a model, and where it is.
+    """A module, and its place in the model.
 
     Args:
         model: the model.
-        name: the module's, not the model itself.
+        name: the name of a module within it.
     """
 
     def __init__(self, model: nn.Module, name: str):
@@ -100,11 +100,11 @@ class _Place:
 
     @property
     def found(self) -> nn.Module | None:
-        """What is there now."""
+        """The module that is there now."""
         return self._owner._modules.get(self._last)
 
     def fault(self) -> str | None:
-        """Why an adapter would not have its effect here, if that is so."""
+        """Returns why an adapter would have no effect here; None if it would have it."""
         return _fault(self.found, self._module)
 
 
@@ -112,7 +112,10 @@ _LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 def _fault(found: nn.Module | None, module: nn.Module | None) -> str | None:
-    """Why one module is not another, does not wrap it, and is no list of the same modules."""
+    """Returns why `found` cannot stand for `module`; None if it can.
+
+    It can if it is that module, wraps it, or is a list of the same modules.
+    """
     if found is module:
         return None
     if found is not None and module is not None:
@@ -132,7 +135,7 @@ class _Weight:
     """A module's weight, as it was when adapters were prepared for it.
 
     Args:
-        module: it.
+        module: the module.
     """
 
     def __init__(self, module: Any):
@@ -144,11 +147,11 @@ class _Weight:
         self._weight, self._writes = weight, _writes_to(weight)
 
     def has_changed(self) -> bool:
-        """Whether the module's weight has got other values, as by `load_state_dict` or a merge.
+        """Returns whether the weight's values have changed, as by `load_state_dict` or a merge.
 
-        Values are compared where it is another tensor, or PyTorch has counted a write to it: not
-        what is written through ``.data`` or by a fused step of an optimizer. Those of a tensor that
-        is sharded, transformed or cannot be read are not compared.
+        Values are compared only if the weight is another tensor, or PyTorch has counted a write to
+        it. So writes through ``.data`` or by an optimizer's fused step are missed. A tensor that is
+        sharded, transformed or cannot be read counts as unchanged.
         """
         weight = self._module.weight
         if weight is self._weight and _writes_to(weight) == self._writes:
