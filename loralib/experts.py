@@ -121,11 +121,18 @@ _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
     "_running", default=MappingProxyType({})
 )
 
-# Python's built-in iterators, which compute each item when it is asked for.
-_LAZY: set[type] = {GeneratorType, map, filter, zip, enumerate} | {
-    kind
-    for kind in vars(itertools).values()
-    if isinstance(kind, type) and issubclass(kind, Iterator)
+
+class _WithItems:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+# Python's built-in iterators, which compute each item when it is asked for. Two have no name: that
+# of a function which is called until it returns a sentinel, and that of a class with `__getitem__`.
+_LAZY: set[Any] = {
+    *(GeneratorType, map, filter, zip, enumerate, reversed),
+    *(type(iter(int, 1)), type(iter(_WithItems()))),
+    *(k for k in vars(itertools).values() if isinstance(k, type) and issubclass(k, Iterator)),
 }
 
 

@@ -38,8 +38,11 @@ from .stacks import (
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import called, listed
 from .wrappers import (
+    has_own_dispatch,
     has_own_forward,
+    is_dense,
     is_distributed_or_compiled,
+    is_fake,
     own_forward_message,
     quantized,
     unreadable,
@@ -326,10 +329,21 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
     owners = {name.rpartition(".")[0] for name in parameters}
     for name, tensor in part.state_dict().items():
         is_buffer = name not in parameters and isinstance(tensor, Tensor)
-        is_held = not is_buffer or tensor.dtype in (*DTYPES, *DTYPES_OF_BUFFERS)
-        if not is_held and name.rpartition(".")[0] in owners:
-            reason = f"a buffer of {tensor.dtype}, which no adapter holds"
+        if not is_buffer or name.rpartition(".")[0] not in owners:
+            continue
+        kind = _kind_not_held(tensor)
+        if kind is not None:
+            reason = f"a buffer of {kind}, which no adapter holds"
             raise _not_held(trained, name, reason, "register that with persistent=False")
+
+
+def _kind_not_held(buffer: Tensor) -> object | None:
+    """Returns the layout, class or dtype for which an adapter cannot hold a buffer, if any."""
+    if not is_dense(buffer):
+        return "nested tensors" if buffer.is_nested else buffer.layout
+    if has_own_dispatch(buffer):
+        return type(buffer).__name__
+    return None if buffer.dtype in (*DTYPES, *DTYPES_OF_BUFFERS) else buffer.dtype
 
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
@@ -432,10 +446,12 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
     for part in _weight_names(module):
         weight = module._parameters.get(part)
-        if weight is None or weight.is_meta or is_partitioned(weight):
+        if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        if not rows.any(dim=1).all() and initializes():
+        slices = rows.any(dim=1).chunk(len(settings.enable_lora))
+        adapted = zip(slices, settings.enable_lora, strict=True)
+        if not all(rows.all() for rows, enabled in adapted if enabled) and initializes():
             raise ValueError(
                 f"{called(name)} has rows of zeros in its {part}, which have no direction for "
                 f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"

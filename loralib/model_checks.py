@@ -65,17 +65,19 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 
 
 def check_no_peft_layers(model: nn.Module) -> None:
-    """Checks that no layer of a model has PEFT's LoRA.
+    """Checks that no layer of a model has an adapter of PEFT's, of any kind.
 
     Raises:
         ValueError: one has.
     """
     for name, module in model.named_modules():
-        modules = [kind.__module__ for kind in type(module).__mro__]
-        is_from_peft = any(each.startswith("peft.tuners.lora.") for each in modules)
-        if is_from_peft and hasattr(module, "lora_A"):
+        kinds = [kind.__module__ for kind in type(module).__mro__]
+        tuner = next((kind for kind in kinds if kind.startswith("peft.tuners.")), None)
+        # Layers of PEFT before 0.6 have no `base_layer`.
+        if tuner is not None and (hasattr(module, "base_layer") or hasattr(module, "lora_A")):
             raise ValueError(
-                f"{name or 'the model'} already has PEFT's LoRA: give the model that PEFT's "
+                f"{name or 'the model'} already has an adapter of PEFT's "
+                f"({tuner.split('.')[2]}): give the model that PEFT's "
                 "unload() or merge_and_unload() returns; load_adapter reads PEFT's folders"
             )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .text import called
@@ -100,6 +101,17 @@ def unreadable(tensor: Tensor) -> str | None:
     Except those that bitsandbytes has packed.
     """
     return quantized(tensor) if tensor.is_floating_point() or is_packed(tensor) else None
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor is neither sparse nor nested, nor in oneDNN's own layout."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Returns whether a tensor's class computes PyTorch's operations itself, as torchao's do."""
+    kind = type(tensor)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_ordinary(kind)
 
 
 def is_packed(tensor: Tensor) -> bool:

@@ -2,15 +2,15 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from inspect import getattr_static
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..wrappers import is_packed, unreadable
+from ..wrappers import is_dense, is_packed, unreadable
 from ..zero3 import is_partitioned
+from .configs import setting_of
 from .families import backbone_prefixes, in_known_backbone
 
 # Tensors with these parts in their names may have been trained, or are missing in some models.
@@ -40,7 +40,7 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
         tensor = tensors[name]
         if not isinstance(tensor, Tensor):  # a module's get_extra_state
             continue
-        is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
+        is_weight = tensor.is_floating_point() and is_dense(tensor) and tensor.dim() >= 2
         if not is_weight or not name.startswith(starts):
             continue
         if any(part in name for part in _LEFT_OUT):
@@ -85,35 +85,32 @@ def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 # int64 is left out: it is the dtype of indices.
-_PACKED_INTO = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_PACKED_INTO = {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32}
 
 
 def _has_packed_weights(model: nn.Module) -> bool:
     """Returns whether a quantization package has packed weights of a model into integers.
 
     Packed weights also have other names than the original ones. The config of upstream's models
-    records quantization. In other models, a packed layer is recognized by having only integer
-    matrices as parameters. Masks and tables do not count: they are buffers, or belong to a module
-    that also has weights or submodules.
+    records quantization. In other models, a packed layer is recognized by its parameters: it has
+    integer matrices and no others. Masks and tables do not count: they are buffers, or belong to a
+    module that also has weights, its own or those of its submodules.
     """
     configs = (vars(module).get("config") for module in model.modules())
-    if any(getattr_static(each, "quantization_config", None) is not None for each in configs):
-        return any(_is_integer_matrix(each) for each in (*model.parameters(), *model.buffers()))
+    if any(setting_of(config, "quantization_config") for config in configs):
+        return True
     return any(map(_is_packed, model.modules()))
 
 
 def _is_packed(module: nn.Module) -> bool:
-    is_layer = not (module._modules or isinstance(module, nn.ParameterList | nn.ParameterDict))
-    matrices = [p for p in module._parameters.values() if p is not None and _is_matrix(p)]
-    return is_layer and bool(matrices) and all(map(_is_integer_matrix, matrices))
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return False
+    own = _dtypes_of_matrices(module.parameters(recurse=False))
+    return bool(own) and own | _dtypes_of_matrices(module.parameters()) <= _PACKED_INTO
 
 
-def _is_integer_matrix(tensor: Tensor) -> bool:
-    return _is_matrix(tensor) and tensor.dtype in _PACKED_INTO
-
-
-def _is_matrix(tensor: Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.dim() >= 2
+def _dtypes_of_matrices(parameters: Iterable[Tensor]) -> set[torch.dtype]:
+    return {each.dtype for each in parameters if not is_lazy(each) and each.dim() >= 2}
 
 
 def is_readable(tensor: Tensor) -> bool:

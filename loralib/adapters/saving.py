@@ -7,7 +7,6 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
 from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .configs import setting_of
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
@@ -265,9 +265,11 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
     ]
     if not normed:
         return None
+    have_parameters = all(any(True for _ in model.get_submodule(n).parameters()) for n in normed)
     return (
         f"the running statistics of {len(normed)} modules ({normed[0]}, …), which training "
-        "changes, are not held: keep these in eval(), or name them in modules_to_train"
+        "changes, are not held: keep these in eval()"
+        + (", or name them in modules_to_train" if have_parameters else "")
     )
 
 
@@ -345,7 +347,7 @@ def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
 
 def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
     """Returns a warning if PEFT refuses modules because of their names and the model's type."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = setting_of(getattr(model, "config", None), "model_type")
     refused = [name for name in lora_layers(model) if name.rpartition(".")[2] in REFUSED_NAMES]
     if kind not in REFUSED_IN or not refused:
         return None
@@ -427,7 +429,7 @@ def _dropout(layers: dict[str, LoRALayer]) -> float:
 
 def _name_in_config(model: nn.Module) -> str | None:
     """Returns the name of the checkpoint in the config of upstream's models."""
-    name = getattr_static(getattr(model, "config", None), "_name_or_path", None)
+    name = setting_of(getattr(model, "config", None), "_name_or_path")
     return name if isinstance(name, str) and name else None
 
 

@@ -288,8 +288,11 @@ def _head(
     brought = {id(state[name]) for name in theirs.keys() & ours}
     # A file may lack a tensor that is tied to another, as a projection to the vocabulary may be.
     tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
+    # Adapters hold what is trained, and the buffers beside it.
+    owners = {name.rpartition(".")[0] for name, _ in module.named_parameters(prefix=top)}
+    held = {name for name in ours if name.rpartition(".")[0] in owners}
     for what, names in (
-        ("lacks", ours - theirs.keys() - tied),
+        ("lacks", held - theirs.keys() - tied),
         ("has, unknown to the model,", theirs.keys() - ours),
     ):
         if names:
@@ -300,8 +303,8 @@ def _head(
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
         assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
-    held = head.state_dict(prefix=start)
-    for name, needed in ((name, held[name]) for name in theirs):
+    copied = head.state_dict(prefix=start)
+    for name, needed in ((name, copied[name]) for name in theirs):
         if theirs[name].shape != needed.shape:
             raise CheckpointError(
                 f"{source}: {name} is {tuple(theirs[name].shape)} in the file, "

@@ -210,7 +210,9 @@ def test_a_model_is_loaded_with_a_device_map(tmp_path):
 def test_a_model_with_lora_of_pefts_is_refused():
     theirs = with_peft(BY_NAME["llama"])
     for model in (theirs, theirs.base_model.model):
-        with pytest.raises(ValueError, match=r"already has PEFT's LoRA: give the model that"):
+        with pytest.raises(
+            ValueError, match=r"already has an adapter of PEFT's \(lora\): give the model that"
+        ):
             lora.add_lora(model, "down_proj", r=R)
     assert len(lora.add_lora(theirs.unload(), "q_proj", r=R)) == 2
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loralib as lora
 from loralib.functional import DoraDelta, merge
@@ -147,3 +148,26 @@ def test_a_compiled_layer_whose_sizes_or_scaling_change():
         torch.testing.assert_close(compiled(x), model(x))
         model[0].scaling *= 0.5
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("row", range(9))
+def test_rows_of_zeros_matter_where_they_are_adapted(row):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9))
+    settings = {"r": RANK, "variant": "dora", "enable_lora": {"0": [True, False, True]}}
+    with torch.no_grad():
+        model[0].weight[row] = 0
+    if row // 3 != 1:
+        with pytest.raises(ValueError, match="module 0 has rows of zeros in its weight"):
+            lora.add_lora(model, "0", **settings)
+        return
+    x = torch.randn(4, 6)
+    expected = model(x)
+    lora.add_lora(model, "0", **settings)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_model_of_fake_tensors():
+    with FakeTensorMode():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6))
+        assert lora.add_lora(model, "0", r=RANK, variant="dora") == ("0",)
+        assert model(torch.randn(4, 6)).shape == (4, 6)

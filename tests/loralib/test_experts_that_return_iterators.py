@@ -29,6 +29,26 @@ def each(self, x):
     return lambda e: x @ self.gate_up_proj[e].mT
 
 
+class Items:
+    """A sequence by `__getitem__` and `__len__` alone."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __len__(self):
+        return EXPERTS
+
+    def __getitem__(self, index):
+        if index >= EXPERTS:
+            raise IndexError
+        return self.item(index)
+
+
+def called_until_none(self, x):
+    steps = generator(self, x)
+    return iter(lambda: next(steps, None), None)
+
+
 ITERATORS = {
     "generator": generator,
     "generator expression": lambda self, x: (each(self, x)(e) for e in range(EXPERTS)),
@@ -37,6 +57,9 @@ ITERATORS = {
     "chain": lambda self, x: itertools.chain(map(each(self, x), range(EXPERTS))),
     "islice": lambda self, x: itertools.islice(map(each(self, x), range(EXPERTS)), EXPERTS),
     "filter": lambda self, x: filter(torch.is_tensor, generator(self, x)),
+    "called until None": called_until_none,
+    "of items": lambda self, x: iter(Items(each(self, x))),
+    "reversed": lambda self, x: reversed(Items(each(self, x))),
     "list": lambda self, x: list(generator(self, x)),
 }
 

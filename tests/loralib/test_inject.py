@@ -520,7 +520,7 @@ WRONG = {
     "PEFT's": (
         with_pefts_lora,
         {},
-        r"layers\.1\.q_proj already has PEFT's LoRA: give the model that PEFT's unload\(\) or",
+        r"layers\.1\.q_proj already has an adapter of PEFT's \(lora\): give the model that",
     ),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
     "inference": (inference, {}, "is an inference tensor"),

@@ -92,6 +92,15 @@ def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     assert not [remark for remark in remarks if "statistics" in remark]
 
 
+def test_of_running_statistics_without_parameters_no_training_is_advised(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, affine=False)})
+    lora.add_lora(model, "a", r=1)
+    (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
+    assert remark.endswith("keep these in eval()")
+    with pytest.raises(ValueError, match="norm has no parameters to train"):
+        lora.add_lora(model, "a", r=1, modules_to_train="norm")
+
+
 def test_a_bank_notices_lora_that_came_after_it():
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2)

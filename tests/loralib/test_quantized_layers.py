@@ -11,12 +11,12 @@ import torch
 from any_models import unchanged_by
 from compare import assert_close_to_rounding
 from quantized_linears import LAYERS, Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
-from loralib.errors import CheckpointError, UnsupportedLayerError
+from loralib.errors import CheckpointError, UnsupportedLayerError, WrongBaseError
 from loralib.in_place import merged_copy
 from loralib.quantized_layers import QuantizedLayer
 
@@ -393,6 +393,10 @@ def with_head(**tables):
     return model
 
 
+def as_nested(matrix):
+    return torch.nested.nested_tensor(list(matrix), layout=torch.jagged)
+
+
 def frozen(tensor):
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -420,6 +424,15 @@ class OwnWay(nn.Parameter):
         (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer, w"),
         (frozen(torch.ones(3, dtype=torch.uint8)), "of torch.uint8, which no adapter holds as tr"),
         (torch.ones(3, dtype=torch.uint8), "a buffer of torch.uint8, .* with persistent=False$"),
+        (torch.eye(3).to_sparse(), "a buffer of torch.sparse_coo, which no adapter holds"),
+        (
+            as_nested(torch.eye(3)),
+            "a buffer of nested tensors, which no adapter holds",
+        ),
+        (
+            Int8Tensor(torch.ones(3).to(torch.int8), torch.tensor(1.0)),
+            r"a buffer of Int8Tensor, which no adapter holds",
+        ),
         (
             OwnWay(torch.ones(3)),
             r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
@@ -646,10 +659,12 @@ def with_packed_experts(is_packed, config=None):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "experts": nn.Module(), "head": nn.Linear(8, 3)})
     experts = model["experts"]
     experts.bias = nn.Parameter(torch.zeros(8))
+    experts.act = nn.Sequential(nn.PReLU())
     if is_packed == "buffer":
         experts.register_buffer("packed", torch.ones(2, 8, 4, dtype=torch.int32))
     elif is_packed:
-        experts.packed = nn.Parameter(torch.ones(2, 8, 4, dtype=torch.uint8), requires_grad=False)
+        dtype = torch.uint8 if is_packed is True else is_packed
+        experts.packed = nn.Parameter(torch.ones(2, 8, 4).to(dtype), requires_grad=False)
         experts.scales = nn.Parameter(torch.ones(2, 8, dtype=torch.uint8), requires_grad=False)
     else:
         experts.weight = nn.Parameter(torch.ones(2, 8, 8))
@@ -659,7 +674,11 @@ def with_packed_experts(is_packed, config=None):
 
 @pytest.mark.parametrize(
     "packed",
-    [{"is_packed": True}, {"is_packed": "buffer", "config": {"quantization_config": object()}}],
+    [
+        {"is_packed": True},
+        {"is_packed": torch.uint32},
+        {"is_packed": "buffer", "config": {"quantization_config": object()}},
+    ],
 )
 def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packed, caplog):
     """Without it these have other names, and LoRA of other layers is the same on both bases."""
@@ -687,6 +706,44 @@ class Settings(dict):
     """A config of one's own, whose items are attributes."""
 
     __getattr__ = dict.__getitem__
+
+
+class OtherSettings:
+    """A config whose settings are properties."""
+
+    quantization_config = property(lambda self: None)
+    _name_or_path = property(lambda self: "the base")
+
+
+@pytest.mark.parametrize("kind", [Settings, OtherSettings, type(None)])
+def test_what_a_config_says_is_read_in_any_class(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.config = kind()
+    model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a")  # for PEFT
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    metadata = lora.read_adapter(tmp_path / "a.safetensors").lora
+    assert metadata.base == ("the base" if kind is OtherSettings else None)
+    assert metadata.base_fingerprint is not None
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+def test_buffers_that_are_not_dense_are_left_out_of_the_fingerprint(tmp_path, convert, caplog):
+    plain_one = nn.Sequential(nn.Linear(8, 8))
+    model = copy.deepcopy(plain_one)
+    model.register_buffer("adjacency", convert(torch.eye(8)))
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.remove_lora(model)
+    caplog.clear()
+    for base in (model, plain_one):
+        lora.AdapterBank(base).add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+        lora.load_adapter(base, tmp_path / "a.safetensors")
+        assert not caplog.records
+    with pytest.raises(WrongBaseError):
+        lora.load_adapter(nn.Sequential(nn.Linear(8, 8)), tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("has_tables", [True, False])

@@ -300,17 +300,43 @@ class PeftsLinear(nn.Module):
 def test_a_model_that_has_lora_of_pefts(saved):
     model = WORDS.build()
     model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
-    refused(model, saved(), "layers.1.out already has PEFT's LoRA", "unload()", kind=ValueError)
+    refused(
+        model,
+        saved(),
+        "layers.1.out already has an adapter of PEFT's (lora)",
+        "unload()",
+        kind=ValueError,
+    )
 
 
 # ---- saving ----
+
+
+class PeftsScaling(nn.Module):
+    """What PEFT makes of a linear layer for IA³."""
+
+    __module__ = "peft.tuners.ia3.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.ia3_l = base_layer, nn.ParameterDict({"default": torch.ones(8, 1)})
+
+
+def test_a_model_that_has_got_another_adapter_of_pefts_since(tmp_path):
+    model = WORDS.build()
+    lora.add_lora(model, "out", r=2)
+    model.layers[1]["out"] = PeftsScaling(model.layers[1]["out"])
+    with pytest.raises(ValueError, match=r"already has an adapter of PEFT's \(ia3\): "):
+        lora.save_adapter(model, tmp_path / "a")
 
 
 def test_a_model_that_has_got_lora_of_pefts_since(tmp_path):
     model = WORDS.build()
     lora.add_lora(model, "out", r=2)
     model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
-    with pytest.raises(ValueError, match=r"layers\.1\.out already has PEFT's LoRA: .*unload\(\)"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.out already has an adapter of PEFT's \(lora\): .*unload\(\)"
+    ):
         lora.save_adapter(model, tmp_path / "a")
 
 

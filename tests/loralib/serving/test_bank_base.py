@@ -207,6 +207,44 @@ def test_a_base_that_is_another_one_by_now_is_refused(change):
     outputs(bank_of(model), model)  # a way out
 
 
+class Clip(nn.Module):
+    """An activation with limits that are held with the model, as no adapter holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("limit", torch.tensor(0.5))
+
+    def forward(self, x):
+        return x.minimum(self.limit)
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        assert state == {"version": 1}
+
+
+def test_a_head_may_contain_modules_without_parameters(tmp_path):
+    def base():
+        model = Own()
+        model.score = nn.Sequential(Clip(), nn.Linear(WIDTH, 3))
+        return model
+
+    trained = base()
+    lora.add_lora(trained, "query", r=2, modules_to_train="score")
+    with torch.no_grad():
+        for parameter in (p for p in trained.parameters() if p.requires_grad):
+            parameter.normal_()
+    lora.save_adapter(trained, tmp_path / "a.safetensors")
+    model, read = base(), lora.read_adapter(tmp_path / "a.safetensors")
+    bank = lora.AdapterBank(model)
+    bank.add("a", read)
+    torch.testing.assert_close(outputs(bank, model), trained.eval()(IDS))
+    del read.tensors["score.1.bias"]
+    with pytest.raises(CheckpointError, match=r"lacks score\.1\.bias in the head that it brings"):
+        bank.add("b", read)
+
+
 def compile_it(model):
     return torch.compile(model, backend="eager")
 
