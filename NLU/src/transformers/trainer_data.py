@@ -262,7 +262,7 @@ class TrainingPasses:
 
 
 def _batches_of(loader: Any) -> TrainingBatches | None:
-    """Returns the `TrainingBatches` of a loader's sampler, or None if the loader does not keep them.
+    """Returns the `TrainingBatches` of a loader's sampler, or None if the loader changes them.
 
     A subclass may use the Trainer's sampler in its own loader, with another batch size or without
     the generator that makes a resumed run's workers draw the same numbers.
@@ -292,7 +292,7 @@ def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
 
 
 def collator_settings(collator: Any) -> dict[str, Any]:
-    """Returns the numbers, strings, bools and Nones in a collator's fields, if it is a dataclass."""
+    """Returns the plain values (numbers, strings, None) in the fields of a dataclass collator."""
     if not is_dataclass(collator) or isinstance(collator, type):
         return {}
     values = {each.name: getattr(collator, each.name) for each in fields(collator)}

@@ -176,7 +176,7 @@ def save_metrics(
     _write_results(Path(folder, f"{split}_results.json"), metrics)
     if combined:
         everything = Path(folder, "all_results.json")
-        # Training comes first in a run: what was there before is of another one.
+        # Training comes first in a run, so an existing file is from another run.
         begins = split == "train" or not everything.is_file()
         so_far = {} if begins else _read_results(everything)
         _write_results(everything, {**so_far, **metrics})
