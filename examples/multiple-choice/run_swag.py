@@ -123,7 +123,7 @@ def tokenize(
     choices: Choices, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
 ) -> dict[str, Dataset]:
     """Returns the tokenized rows by split; each of their entries has one list per choice."""
-    # `encode` must use only what changes its results, because the cache's key depends on all of it.
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, endings = data_args.max_seq_length, choices.endings
 
     def encode(rows: dict[str, list]) -> dict[str, list]:

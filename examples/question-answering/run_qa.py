@@ -193,7 +193,7 @@ def tokenize(
     """Returns a split's rows, one or several per question, with each token's place in the text."""
     from datasets import Dataset
 
-    # `encode` must use only what changes its results, because the cache's key depends on all of it.
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, stride = data_args.max_seq_length, data_args.doc_stride
     padded, with_answers = data_args.pad_to_max_length, split != "test"
 

@@ -187,7 +187,7 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
     refuse_utf16(source, contents[0] if contents else b"")
-    # Drops blank lines at the end. Elsewhere, they are errors, because they would shift the answers.
+    # Drops blank lines at the end. Elsewhere, they are errors, as they would shift the answers.
     while contents and not contents[-1].strip():
         contents.pop()
     for number, content in enumerate(contents, start=1):

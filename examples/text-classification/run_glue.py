@@ -315,7 +315,8 @@ def own_labels(
 
     Raises:
         ValueError: some labels are classes and others are scores, they do not fit the head, the
-            classes' names are unknown, or the labels look like texts (see `check_classes`).
+            classes' names are unknown, or labels and texts seem to be swapped (see
+            `check_classes`).
     """
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
@@ -376,7 +377,7 @@ def tokenize(
     data: TextData, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
 ) -> dict[str, Dataset]:
     """Returns the splits with token ids instead of texts, limited to --max_…_samples."""
-    # `encode` must use only what changes its results, because the cache's key depends on all of it.
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     keys, length = data.text_keys, data_args.max_seq_length
     padding = "max_length" if data_args.pad_to_max_length else False
 

@@ -178,7 +178,7 @@ def tokenize(
     data_args: DataTrainingArguments,
 ) -> tuple[dict[str, Dataset], dict[str, list[list[int]]]]:
     """Returns the tokenized sentences by split, and the position of each word's first token."""
-    # `encode` must use only what changes its results, because the cache's key depends on all of it.
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, all_tokens = data_args.max_seq_length, data_args.label_all_tokens
     padding = "max_length" if data_args.pad_to_max_length else False
 

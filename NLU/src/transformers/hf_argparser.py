@@ -216,7 +216,7 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     hint, many = _plain_type(hint)
     names = [f"--{field.name}"]
     if field.name == "local_rank":
-        names.append("--local-rank")  # as torch.distributed.launch writes it today
+        names.append("--local-rank")  # current versions of torch.distributed.launch write this
     options = _options(field, hint, many)
     if hint is bool and field.default is True:
         group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false")

@@ -670,7 +670,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
 
     def _log_evaluate_save(self) -> None:
-        """Logs, evaluates and saves, as far as the callbacks have asked for it."""
+        """Logs, evaluates and saves if the callbacks have asked for it."""
         if self.control.should_evaluate and self.args.load_best_model_at_end:
             # Every evaluation may find the best model, which needs a checkpoint.
             self.control.should_save = True

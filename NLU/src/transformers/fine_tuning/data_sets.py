@@ -205,7 +205,7 @@ def load_data_set(
             return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
     if os.path.isfile(name):
         if name.endswith(".py"):
-            return load_dataset(name)  # raises an error: it no longer runs scripts
+            return load_dataset(name)  # raises an error, as `datasets` no longer runs scripts
         if is_a_path(name) or name.endswith(SUFFIXES):
             raise ValueError(f"{name}: is a file: give it as --train_file")
     if is_a_path(name):
