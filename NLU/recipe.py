@@ -1,8 +1,8 @@
-"""Runs one of the release's recipes: a section of recipes.ini as a command, which is shown first.
+"""Runs one of the release's recipes: prints the command of a section of recipes.ini, and runs it.
 
     python recipe.py roberta_base_rte [--small BASE DATA] [--print] [flags of run_glue.py]
 
-Each script of this folder runs the recipe of its own name: `bash roberta_base_rte.sh`.
+Each script in this folder runs the recipe of its own name: `bash roberta_base_rte.sh`.
 """
 
 import argparse
@@ -37,13 +37,13 @@ recipe would take. For all of them:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One section of the table.
+    """One section of recipes.ini.
 
     Args:
-        name: the section's, and the script's without ``.sh``.
-        nproc: processes, one a GPU.
-        flags: run_glue.py's, without the dashes; None for one that is given without a value.
-        after: the recipe whose LoRA weights this one starts from.
+        name: the name of the section, and of the shell script without ``.sh``.
+        nproc: the number of processes, one per GPU.
+        flags: run_glue.py's flags by name, without the dashes; None for a flag without a value.
+        after: the name of the recipe whose LoRA weights this one starts from.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Recipe:
 
     @property
     def output_dir(self) -> str:
-        """Where it writes, unless it is told otherwise; relative to where it is started."""
+        """The default output folder, relative to the current folder."""
         return f"output/{self.name}"
 
     def arguments(self, extra: Sequence[str] = ()) -> list[str]:
-        """run_glue.py's command line, with `extra` flags after the recipe's own."""
+        """Returns run_glue.py's arguments, with `extra` flags after the recipe's own."""
         flags = {**self.flags, "output_dir": self.flags.get("output_dir", self.output_dir)}
         own = [part for name, value in flags.items() for part in _flag(name, value)]
         return [*own, *extra]
 
     def estimate(self, nproc: int, extra: Sequence[str] = ()) -> list[str]:
-        """The command that says what the recipe takes on so many devices, in one process."""
+        """Returns the command that estimates, in one process, the recipe on `nproc` devices."""
         return [
             "python",
             _shown(SCRIPT),
@@ -76,7 +76,7 @@ class Recipe:
         ]
 
     def command(self, nproc: int, extra: Sequence[str] = (), port: str | None = None) -> list[str]:
-        """The full command, ``python`` first, to be run where the user is."""
+        """Returns the full command, beginning with ``python``, for the current folder."""
         launcher = ["-m", "torch.distributed.launch", f"--nproc_per_node={nproc}"]
         launcher += [f"--master_port={port}"] if port else []
         return ["python", *launcher, _shown(SCRIPT), *self.arguments(extra)]
@@ -87,7 +87,7 @@ def _flag(name: str, value: str | None) -> list[str]:
 
 
 def _shown(path: Path) -> str:
-    """A path as typed from the current folder: the shorter of relative and absolute."""
+    """Returns the shorter of a path's relative and absolute forms."""
     return min(os.path.relpath(path), str(path), key=len)
 
 
@@ -104,14 +104,14 @@ def _read_table() -> configparser.ConfigParser:
 
 
 def _settings(table: configparser.ConfigParser, section: str) -> dict[str, str | None]:
-    """A section's settings over those of the section that it is like."""
+    """Returns a section's settings, which override those of the section named by ``like``."""
     own = dict(table[section])
     like = own.pop("like", None)
     return {**_settings(table, like), **own} if like else own
 
 
 def read_recipes() -> dict[str, Recipe]:
-    """Every recipe by name, in the table's order."""
+    """Reads all recipes by name, in the order of recipes.ini."""
     table = _read_table()
     recipes = {}
     for name in table.sections():
@@ -123,19 +123,19 @@ def read_recipes() -> dict[str, Recipe]:
 
 
 def read_environment() -> dict[str, str]:
-    """The environment variables that every recipe sets."""
+    """Reads the environment variables that every recipe sets."""
     return dict(_read_table()["environment"])
 
 
 def small(recipe: Recipe, base: str, data: str) -> Recipe:
-    """The recipe as a trial of a few steps, in one process and a folder of its own.
+    """Returns the recipe as a trial of a few steps, in one process, with its own output folder.
 
-    Settings that do not concern size stay, except fp16 where there is no GPU.
+    Settings that do not concern size are kept, except for fp16 on machines without a GPU.
 
     Args:
-        recipe: which one.
-        base: folder of a small model of the recipe's family.
-        data: folder of GLUE's TSV files.
+        recipe: the recipe.
+        base: the folder of a small model of the recipe's family.
+        data: the folder of GLUE's TSV files.
     """
     swapped = {**_read_table()["small"], "model_name_or_path": base, "data_dir": data}
     swapped["output_dir"] = f"{recipe.output_dir}_small"
@@ -144,18 +144,18 @@ def small(recipe: Recipe, base: str, data: str) -> Recipe:
     return replace(recipe, nproc=1, flags={**recipe.flags, **swapped})
 
 
-# ---- what can be wrong before anything starts ----
+# ---- checks before anything starts ----
 
 
 def gpu_count() -> int:
-    """GPUs of this machine that may be used."""
-    import torch  # here, because it takes seconds, and not every call needs it
+    """Returns the number of visible GPUs."""
+    import torch  # imported here, because it takes seconds and not every call needs it
 
     return torch.cuda.device_count()
 
 
 def _given(arguments: Sequence[str], name: str) -> str | None:
-    """A flag's value, of several the last; None where it is not given."""
+    """Returns a flag's value, the last one if given several times, or None if not given."""
     value = None
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word == name:
@@ -166,12 +166,13 @@ def _given(arguments: Sequence[str], name: str) -> str | None:
 
 
 def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
-    """Checks that run_glue.py takes the recipe's flags with those that were added, and the values.
+    """Checks that run_glue.py accepts the recipe's flags together with the added ones.
 
-    Said by the processes of a launcher, which tells of their end at length, it would go under.
+    Checked here because an error in the launcher's processes would be lost in the launcher's long
+    report of their exit.
 
     Raises:
-        SystemExit: it does not, which is said.
+        SystemExit: a flag is not accepted; the error has been printed.
         OSError, ValueError: see `_check_files`.
     """
     sys.path.append(str(SCRIPT.parent))
@@ -180,7 +181,7 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
 
     parser = parser_of(script.FLAGS, script.__doc__)
     parser.prog = recipe.script.name
-    # As the launcher adds it: else what this shell's environment says of processes would count.
+    # The launcher adds it, too. Without it, the shell's environment could define the processes.
     given = ["--local_rank", "0", *recipe.arguments(extra)]
     model_args, data_args, args, _ = parser.parse_args_into_dataclasses(
         given, args_filename=str(SCRIPT.with_suffix(".args"))
@@ -192,19 +193,19 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
 def _check_files(
     settings: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any
 ) -> None:
-    """Checks that the model and GLUE's files are here, where they are to be, and the texts' length.
+    """Checks that local files of the model and of GLUE exist, and that the texts' length fits.
 
-    What is on the hub is left to run_glue.py.
+    Anything on the hub is left to run_glue.py.
 
     Args:
-        settings: folder or name that the model's settings are of.
-        data_args: run_glue.py's flags of the data.
-        splits_of: its function that says which splits a run uses.
-        args: its flags of the training.
+        settings: the folder or name of the model's settings.
+        data_args: run_glue.py's flags for the data.
+        splits_of: its function that returns the splits that a run uses.
+        args: its flags for training.
 
     Raises:
-        OSError: a folder or a file is not there.
-        ValueError: the model is none of RoBERTa's or DeBERTa's, or has fewer positions.
+        OSError: a folder or a file does not exist.
+        ValueError: the model is neither RoBERTa nor DeBERTa, or has too few positions.
     """
     from loralib.io.hub import is_a_path
     from transformers import AutoConfig
@@ -220,10 +221,10 @@ def _check_files(
 
 
 def check_environment() -> None:
-    """Checks that this Python, whichever the shell found, has what a run needs.
+    """Checks that this Python has the packages that a run needs.
 
     Raises:
-        OSError: it does not.
+        OSError: a package is missing, for instance because the environment is not activated.
     """
     for package in ("torch", "loralib", "transformers"):
         if importlib.util.find_spec(package) is None:
@@ -234,10 +235,10 @@ def check_environment() -> None:
 
 
 def check_small(folders: Sequence[str]) -> None:
-    """Checks that the folders of --small are there.
+    """Checks that the folders of --small exist.
 
     Raises:
-        FileNotFoundError: one is not.
+        FileNotFoundError: a folder does not exist.
     """
     for folder in folders:
         if not os.path.isdir(folder):
@@ -245,11 +246,11 @@ def check_small(folders: Sequence[str]) -> None:
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
-    """Checks that the LoRA weights that the recipe starts from exist, and are of such a model.
+    """Checks that the LoRA weights from which the recipe starts exist and fit its model.
 
     Raises:
-        FileNotFoundError: they do not; the message says which recipe makes them.
-        ValueError: they are a full model's, or of a model of another size.
+        FileNotFoundError: they do not exist; the message says which recipe makes them.
+        ValueError: the file holds a full model, or is for a model of another size.
     """
     path = _given(recipe.arguments(extra), "--lora_path")
     if path is None:
@@ -273,12 +274,12 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
 
 
 def _adapter_tensors(recipe: Recipe, path: str) -> Mapping[str, Any]:
-    """The tensors of LoRA weights; none where they cannot be read, as run_glue.py then says why.
+    """Reads the tensors of LoRA weights; returns {} on errors that run_glue.py reports as well.
 
-    Refuses a full model: what run_glue.py would say of it, a recipe cannot do.
+    Full models are refused here, because run_glue.py's advice does not apply to a recipe.
 
     Raises:
-        ValueError: it is one; the message says how to get LoRA weights.
+        ValueError: the file holds a full model; the message says how to get LoRA weights.
     """
     from loralib.adapters.formats import read_adapter  # takes seconds
     from loralib.errors import CheckpointError, FullModelError, ModelAsAdapterError
@@ -298,21 +299,21 @@ def _adapter_tensors(recipe: Recipe, path: str) -> Mapping[str, Any]:
             f"then MNLI_CHECKPOINT=mnli_lora.bin bash {_shown(recipe.script)}"
         ) from error
     except CheckpointError:
-        return {}  # run_glue.py says what is wrong, and what to do about it
+        return {}  # run_glue.py reports the error and what to do
 
 
 def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> None:
-    """Refuses LoRA weights of a model of another size, where the base is a folder.
+    """Refuses LoRA weights for a model of another size, if the base is a folder.
 
-    run_glue.py would list tensors that do not fit, and does not know the variable.
+    run_glue.py would list the tensors that do not fit, without naming MNLI_CHECKPOINT.
 
     Args:
-        flag: what names the weights.
+        flag: the flag or variable that names the weights.
         path, tensors: the weights.
         base: the model's folder or name.
 
     Raises:
-        ValueError: they have more layers than it, or another width.
+        ValueError: the weights have more layers than the model, or another width.
     """
     from loralib.targets import layer_of
     from transformers import AutoConfig
@@ -335,8 +336,8 @@ def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> 
 
 
 def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
-    """The recipe with its own batches on fewer GPUs: processes, and flags to add to its own."""
-    # The most processes that the recipe's batch can be divided among.
+    """Returns the processes and extra flags that keep the recipe's batch size on fewer GPUs."""
+    # The largest number of processes that divides the recipe's.
     fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
     flags = []
     if fewer < recipe.nproc:
@@ -350,7 +351,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     """Checks that each of the recipe's processes has a GPU; a single process needs none.
 
     Raises:
-        ValueError: there are too few; the message has a command that does the same on them.
+        ValueError: there are too few GPUs; the message has an equivalent command for them.
     """
     if recipe.nproc == 1 or recipe.nproc <= (gpus := gpu_count()):
         return
@@ -362,7 +363,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
 
 
 def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | None:
-    """A line where an update is made of another number of examples than the recipe's; else None."""
+    """Returns a note if an update has another number of examples than in the recipe, else None."""
 
     def examples(arguments: Sequence[str], processes: int) -> int:
         batch = _given(arguments, "--per_device_train_batch_size")
@@ -373,7 +374,7 @@ def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | N
     try:
         here = examples(recipe.arguments(extra), nproc)
     except ValueError:
-        return None  # run_glue.py says what is wrong with the flag
+        return None  # run_glue.py reports what is wrong with the flag
     if here == release:
         return None
     return f"an update is made of {here} examples here, of {release} in the release"
@@ -383,13 +384,13 @@ def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | N
 
 
 def about(recipe: Recipe) -> str:
-    """What the recipe is: the comment at the head of its script."""
+    """Returns the recipe's description, which is the comment at the top of its shell script."""
     lines = recipe.script.read_text(encoding="utf-8").splitlines()[1:]
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
 def written_out(environment: Mapping[str, str], command: Sequence[str]) -> str:
-    """A command as one types it, a flag a line."""
+    """Formats a command for the shell, with one flag per line."""
     lines = [" ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())]
     end = command.index(_shown(SCRIPT)) + 1
     lines.append(shlex.join(command[:end]))
@@ -402,7 +403,7 @@ def written_out(environment: Mapping[str, str], command: Sequence[str]) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's arguments, the recipe among them; and run_glue.py's, to be passed on."""
+    """Parses this program's arguments; returns them, and those to pass on to run_glue.py."""
     recipes = read_recipes()
     parser = argparse.ArgumentParser(
         prog="recipe.py",
@@ -431,7 +432,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def chosen(args: argparse.Namespace) -> Recipe:
-    """The recipe that is asked for."""
+    """Returns the chosen recipe, with MNLI_CHECKPOINT and --small applied."""
     recipe = read_recipes()[args.recipe]
     checkpoint = os.environ.get("MNLI_CHECKPOINT")
     if recipe.after and checkpoint:
@@ -440,12 +441,12 @@ def chosen(args: argparse.Namespace) -> Recipe:
 
 
 def given_processes() -> str:
-    """NPROC; an empty one is none, as in a shell's ``${NPROC:-8}`` and in GPT-2's recipes."""
+    """Returns NPROC, or "" if unset; both count as unset, as in a shell's ``${NPROC:-8}``."""
     return os.environ.get("NPROC", "")
 
 
 def processes(recipe: Recipe) -> int:
-    """On how many processes to run it: a number, or a word of PyTorch's launcher for one.
+    """Returns the number of processes, from NPROC (a number or a word of PyTorch's launcher).
 
     Raises:
         ValueError: NPROC is neither, or there are no such devices.
@@ -464,12 +465,12 @@ def processes(recipe: Recipe) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks what a recipe needs, shows its command, and replaces this process by it."""
+    """Checks what a recipe needs, prints its command, and replaces this process with it."""
     args, extra = parse(sys.argv[1:] if argv is None else argv)
     try:
         estimated = "--estimate" in extra
         is_run = not args.print and not estimated
-        # What is given first, and only then what would be needed besides.
+        # Checks first what the user gave, and then what is needed besides.
         if is_run or estimated:
             check_environment()
         if is_run:

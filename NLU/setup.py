@@ -1,4 +1,4 @@
-"""Installs the NLU fork under the name that the release's scripts import: transformers."""
+"""Installs the NLU fork as "transformers", the name that the release's scripts import."""
 
 from setuptools import find_packages, setup
 

@@ -3,8 +3,8 @@
     pip install transformers -e .    # in an environment without the fork in NLU/
     python examples/any_model.py --model HuggingFaceTB/SmolLM2-135M --text my_text.txt
 
-It trains on nine tenths of the text, saves the adapter as a folder that PEFT opens as well, loads
-it into the base again, and prints the loss on the last tenth each time.
+It trains on nine tenths of the text, saves the adapter as a folder that PEFT can also load, and
+loads it into a fresh base. At each stage, it prints the loss on the last tenth of the text.
 """
 
 import argparse
@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(output_dir: Path) -> None:
-    """Checks that it is upstream's Transformers that is installed, and that no adapter is there."""
+    """Checks that upstream's Transformers is installed and that `output_dir` is new or empty."""
     if "+lora" in transformers.__version__:
         raise ValueError(
             "this needs upstream's Transformers, but the fork in NLU/, which has the same name, is "
@@ -34,7 +34,7 @@ def check(output_dir: Path) -> None:
 
 
 def load_blocks(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """The text's tokens in blocks of one length, for training and held out: (blocks, length)."""
+    """Returns the text's tokens in blocks for training and held-out ones, (blocks, length) each."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8")).input_ids, device=DEVICE)
     blocks = ids[: len(ids) // args.length * args.length].view(-1, args.length)
@@ -45,7 +45,7 @@ def load_blocks(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, blocks: Tensor, args: argparse.Namespace) -> None:
-    """The usual loop; the groups hold what add_lora has left to be trained."""
+    """Trains a model as usual; the groups hold the parameters that add_lora has not frozen."""
     optimizer = torch.optim.AdamW(lora.parameter_groups(model, args.lr, args.lora_plus_ratio))
     model.train()
     for _ in range(args.epochs):
@@ -57,13 +57,13 @@ def train(model: nn.Module, blocks: Tensor, args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def loss_of(model: nn.Module, blocks: Tensor) -> float:
-    """The mean loss of a token."""
+    """Returns the mean loss per token."""
     model.eval()
     return torch.stack([model(input_ids=b, labels=b).loss for b in blocks.split(1)]).mean().item()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=defaults)
 
@@ -96,7 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Adapts the model, saves what it has learned, and loads that into the base again."""
+    """Adapts the model, saves the adapter, and loads it into the base again."""
     args = parse(argv)
     check(args.output_dir)
     torch.manual_seed(args.seed)

@@ -2,21 +2,21 @@
 
     python examples/make_small_data.py --output_dir DIR
 
-    DIR/corpus.txt                   for masked-language modelling, one sentence a line
+    DIR/corpus.txt                   for masked language modeling, one sentence per line
     DIR/SST-2/{train,dev,test}.tsv   for run_glue.py --task_name sst2 --data_dir DIR
 
 All sentences are reviews from one small grammar, in the lower case and spacing of SST-2. A review
-is positive (1) or negative (0) by what it says, so the task asks for the meaning of words, the
-adjectives, and for a little composition: "the plot was not bad at all" is positive, and after
-"although the plot was superb , …" the last clause decides.
+is positive (1) or negative (0). A model has to learn the meaning of the adjectives, and a little
+composition: "the plot was not bad at all" is positive, and after "although the plot was superb , …"
+the last clause decides.
 
-Half of the adjectives never occur in train.tsv (`UNSEEN_SHARE`), but they do in dev.tsv and
-test.tsv, and in the corpus. There a review ends in a verdict, "… : recommended .". A model that
-fills the gaps of the corpus learns from this which adjectives belong together. LoRA on such a base
-therefore reaches words that the training set does not show, and LoRA on a random base cannot.
+Half of the adjectives (`UNSEEN_SHARE`) never occur in train.tsv, but do in dev.tsv, test.tsv and
+the corpus. In the corpus, a review ends in a verdict, "… : recommended .". A model that learns to
+fill in masked words of the corpus learns from these which adjectives belong together. So LoRA on
+such a base generalizes to words that the training set does not show. On a random base it cannot.
 
 No sentence of one split is in another, and none of dev.tsv or test.tsv is in the corpus, not even
-as a part of a line. The same seed makes the same bytes.
+as part of a line. The same seed gives the same bytes.
 """
 
 import argparse
@@ -56,11 +56,11 @@ NEGATIVE = _words(
 
 @dataclass(frozen=True)
 class Topic:
-    """What reviews are about.
+    """A topic of reviews.
 
     Args:
-        things: names of what is reviewed.
-        parts: aspects of it that reviews judge.
+        things: the names of the things that are reviewed.
+        parts: the aspects of a thing that reviews judge.
     """
 
     things: list[str]
@@ -115,7 +115,7 @@ Adjectives = dict[int, list[str]]
 
 
 def clause(rng: random.Random, adjectives: Adjectives, part: str, label: int) -> str:
-    """A judgement of one part: `the soup was very bland`, or, negated, `… was far from bland`."""
+    """Makes a judgment of a part: `the soup was very bland` or, negated, `… was far from bland`."""
     kind = rng.random()
     if kind < 0.1:
         said = rng.choice(NEGATIONS).format(rng.choice(adjectives[1 - label]))
@@ -130,7 +130,7 @@ def clause(rng: random.Random, adjectives: Adjectives, part: str, label: int) ->
 
 
 def review(rng: random.Random, adjectives: Adjectives, label: int) -> str:
-    """A review without its full stop; `label` is its overall sentiment."""
+    """Makes a review without its period; `label` is its overall sentiment."""
     topic = rng.choice(TOPICS)
     first, second = rng.sample(topic.parts, 2)
     last = clause(rng, adjectives, second, label)
@@ -150,7 +150,7 @@ def review(rng: random.Random, adjectives: Adjectives, label: int) -> str:
 
 
 def corpus_line(rng: random.Random, adjectives: Adjectives) -> str:
-    """A line of the corpus: adjectives, a judgement or a review, and the verdict."""
+    """Makes a line of the corpus: adjectives, a judgment or a review, then the verdict."""
     label, kind = rng.randrange(2), rng.random()
     if kind < 0.4:
         said = " and ".join(rng.sample(adjectives[label], 2))
@@ -163,7 +163,7 @@ def corpus_line(rng: random.Random, adjectives: Adjectives) -> str:
 
 
 def distinct(count: int, make: Callable[[], str], taken: set[str]) -> list[str]:
-    """`count` sentences that `make` makes and `taken` does not hold; they are added to it."""
+    """Makes `count` sentences that are not in `taken`, and adds them to it."""
     sentences: list[str] = []
     while len(sentences) < count:
         sentence = make()
@@ -176,7 +176,7 @@ def distinct(count: int, make: Callable[[], str], taken: set[str]) -> list[str]:
 def make_rows(
     rng: random.Random, adjectives: Adjectives, count: int, taken: set[str]
 ) -> list[tuple[str, int]]:
-    """A split of the task: (sentence, label), shuffled."""
+    """Makes a split of the task: shuffled rows (sentence, label)."""
     positives = round(POSITIVE_SHARE * count)
     rows = []
     for label, size in ((1, positives), (0, count - positives)):
@@ -190,7 +190,7 @@ def make_rows(
 
 
 def seen_adjectives(rng: random.Random, adjectives: Adjectives) -> Adjectives:
-    """Those that the training set may use."""
+    """Chooses the adjectives that the training set may use."""
     return {
         label: rng.sample(words, round(len(words) * (1 - UNSEEN_SHARE)))
         for label, words in adjectives.items()
@@ -198,8 +198,8 @@ def seen_adjectives(rng: random.Random, adjectives: Adjectives) -> Adjectives:
 
 
 def make_corpus(rng: random.Random, adjectives: Adjectives, held_out: list[str]) -> list[str]:
-    """The corpus; no line has a sentence of `held_out` within it."""
-    # Sentences end in a full stop; in the corpus they may continue.
+    """Makes the corpus, in which no line contains a sentence of `held_out`."""
+    # Compared without the period, as sentences may continue in the corpus.
     held_out = [sentence.removesuffix(" .") for sentence in held_out]
     lines = []
     while len(lines) < CORPUS_LINES:
@@ -216,7 +216,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes the data and writes it."""
+    """Makes and writes the data."""
     parser = ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,13 +2,13 @@
 
     python examples/make_small_e2e.py --output_dir DIR
 
-    DIR/{train,valid,test}.txt          lines ``meaning representation||text``, as E2E's
+    DIR/{train,valid,test}.txt          lines ``meaning representation||text``, as in E2E
     DIR/vocab/{encoder.json,vocab.bpe}  a byte-level BPE trained on train.txt
 
-A meaning representation lists what is known of a restaurant; every one comes with several texts
-from one small grammar. No meaning representation of one split is in another. The vocabulary has a
-few hundred tokens; the two that GPT-2's scripts know by number have GPT-2's numbers: 628 for the
-blank line, 50256 for the end of a text. The same seed makes the same bytes.
+A meaning representation lists attributes of a restaurant. Each comes with several texts from one
+small grammar. No meaning representation of one split is in another. The vocabulary has a few
+hundred tokens. Two have the ids that GPT-2's scripts rely on: 628 for the blank line, 50256 for the
+end of a text. The same seed gives the same bytes.
 """
 
 import argparse
@@ -60,7 +60,7 @@ OPTIONAL = tuple(name for name in VALUES if name != "Type")
 
 
 def _meaning(rng: random.Random) -> dict[str, str]:
-    """The name, the type, and two to four of the other attributes, in the order of `VALUES`."""
+    """Makes a meaning: name, type, and two to four other attributes in the order of `VALUES`."""
     chosen = {"Type", *rng.sample(OPTIONAL, k=rng.randint(2, 4))}
     meaning = {"name": rng.choice(NAMES)}
     return meaning | {key: rng.choice(VALUES[key]) for key in VALUES if key in chosen}
@@ -74,7 +74,7 @@ FAMILY = {
 
 
 def _text(meaning: dict[str, str], rng: random.Random) -> str:
-    """A sentence or two that say all of it."""
+    """Makes one or two sentences that state all attributes of a meaning."""
     name, noun, place = meaning["name"], _noun(meaning), _place(meaning, rng)
     article = "an" if noun[0] in "aeiouAEIOU" else "a"
     templates = [
@@ -89,13 +89,13 @@ def _text(meaning: dict[str, str], rng: random.Random) -> str:
 
 
 def _noun(meaning: dict[str, str]) -> str:
-    """Such as ``cheap French pub``."""
+    """Returns a noun phrase such as ``cheap French pub``."""
     price = PRICES.get(meaning.get("price", ""), "")
     return " ".join(f"{price} {meaning.get('food', '')} {meaning['Type']}".split())
 
 
 def _place(meaning: dict[str, str], rng: random.Random) -> str:
-    """Such as ``by the riverside near Tower Bakery``, or nothing."""
+    """Returns a place such as ``by the riverside near Tower Bakery``, or ""."""
     places = []
     if "area" in meaning:
         preposition = "by" if meaning["area"] == "riverside" else "in"
@@ -113,7 +113,7 @@ def _lines(meanings: list[dict[str, str]], rng: random.Random) -> Iterator[str]:
 
 
 def make_corpus(seed: int) -> dict[str, list[str]]:
-    """The lines of each split."""
+    """Makes the lines of each split."""
     rng = random.Random(seed)
     distinct: dict[tuple, dict[str, str]] = {}
     while len(distinct) < sum(SPLITS.values()):
@@ -127,9 +127,9 @@ def make_corpus(seed: int) -> dict[str, list[str]]:
 
 
 def write_vocabulary(folder: Path, texts: list[str]) -> None:
-    """Trains a byte-level BPE on `texts` and writes it as GPT-2's two files."""
+    """Trains a byte-level BPE on `texts`, and writes it in GPT-2's two files."""
     bpe = ByteLevelBPETokenizer()
-    # The merge of two line ends is the last one, and its number that of GPT-2's blank line.
+    # The last merge, of two line ends, gets the id of GPT-2's blank line.
     bpe.train_from_iterator(texts, vocab_size=BLANK_LINE, show_progress=False)
     vocabulary, merges = json.loads(bpe.to_str())["model"]["vocab"], _merges(bpe)
     vocabulary |= {"ĊĊ": BLANK_LINE, "<|endoftext|>": END_OF_TEXT}
@@ -150,7 +150,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes the files that the module's head lists."""
+    """Makes the files that this module's docstring lists."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
 """LoRA in a plain PyTorch training loop: nothing but `loralib`, torch and a small model.
 
-A classifier of handwritten digits is trained as usual: that is the base. Then all images are
-turned by 90 degrees, which the base has never seen, and it is adapted to them with LoRA, within
+A classifier of handwritten digits is trained as usual, and becomes the base. Then all images are
+turned by 90 degrees, which the base has never seen, and LoRA adapts the base to them, within
 seconds, in six steps that are the same for any model:
 
-    1  replace layers by their namesakes in loralib, and load the base's weights into them
-    2  freeze all but the LoRA matrices
-    3  give the optimizer the parameters that are left to train
-    4  train: the loop is the one that trained the base
-    5  save the LoRA matrices alone
+    1  replace layers with loralib's layers of the same name, and load the base's weights into them
+    2  freeze all parameters except the LoRA matrices
+    3  give the optimizer the parameters that are not frozen
+    4  train with the same loop as the base
+    5  save only the LoRA matrices
     6  load the base and the LoRA file into a new model
 
 The digits come with scikit-learn.
@@ -30,7 +30,7 @@ Examples = tuple[Tensor, Tensor]
 
 
 def load_data(turned: bool) -> tuple[Examples, Examples]:
-    """1,297 training and 500 test examples of scikit-learn's 8 × 8 digits, turned or upright."""
+    """Returns 1,297 training and 500 test examples of scikit-learn's digits, turned or upright."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -45,24 +45,25 @@ def load_data(turned: bool) -> tuple[Examples, Examples]:
 
 
 def make_model() -> nn.Module:
-    """A classifier of three layers, (examples, 64) -> (examples, 10)."""
+    """Returns a classifier with three layers, (examples, 64) -> (examples, 10)."""
     layers = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     return nn.Sequential(*layers)
 
 
 def add_lora(model: nn.Module, r: int, lora_alpha: float = 16) -> None:
-    """Step 1: replaces every `nn.Linear` of any model by a `lora.Linear` with the same weights."""
+    """Replaces every `nn.Linear` of any model with a `lora.Linear` of the same weights (step 1)."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear):
             size, bias = (layer.in_features, layer.out_features), layer.bias is not None
             new = lora.Linear(*size, r=r, lora_alpha=lora_alpha, bias=bias)
-            # Not strict: the old layer has no LoRA matrices. B is zero, so they change nothing yet.
+            # Not strict, because the old layer has no LoRA matrices. Their B is zero, so the output
+            # does not change yet.
             new.load_state_dict(layer.state_dict(), strict=False)
             model.set_submodule(name, new)
 
 
 def train(name: str, model: nn.Module, examples: Examples, epochs: int) -> None:
-    """The usual loop (steps 3 and 4): frozen parameters are just not in the list."""
+    """Trains a model as usual, without its frozen parameters (steps 3 and 4)."""
     images, labels = examples
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     model.train()
@@ -77,14 +78,14 @@ def train(name: str, model: nn.Module, examples: Examples, epochs: int) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: Examples) -> float:
-    """The share of `examples` that `model` gets right."""
+    """Returns the share of `examples` that `model` classifies correctly."""
     images, labels = examples
     model.eval()
     return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def train_base(file: Path, epochs: int) -> nn.Module:
-    """Trains the base on upright digits and saves it to `file`."""
+    """Trains the base on upright digits, and saves it to `file`."""
     examples, _ = load_data(turned=False)
     model = make_model()
     train("base", model, examples, epochs)
@@ -93,7 +94,7 @@ def train_base(file: Path, epochs: int) -> nn.Module:
 
 
 def adapt(base_file: Path, lora_file: Path, r: int, epochs: int) -> nn.Module:
-    """Adapts the base to turned digits and saves what it learned to `lora_file`."""
+    """Adapts the base to turned digits, and saves the LoRA matrices to `lora_file`."""
     examples, _ = load_data(turned=True)
     model = make_model()
     model.load_state_dict(torch.load(base_file, weights_only=True))
@@ -105,7 +106,7 @@ def adapt(base_file: Path, lora_file: Path, r: int, epochs: int) -> nn.Module:
 
 
 def reload(base_file: Path, lora_file: Path, r: int) -> nn.Module:
-    """Step 6: the adapted model again, from its two files, which together hold every tensor."""
+    """Loads the adapted model from its two files, which together hold every tensor (step 6)."""
     model = make_model()
     add_lora(model, r)
     model.load_state_dict(
@@ -115,12 +116,12 @@ def reload(base_file: Path, lora_file: Path, r: int) -> nn.Module:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers of `model` are trained."""
+    """Returns the number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=defaults)
     parser.add_argument("--r", type=int, default=8, help="rank of the update")
@@ -135,7 +136,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains the base, adapts it, reloads it, and prints how each of them does."""
+    """Trains the base, adapts it, reloads it, and prints the accuracy of each model."""
     args = parse(argv)
     torch.manual_seed(args.seed)
     args.output_dir.mkdir(parents=True, exist_ok=True)

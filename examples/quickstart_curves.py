@@ -2,15 +2,15 @@
 
     python examples/quickstart_curves.py quickstart_output
 
-trains the base in quickstart_output/base twice more, its head alone and all of it, with the
-settings of the quickstart's LoRA run but for the learning rate; prints a table of the three; and
-draws their accuracy on the development set after each epoch into
+trains the base in quickstart_output/base twice more: only its head, and all of it. Except for the
+learning rate, the settings are those of the quickstart's LoRA run. It prints a table of the three
+methods, and plots their accuracy on the development set after each epoch in
 quickstart_output/learning_curves.png.
 
-Every method has a learning rate of its own: LoRA's is in quickstart.sh, the others' are in
-`METHODS`. --choose_rates shows what to choose from: it trains each method with each of
-`Method.rates` and three seeds on four fifths of the training set, and prints the accuracy on the
-last fifth after the last epoch. The development set has no part in this.
+Every method has its own learning rate. LoRA's is in quickstart.sh, the others are in `METHODS`. To
+choose them, --choose_rates trains each method with each of `Method.rates` and three seeds on four
+fifths of the training set, and prints the final accuracy on the last fifth. It does not use the
+development set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TASK = "sst2"
 PICTURE_NAME = "learning_curves.png"
-# What all runs have from the LoRA run.
+# The settings that all runs take from the LoRA run.
 SHARED = (
     *("per_device_train_batch_size", "num_train_epochs", "warmup_ratio", "weight_decay"),
     *("evaluation_strategy", "seed"),
@@ -55,16 +55,16 @@ SHARED = (
 TUNING_SEEDS = (0, 1, 2)
 
 
-@dataclass(frozen=True, eq=False)  # by identity, as a key
+@dataclass(frozen=True, eq=False)  # hashed by identity, to be a dict's key
 class Method:
     """A way to train the base.
 
     Args:
-        name: in the table and in the picture.
-        learning_rate: its peak; None for LoRA, whose run has been made.
-        rates: those to choose from.
-        colour: of its curve.
-        settings: of the model.
+        name: its name in the table and in the plot.
+        learning_rate: the peak learning rate; None for LoRA, whose run already exists.
+        rates: the learning rates to choose from.
+        colour: the color of its curve.
+        settings: the model's settings.
     """
 
     name: str
@@ -88,11 +88,11 @@ METHODS = (HEAD, LORA, FULL)
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run has come to.
+    """The results of a run.
 
     Args:
-        accuracies: on the measured rows, in percent, by epoch.
-        parameters: how many were trained.
+        accuracies: the accuracy on the measured rows, in percent, by epoch.
+        parameters: the number of trained parameters.
     """
 
     accuracies: Mapping[float, float]
@@ -105,13 +105,13 @@ class Curve:
 
 
 class Quickstart:
-    """What quickstart.sh has made.
+    """The output of quickstart.sh.
 
     Args:
-        folder: with ``base``, ``data`` and ``sst2``, the LoRA run.
+        folder: the output folder, with ``base``, ``data`` and ``sst2`` (the LoRA run).
 
     Raises:
-        ValueError: one of them is not there.
+        ValueError: one of these folders is missing.
     """
 
     def __init__(self, folder: Path):
@@ -125,7 +125,7 @@ class Quickstart:
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "base")
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        """A split, tokenized."""
+        """Returns the tokenized rows of a split."""
         examples = load_glue_split(TASK, self.folder / "data", split)
         encoded = self.tokenizer([example.text_a for example in examples], truncation=True)
         labels = [int(example.label) for example in examples]
@@ -133,7 +133,7 @@ class Quickstart:
         return [{"input_ids": row, "label": label} for row, label in ids]
 
     def lora_curve(self) -> Curve:
-        """That of the run that has been made."""
+        """Returns the results of the quickstart's LoRA run."""
         state = json.loads((self.lora_run / "trainer_state.json").read_text(encoding="utf-8"))
         tensors = read_adapter(self.folder / "lora.bin").tensors
         parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -147,14 +147,14 @@ class Quickstart:
         measured: list[dict[str, Any]],
         **settings: Any,
     ) -> Curve:
-        """Trains the base.
+        """Trains the base, and returns the results.
 
         Args:
-            method: which part of it.
-            learning_rate: the peak.
-            training: rows to train on.
-            measured: rows to measure the accuracy on, as often as the LoRA run was measured.
-            settings: those that are others than the LoRA run's.
+            method: the method.
+            learning_rate: the peak learning rate.
+            training: the rows to train on.
+            measured: the rows to measure the accuracy on, as often as in the LoRA run.
+            settings: settings that differ from the LoRA run's.
         """
         args = TrainingArguments(
             **{**self.settings, **settings},
@@ -178,31 +178,31 @@ class Quickstart:
         trainer.remove_callback(PrinterCallback)  # a table follows
         trainer.add_callback(EpochPrinter)
         trainer.train()
-        trainer.evaluate()  # once more where that is done after each epoch
+        trainer.evaluate()  # needed without evaluations during training, otherwise a repetition
         return Curve(_accuracies(trainer.state.log_history), parameters)
 
 
 class EpochPrinter(TrainerCallback):
-    """Prints a line after each epoch: on a busy machine it takes long."""
+    """Prints a line after each epoch, because an epoch may take long on a busy machine."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A line."""
+        """Prints the epoch's number."""
         print(f"  epoch {state.epoch:g} of {args.num_train_epochs:g}", flush=True)
 
 
 def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
-    """The task's metric."""
+    """Returns the task's metric."""
     return glue_compute_metrics(TASK, evaluated.predictions.argmax(axis=1), evaluated.label_ids)
 
 
 def _accuracies(history: Sequence[Mapping[str, float]]) -> dict[float, float]:
-    """In percent, by epoch."""
+    """Returns the accuracies in a run's log, in percent, by epoch."""
     measured = [entry for entry in history if "eval_accuracy" in entry]
     return {entry["epoch"]: 100 * entry["eval_accuracy"] for entry in measured}
 
 
 def try_rates(quickstart: Quickstart, seed: int) -> None:
-    """Prints how each method does with each of its rates on the last fifth of the training set."""
+    """Prints the accuracy of each method and rate on the last fifth of the training set."""
     rows = quickstart.rows("train")
     cut = len(rows) * 4 // 5
     for method in METHODS:
@@ -214,7 +214,7 @@ def try_rates(quickstart: Quickstart, seed: int) -> None:
 
 
 def table(curves: Mapping[Method, Curve]) -> list[str]:
-    """A line a method."""
+    """Returns a table with one line per method."""
     width = max(len(method.name) for method in curves)
     lines = [f"{'':<{width}}  accuracy, %  parameters trained"]
     for method, curve in curves.items():
@@ -223,7 +223,7 @@ def table(curves: Mapping[Method, Curve]) -> list[str]:
 
 
 def draw(curves: Mapping[Method, Curve]) -> Figure:
-    """The accuracy over epochs, a curve a method."""
+    """Plots the accuracy over epochs, with one curve per method."""
     figure = import_figure()(figsize=(7.2, 4.6), layout="constrained")
     panel = figure.subplots()
     for method, curve in curves.items():
@@ -234,12 +234,12 @@ def draw(curves: Mapping[Method, Curve]) -> Figure:
     panel.set_ylabel("accuracy on the development set, %")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", frameon=False)  # where it hides nothing
+    figure.legend(loc="outside lower center", frameon=False)  # outside, so it hides no curve
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, prints and draws; or chooses learning rates."""
+    """Trains, prints the table and plots the curves; or tries learning rates."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     parser.add_argument(
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="only try learning rates, on the training set alone, and print how they did",
     )
     args = parser.parse_args(argv)
-    set_verbosity_error()  # every run would warn that its head is new
+    set_verbosity_error()  # hides every run's warning that its head is newly initialized
     quickstart = Quickstart(args.folder)
     if args.choose_rates:
         for seed in TUNING_SEEDS:

@@ -1,4 +1,4 @@
-"""The quickstart's last step: a table of the results in its output folder."""
+"""Prints a table of the results in the quickstart's output folder; the quickstart's last step."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from transformers.data.processors import load_glue_split
 
 
 def summarise(folder: Path) -> tuple[list[tuple[str, str]], bool]:
-    """The table's rows, and whether the reloaded adapter scores as the trained model did."""
+    """Returns the table's rows, and whether the reloaded adapter scores like the trained model."""
     full, lora = folder / "sst2" / "pytorch_model.bin", folder / "lora.bin"
     trained = sum(tensor.numel() for tensor in read_adapter(lora).tensors.values())
     everything = sum(tensor.numel() for tensor in read_tensors(full)[0].values())
@@ -41,7 +41,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the table; exits with 1 where the two accuracies differ."""
+    """Prints the table; exits with 1 if the two accuracies differ."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     rows, equal = summarise(parser.parse_args(argv).folder)

@@ -1,4 +1,4 @@
-"""Train RoBERTa by masked-language modelling on a text file, from scratch or from a model.
+"""Train RoBERTa by masked language modeling on a text file, from scratch or from a model.
 
     python examples/language-modeling/run_mlm.py --train_file corpus.txt --output_dir base \
         --do_train --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4
@@ -60,12 +60,12 @@ from transformers.utils.cli import (
     set_up_datasets,
 )
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-# The column that says of each line whether it was cut.
+# The column that says whether a line was truncated.
 CUT = "cut"
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
@@ -87,7 +87,7 @@ class ModelArguments:
 
 @dataclass
 class TextArguments:
-    """The text."""
+    """The text to train and evaluate on."""
 
     train_file: str = field(metadata={"help": "a text file, one example a line"})
     validation_file: str | None = flag(None, "the same, to evaluate on")
@@ -106,7 +106,7 @@ def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTo
     """Learns a byte-level BPE vocabulary from a text file.
 
     Raises:
-        ValueError: there is no room for all bytes and the special tokens in it.
+        ValueError: the vocabulary has no room for all bytes and the special tokens.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
@@ -119,7 +119,7 @@ def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTo
 
 
 def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> PretrainedConfig:
-    """The settings of a new model."""
+    """Returns the settings of a new model."""
     return RobertaConfig(
         vocab_size=vocab_size,
         hidden_size=model_args.hidden_size,
@@ -131,7 +131,7 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
         max_position_embeddings=max_length + 2,
         type_vocab_size=1,
         layer_norm_eps=1e-5,
-        # RoBERTa's 0.02 suits its width; a narrow model of such small weights starts slowly.
+        # RoBERTa's 0.02 suits its own width. Such small weights would slow a narrow model's start.
         initializer_range=model_args.hidden_size**-0.5,
     )
 
@@ -139,7 +139,7 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
 def choose_shape(
     model_args: ModelArguments, text_args: TextArguments
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, int]:
-    """The model's settings, its tokenizer, and how many tokens lines are cut to."""
+    """Returns the model's settings, its tokenizer, and the length to which lines are truncated."""
     length = text_args.max_seq_length
     if model_args.model_name_or_path:
         config = load_config(origin_of(model_args), finetuning_task=None, text_columns=None)
@@ -154,17 +154,17 @@ def choose_shape(
 
 
 def origin_of(model_args: ModelArguments) -> AdaptedModelArguments:
-    """The model to start from."""
+    """Returns the flags of the model to start from."""
     return AdaptedModelArguments(model_args.model_name_or_path, cache_dir=model_args.cache_dir)
 
 
 def make_model(
     model_args: ModelArguments, config: PretrainedConfig, args: TrainingArguments
 ) -> PreTrainedModel:
-    """The model to begin with; of an adapted one, what it is adapted by and the head are trained.
+    """Returns the model; if it has adapters, only they and the head are trainable.
 
     Raises:
-        ValueError: it is to be evaluated alone, and its head is not trained.
+        ValueError: the run only evaluates, and the model's head is not trained.
     """
     if model_args.model_name_or_path is None:
         return untrained_model(AutoModelForMaskedLM, config)
@@ -177,10 +177,10 @@ def make_model(
 def check_stages(
     model_args: ModelArguments, text_args: TextArguments, args: TrainingArguments
 ) -> None:
-    """Refuses a run without a stage, and one that lacks what a stage needs.
+    """Checks that there is something to do, and that nothing it needs is missing.
 
     Raises:
-        ValueError: it is such a run.
+        ValueError: there is nothing to do, or a flag that it needs is not given.
     """
     if not (args.do_train or args.do_eval):
         raise ValueError("nothing to do: give --do_train or --do_eval")
@@ -193,10 +193,10 @@ def check_stages(
 
 
 def check_text(path: str) -> None:
-    """Refuses a file that is not there, holds no text, or none in UTF-8.
+    """Checks that a file exists and holds UTF-8 text.
 
     Raises:
-        OSError, ValueError: it is such a file.
+        OSError, ValueError: the file is missing, empty, or not in UTF-8.
     """
     check_is_file(path)
     refuse_utf16_file(path)
@@ -217,7 +217,7 @@ def read_sets(
     max_length: int,
     cache_dir: str | None = None,
 ) -> dict[str, Dataset]:
-    """The files' lines as token ids, by set; logs how many were cut."""
+    """Reads the files' lines as token ids, by set, and logs how many were truncated."""
     files = {"train": text_args.train_file, "validation": text_args.validation_file}
     sets = {
         name: read_lines(file, tokenizer, max_length, cache_dir)
@@ -231,7 +231,7 @@ def read_sets(
 def read_lines(
     path: str, tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: str | None = None
 ) -> Dataset:
-    """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
+    """Reads a file's non-empty lines as token ids, with the column `CUT`."""
     lines = load_rows("text", path, cache_dir=cache_dir)
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
@@ -250,7 +250,7 @@ def read_lines(
 
 
 def perplexity(loss: float) -> float:
-    """e to the power of a mean cross-entropy in nats; infinite where that is too large a number."""
+    """Returns exp(loss), for a mean cross-entropy in nats; infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -260,10 +260,10 @@ def perplexity(loss: float) -> float:
 def train_and_evaluate(
     model_args: ModelArguments, text_args: TextArguments, args: TrainingArguments
 ) -> None:
-    """Builds, trains, evaluates, saves; as far as the flags ask for it."""
+    """Trains, saves and evaluates the model, as the flags ask for."""
     set_up_datasets(model_args.cache_dir)
     check_stages(model_args, text_args, args)
-    check_scores(args, ())  # perplexity is that of the last evaluation alone
+    check_scores(args, ())  # only the last evaluation computes the perplexity
     check_sources_kept(args, {"model_name_or_path": model_args.model_name_or_path})
     checkpoint = find_checkpoint(args)
     for file in filter(None, (text_args.train_file, text_args.validation_file)):
@@ -284,7 +284,7 @@ def train_and_evaluate(
     if args.do_train:
         train(trainer, checkpoint)
     if args.do_eval:
-        trainer.label_smoother = None  # perplexity is of the words as they are
+        trainer.label_smoother = None  # perplexity is defined without smoothing
         metrics = trainer.evaluate()
         metrics["perplexity"] = perplexity(metrics["eval_loss"])
         report(trainer, "eval", metrics, trainer.eval_dataset)
@@ -297,7 +297,7 @@ def estimate(
     args: TrainingArguments,
     estimate_args: EstimateArguments,
 ) -> None:
-    """Prints what training would take; reads the text, and no weights."""
+    """Prints an estimate of what training takes; reads the text, but no weights."""
     if estimate_args.estimate_length is not None:
         raise ValueError("--estimate_length does not apply here: lengths are those of --train_file")
     set_up_datasets(model_args.cache_dir)
@@ -315,14 +315,14 @@ def estimate(
 
 
 def merging_first(error: AdapterAsModelError) -> str:
-    """What to do with an adapter, which no flag takes here."""
+    """Returns the advice for a user who gives an adapter, which this script does not take."""
     base = shlex.quote(error.base) if error.base else "BASE"
     command = f"utils/convert.py {shlex.quote(error.source)} FOLDER --to merged --base {base}"
     return f"this script takes no adapters: {command} makes one model of both"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for."""
+    """Parses the command line, and runs what it asks for."""
     start(argv, __doc__, (ModelArguments, TextArguments), train_and_evaluate, estimate)
 
 

@@ -4,13 +4,13 @@
         --dataset_name swag --dataset_config_name regular --do_train --do_eval \
         --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir swag
 
-Files have SWAG's columns, of two endings or more:
+Files have SWAG's columns, with two or more endings:
 
     {"sent1": "She opens the door.", "sent2": "Then she", "ending0": "leaves.", "ending1": "sky.",
      "label": 0}
 
-Predictions go to test_results_swag.txt. What is trained and what is written is as in run_glue.py,
-whose flags for models and adapters this script has.
+Predictions go to test_results_swag.txt. The flags for models and adapters, the training and the
+other output files are those of run_glue.py.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ from transformers.fine_tuning.script import (
 from transformers.hf_argparser import flag
 from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
-# Tokens that a beginning with an ending is cut to by default.
+# The number of tokens to which a choice (context and ending) is truncated by default.
 LONGEST = 512
-# The column that says of each row how many of its choices were cut.
+# The column that says how many of a row's choices were truncated.
 CUT = "cut"
 SCORE = "accuracy"
 
 
 @dataclass
 class DataTrainingArguments(HubDataArguments):
-    """The data."""
+    """The flags for the data."""
 
     max_seq_length: int | None = flag(
         None,
@@ -101,7 +101,7 @@ def prepare(
     adapters: Sequence[Adapter],
     splits: Sequence[str],
 ) -> Prepared:
-    """Reads settings, data and tokenizer, and checks that they belong together."""
+    """Reads settings, data and tokenizer, and checks that they fit together."""
     check_scores(args, [SCORE])
     config = load_task_config(model_args, args, adapters)
     choices = check_choices(load_tables(data_args, splits, model_args.cache_dir, read_choices))
@@ -122,8 +122,8 @@ def prepare(
 def tokenize(
     choices: Choices, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
 ) -> dict[str, Dataset]:
-    """The rows by split as the model takes them: each entry has a list a choice."""
-    # The cache's key is all that the function refers to: only what changes its results.
+    """Returns the tokenized rows by split; each of their entries has one list per choice."""
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, endings = data_args.max_seq_length, choices.endings
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
@@ -161,7 +161,7 @@ def tokenize(
 
 
 def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:
-    """Lists of `count` rows that follow each other."""
+    """Returns lists of `count` consecutive rows."""
     return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
 
 
@@ -171,12 +171,12 @@ def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    """How many choices are right."""
+    """Returns the accuracy of the choices."""
     return {SCORE: simple_accuracy(evaluated.predictions.argmax(axis=1), evaluated.label_ids)}
 
 
 def predict(trainer: Trainer, rows: Dataset) -> None:
-    """Writes test_results_swag.txt, and the accuracy where the test set has labels."""
+    """Writes test_results_swag.txt and, if the test set has labels, the accuracy."""
     output = trainer.predict(rows, metric_key_prefix="test")
     report(trainer, "test", output.metrics, rows)
     if trainer.is_world_process_zero():
@@ -192,7 +192,7 @@ def predict(trainer: Trainer, rows: Dataset) -> None:
 def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
-    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    """Loads the model and the data, then trains, evaluates and predicts as the flags ask for."""
     checkpoint, adapters = open_run(model_args, args, AutoModelForMultipleChoice.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
@@ -208,7 +208,7 @@ def fine_tune(
 
 
 def estimate(*flags: Any) -> None:
-    """Prints what training would take, where data is not read of four endings a row."""
+    """Prints an estimate of what training takes; if no data is read, with four endings per row."""
 
     def example(length: int) -> dict[str, Any]:
         ones = [[1] * length] * 4
@@ -218,7 +218,7 @@ def estimate(*flags: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for."""
+    """Parses the command line, and runs what it asks for."""
     start(argv, __doc__, (AdaptedModelArguments, DataTrainingArguments), fine_tune, estimate)
 
 

@@ -4,15 +4,15 @@
         --dataset_name squad --do_train --do_eval \
         --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir squad
 
-Files are SQuAD's own, or have a question a line, whose answers are parts of the text:
+Files are SQuAD's own, or have one question per line, whose answers are parts of the context:
 
     {"id": "1", "question": "Who?", "context": "Ann ran.", "answers": {"text": ["Ann"],
      "answer_start": [0]}}
 
 Texts longer than --max_seq_length are read in parts that overlap by --doc_stride tokens. Answers go
-to eval_predictions.json and test_predictions.json, with the n best of each beside them. What is
-trained and what is written is as in run_glue.py, whose flags for models and adapters this script
-has.
+to eval_predictions.json and test_predictions.json, and the n best of each question to files next to
+them. The flags for models and adapters, the training and the other output files are those of
+run_glue.py.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ from transformers.fine_tuning.script import (
 from transformers.hf_argparser import flag
 from transformers.utils.cli import choose_length, run_script
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
-# Tokens of a row, and of what a row and the next one share, by default.
+# The default numbers of tokens in a row, and of those that a row shares with the next one.
 USUAL_LENGTH, USUAL_STRIDE = 384, 128
 POSITIONS = ["start_positions", "end_positions"]
 
 
 @dataclass
 class DataTrainingArguments(HubDataArguments):
-    """The data, and what counts as an answer."""
+    """The flags for the data and for what counts as an answer."""
 
     max_seq_length: int | None = flag(
         None,
@@ -121,11 +121,11 @@ class DataTrainingArguments(HubDataArguments):
 
 @dataclass
 class PreparedQuestions(Prepared):
-    """What a run's model is made and trained on.
+    """The settings and the data from which a run's model is made and trained.
 
     Args:
-        questions: by split.
-        parts: by split, each row's question, and where its tokens are in the text.
+        questions: the questions by split.
+        parts: by split, the number of each row's question, and where its tokens are in the text.
     """
 
     questions: dict[str, list[Question]]
@@ -139,7 +139,7 @@ def prepare(
     adapters: Sequence[Adapter],
     splits: Sequence[str],
 ) -> PreparedQuestions:
-    """Reads settings, data and tokenizer, and checks that they belong together."""
+    """Reads settings, data and tokenizer, and checks that they fit together."""
     if args.label_smoothing_factor:
         raise ValueError(
             "--label_smoothing_factor smooths a single label, and an answer has two, its start "
@@ -167,10 +167,10 @@ def prepare(
 def choose_rows(
     data_args: DataTrainingArguments, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Sets --max_seq_length and --doc_stride to what fits the model, where they were not given.
+    """Sets --max_seq_length and --doc_stride to values that fit the model, unless they were given.
 
     Raises:
-        ValueError: they do not fit it, or one another.
+        ValueError: the given values do not fit the model or each other.
     """
     data_args.max_seq_length = length = choose_length(
         data_args.max_seq_length, config, tokenizer, is_pair=True, usual=USUAL_LENGTH
@@ -190,10 +190,10 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     data_args: DataTrainingArguments,
 ) -> Dataset:
-    """The rows of a split: one or several a question, with where each token is in the text."""
+    """Returns a split's rows, one or several per question, with each token's place in the text."""
     from datasets import Dataset
 
-    # The cache's key is all that the function refers to: only what changes its results.
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, stride = data_args.max_seq_length, data_args.doc_stride
     padded, with_answers = data_args.pad_to_max_length, split != "test"
 
@@ -232,7 +232,7 @@ def answer(
     split: str,
     data_args: DataTrainingArguments,
 ) -> list[Answer]:
-    """The answers to a split's questions."""
+    """Returns the answers to a split's questions."""
     parts = prepared.parts[split]
     return answers_of(
         [question.context for question in prepared.questions[split]],
@@ -248,11 +248,11 @@ def answer(
 
 @dataclass
 class Scorer:
-    """SQuAD's scores of the validation set.
+    """Computes SQuAD's scores of the validation set.
 
     Args:
-        prepared, data_args: the questions, and what counts as an answer.
-        answers: those of the last evaluation.
+        prepared, data_args: the questions, and the flags for what counts as an answer.
+        answers: the answers of the last evaluation.
     """
 
     prepared: PreparedQuestions
@@ -260,17 +260,17 @@ class Scorer:
     answers: list[Answer] = field(default_factory=list)
 
     def __call__(self, evaluated: EvalPrediction) -> dict[str, float]:
-        """The scores of one evaluation, whose answers are kept."""
+        """Returns the scores of an evaluation, and keeps its answers."""
         questions = self.prepared.questions["validation"]
         self.answers = answer(evaluated.predictions, self.prepared, "validation", self.data_args)
         return scores_of(questions, self.answers, self.data_args.version_2_with_negative)
 
 
 def evaluate(trainer: Trainer, scorer: Scorer) -> None:
-    """Writes the validation set's scores, and the answers that they are of.
+    """Evaluates on the validation set, and writes the scores and the answers.
 
-    Those of evaluations in training are in no file: a run that is killed before its first
-    checkpoint would leave them, and could not be started again in that folder.
+    Evaluations during training write no answers. If they did, a run killed before its first
+    checkpoint would leave files behind, and could not be started again in that folder.
     """
     questions = scorer.prepared.questions["validation"]
     metrics = trainer.evaluate()
@@ -282,7 +282,7 @@ def evaluate(trainer: Trainer, scorer: Scorer) -> None:
 def predict(
     trainer: Trainer, prepared: PreparedQuestions, data_args: DataTrainingArguments
 ) -> None:
-    """Writes the answers to the test set's questions, and their scores where it has answers."""
+    """Writes the answers to the test set's questions and, if it has answers, the scores."""
     questions = prepared.questions["test"]
     output = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
     answers = answer(output.predictions, prepared, "test", data_args)
@@ -299,7 +299,7 @@ def predict(
 def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
-    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    """Loads the model and the data, then trains, evaluates and predicts as the flags ask for."""
     checkpoint, adapters = open_run(model_args, args, AutoModelForQuestionAnswering.role)
     args.label_names = POSITIONS
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
@@ -317,7 +317,7 @@ def fine_tune(
 
 
 def estimate(*flags: Any) -> None:
-    """Prints what training would take."""
+    """Prints an estimate of what training takes."""
 
     def example(length: int) -> dict[str, Any]:
         ones = [1] * length
@@ -327,7 +327,7 @@ def estimate(*flags: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for."""
+    """Parses the command line, and runs what it asks for."""
     start(argv, __doc__, (AdaptedModelArguments, DataTrainingArguments), fine_tune, estimate)
 
 

@@ -9,17 +9,17 @@ Input and output are JSON lines, in the same order:
     {"adapter": "rte", "text": "A dog runs.", "text_pair": "An animal moves.", "id": 7}
     {"adapter": "rte", "text": …, "label": "entailment", "probabilities": {"entailment": 0.93, …}}
 
-A line without text_pair is one text, one without adapter is for the only adapter there is. Other
-keys, such as id, are carried over. A regressor gives "score" in place of label and probabilities.
-The answer to a text that was cut to --max_seq_length has "truncated": true. Without lines there are
-no answers.
+A line without text_pair is a single text. A line may leave out adapter if there is only one. Other
+keys, such as id, are copied to the output. A regression head gives "score" instead of label and
+probabilities. If a text was truncated to --max_seq_length, its answer has "truncated": true. Empty
+input gives empty output.
 
-Adapters of token classification tag words; a word that was cut off has neither tag nor probability:
+Adapters for token classification tag words. A word that was cut off gets null for both:
 
     {"adapter": "ner", "tokens": ["Ada", "Lovelace", "met", "him"]}
     {"adapter": "ner", "tokens": …, "tags": ["B-PER", "I-PER", …], "probabilities": [0.98, …]}
 
-The base is read once, and one batch holds rows of several adapters:
+The base is loaded once, and a batch holds rows of several adapters:
 
     lines ─ tokenize ─> rows of ids ─ batches ─> rows of about one length, grouped by adapter
           ─ compute_logits ─> logits in the lines' order ─ answer ─> labels and probabilities
@@ -84,15 +84,15 @@ from transformers.utils.logging import errors_only
 logger = logging.getLogger(__name__)
 
 STANDARD_STREAM = "-"
-# What the answers are called; a line of the input has none of these keys.
+# The keys of the answers, which lines of the input must not have.
 TRUNCATED = "truncated"
 ANSWERS = ("label", "probabilities", "score", "tags", TRUNCATED)
-# What a line has for the adapters' head to read.
+# The key of a line that each kind of head reads.
 INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ``adapters`` maps each name to where its adapter is."""
+    """Parses the command line; ``adapters`` becomes a dict of each adapter's source by name."""
     parser = HfArgumentParser([], description=__doc__.split("\n")[0], takes_empty=False)
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="the base: a model's folder, or hub name")
@@ -142,10 +142,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
-    """Takes ``name=adapter`` apart.
+    """Splits arguments ``name=adapter`` into a dict.
 
     Raises:
-        ValueError: one is not of this format, or two have one name.
+        ValueError: an argument does not have this format, or two have the same name.
     """
     sources: dict[str, str] = {}
     for argument in arguments:
@@ -157,7 +157,7 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
                 f"two adapters have the name '{name}': {sources[name]} and {source}; "
                 "give one another name"
             )
-        sources[name] = os.path.expanduser(source)  # as the parser does with whole values
+        sources[name] = os.path.expanduser(source)  # the parser expands only whole values
     return sources
 
 
@@ -167,14 +167,14 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The input's lines, each with the key ``adapter``.
+    """Reads the input's lines, and adds the key ``adapter`` where it is missing.
 
     Args:
         path: a file of JSON lines, or ``-`` for stdin.
-        names: the adapters that there are.
+        names: the adapters' names.
 
     Raises:
-        ValueError: a line is not as it should be; the message has its number.
+        ValueError: a line is wrong; the message has its number.
     """
     is_stdin = path == STANDARD_STREAM
     if not is_stdin and not Path(path).exists():
@@ -187,7 +187,7 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
     refuse_utf16(source, contents[0] if contents else b"")
-    # Blank lines at the end are not texts; one between others would shift the answers.
+    # Drops blank lines at the end. Elsewhere, they are errors, as they would shift the answers.
     while contents and not contents[-1].strip():
         contents.pop()
     for number, content in enumerate(contents, start=1):
@@ -203,7 +203,7 @@ def _in_words(source: str) -> str:
 
 
 def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
-    """One line, checked, with its adapter filled in where there is a single one."""
+    """Parses and checks a line, and fills in its adapter if there is only one."""
     if not content:
         raise ValueError("is blank; only lines at the end may be blank")
     line = _decoded(content, names)
@@ -227,12 +227,12 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
 def _decoded(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     try:
         line = json.loads(content, object_pairs_hook=without_repetition)
-        # The answer repeats it in UTF-8, which cannot encode all that JSON can.
+        # The answer repeats the line in UTF-8, which cannot encode every JSON string.
         _encoded(line)
     except RepeatedKeyError:
         raise
     except (ValueError, RecursionError) as error:
-        # JSON's errors also count lines, from 1 in this very line: that would mislead.
+        # Leaves out the position in JSON's message, whose "line 1" would mislead.
         raise ValueError(
             f"is not JSON ({getattr(error, 'msg', error)}); a line looks like "
             f'{{"adapter": {json.dumps(names[0])}, "text": "A dog runs."}}'
@@ -265,10 +265,10 @@ def _check_words(line: Mapping[str, Any]) -> None:
 
 
 def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> None:
-    """Checks that each line has what the adapters' head reads.
+    """Checks that each line has the key that the adapters' head reads.
 
     Raises:
-        ValueError: one has not; the message has its number.
+        ValueError: a line lacks it; the message has its number.
     """
     for number, line in enumerate(lines, start=1):
         if INPUTS[head] not in line:
@@ -281,10 +281,11 @@ def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> 
 def check_texts(
     lines: Sequence[Mapping[str, Any]], adapters: Mapping[str, Adapter], source: str
 ) -> None:
-    """Checks that each line has as many texts as its adapter was trained on, if that says it.
+    """Checks that each line has as many texts as its adapter was trained on, if known.
 
     Raises:
-        ValueError: one has a text_pair too many, or none; the message has its number.
+        ValueError: a line has a text_pair but should not, or the reverse; the message has its
+            number.
     """
     for number, line in enumerate(lines, start=1):
         adapter = adapters[line["adapter"]]
@@ -302,7 +303,7 @@ def _encoded(line: Any) -> bytes:
 
 
 def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Writes JSON lines, atomically; to stdout where `path` is ``-``."""
+    """Writes JSON lines, to a file (atomically) or to stdout if `path` is ``-``."""
 
     def write(file: BinaryIO) -> None:
         file.writelines(map(_encoded, lines))
@@ -316,10 +317,10 @@ def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_output(path: str, source: str) -> None:
-    """Checks, before anything is computed, that `path` can be written; makes its folder.
+    """Checks, before anything is computed, that `path` can be written, and creates its folder.
 
     Raises:
-        OSError: it cannot.
+        OSError: it cannot be written.
         ValueError: it is `source`, the input.
     """
     if path == STANDARD_STREAM:
@@ -339,10 +340,10 @@ def check_output(path: str, source: str) -> None:
 
 
 def load_config(args: argparse.Namespace) -> PretrainedConfig:
-    """The base's settings.
+    """Loads the base's settings.
 
     Raises:
-        ValueError: it is not a base.
+        ValueError: the model is not a base.
     """
     name = args.model_name_or_path
     config = AutoConfig.from_pretrained(name, **_where(args))
@@ -364,14 +365,14 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
-    """The adapters by name; one that does not name its labels gets a warning.
+    """Reads the adapters by name, and warns of those that do not name their labels.
 
     Raises:
-        AlphaError: one does not record its alpha, or all do and --lora_alpha is another.
+        AlphaError: an adapter does not record its alpha, or all do and --lora_alpha differs.
     """
     where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}
-    # The flag is only for adapters that do not say theirs.
+    # --lora_alpha applies only to adapters that do not record their own.
     silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
     if args.lora_alpha is not None:
         if not silent:
@@ -387,10 +388,10 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
 
 
 def check_alpha(adapters: Iterable[Adapter], given: float) -> None:
-    """Checks an alpha that was given although all adapters say theirs.
+    """Checks that --lora_alpha agrees with the adapters, all of which record their own alpha.
 
     Raises:
-        AlphaError: one says another.
+        AlphaError: an adapter has another alpha.
     """
     for adapter in adapters:
         if adapter.lora.alpha != given:
@@ -398,10 +399,10 @@ def check_alpha(adapters: Iterable[Adapter], given: float) -> None:
 
 
 def head_of(adapters: Mapping[str, Adapter]) -> str:
-    """The head that all adapters are for.
+    """Returns the head that all adapters are for.
 
     Raises:
-        ValueError: they are for several, or for one that is not used here.
+        ValueError: the adapters are for different heads, or for one that is not supported here.
     """
     heads: dict[str, str] = {}
     for adapter in adapters.values():
@@ -418,7 +419,7 @@ def head_of(adapters: Mapping[str, Adapter]) -> str:
 def load_model(
     args: argparse.Namespace, config: PretrainedConfig, head: str
 ) -> tuple[PreTrainedModel, Precision]:
-    """The base with a head, on the device that computes, and the precision to compute in."""
+    """Loads the base with a head onto the device, and returns it with the precision to use."""
     device = choose_device(0, args.no_cuda)
     check_precision(False, args.bf16, device)
     set_up_device(tf32=args.tf32)
@@ -436,19 +437,20 @@ def load_model(
 def fill_bank(
     model: PreTrainedModel, adapters: Mapping[str, Adapter], base: str
 ) -> tuple[AdapterBank, dict[str, tuple[str, ...]]]:
-    """Puts the adapters over the base.
+    """Makes a bank of the adapters over the base.
 
     Args:
         model: the base.
-        adapters: by name.
-        base: its name, for messages.
+        adapters: the adapters by name.
+        base: the base's name, for messages.
 
     Returns:
         The bank, and each adapter's labels in the order of its outputs.
 
     Raises:
         CheckpointError: an adapter does not fit the base.
-        ValueError: one brings no head, and the base has none.
+        ValueError: neither an adapter nor the base has a trained head, or an adapter has two labels
+            of the same name.
     """
     bank = AdapterBank(model)
     own = tuple(model.config.id2label[index] for index in sorted(model.config.id2label))
@@ -476,7 +478,7 @@ def fill_bank(
 def tokenize(
     lines: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[dict[str, list[int]]], list[bool]]:
-    """Each line's ids and the other rows that the model takes; and whether the text was cut."""
+    """Tokenizes lines; returns the model's inputs for each, and whether its text was truncated."""
     rows: list[dict[str, list[int]]] = [{} for _ in lines]
     was_cut = [False] * len(lines)
     for is_pair in (False, True):
@@ -498,7 +500,10 @@ def tokenize(
 def tokenize_words(
     lines: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[dict[str, list[int]]], list[bool], list[list[int | None]]]:
-    """As `tokenize`, of words; and each word's first token, None where it has none in the row."""
+    """Tokenizes lines of words like `tokenize`, and also returns where each word begins.
+
+    That is the position of its first token, or None for a word that was cut off.
+    """
     words = [line["tokens"] for line in lines]
     if not words:
         return [], [], []
@@ -514,7 +519,7 @@ def tokenize_words(
 
 
 def batches(lengths: Sequence[int], adapters: Sequence[str], size: int) -> Iterator[list[int]]:
-    """Indices of rows, in batches of `size`: the longest first, those of an adapter together."""
+    """Yields batches of row indices, the longest rows first, each batch sorted by adapter."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for start in range(0, len(order), size):
         yield sorted(order[start : start + size], key=lambda index: adapters[index])
@@ -530,18 +535,19 @@ def compute_logits(
     precision: Precision,
     batch_size: int,
 ) -> list[np.ndarray]:
-    """Each row's logits, float32; those of a batch's widest head, with -inf after its own.
+    """Returns each row's logits in float32.
 
-    Of token classification they are (length, labels), of a row that is padded as its batch is.
+    They are (labels,) or, for token classification, (length, labels) with the padding of the row's
+    batch. A row has as many labels as the widest head in its batch; those beyond its own are -inf.
 
     Args:
         model: the base.
         bank: the adapters over it.
         adapters: the name of each row's adapter.
-        rows: each row's ids, and what else the model takes.
+        rows: each row's inputs of the model.
         collate: makes a batch of some rows.
-        precision: what to compute in.
-        batch_size: rows a batch.
+        precision: the precision to compute in.
+        batch_size: the number of rows per batch.
     """
     if precision.device_type == "cpu":
         choose_products(frozen_weights(model), precision.dtype, world_size=1, backward=False)
@@ -560,11 +566,11 @@ def compute_logits(
 
 
 def answer(logits: np.ndarray, labels: Sequence[str]) -> dict[str, Any]:
-    """What a row's logits say: the likeliest label and all probabilities, or a score.
+    """Returns the likeliest label and all probabilities for a row, or a score.
 
     Args:
         logits: float32; one for each label, and possibly more after them.
-        labels: a head with one gives scores.
+        labels: the adapter's labels; with a single one, the head gives a score.
     """
     own = torch.from_numpy(logits[: len(labels)])
     if len(labels) == 1:
@@ -579,12 +585,12 @@ def answer(logits: np.ndarray, labels: Sequence[str]) -> dict[str, Any]:
 def answer_words(
     logits: np.ndarray, labels: Sequence[str], firsts: Sequence[int | None]
 ) -> dict[str, Any]:
-    """The likeliest tag of each word, by its first token, and the probability of that tag.
+    """Returns the likeliest tag of each word, by its first token, and that tag's probability.
 
     Args:
-        logits: (length, labels), float32; possibly of more labels than its own.
+        logits: (length, labels), float32; possibly with more labels than the adapter has.
         labels: the tags.
-        firsts: each word's first token; None where it has none.
+        firsts: the position of each word's first token, or None if it was cut off.
     """
     probabilities = torch.from_numpy(logits[:, : len(labels)]).softmax(1).numpy()
     best = [None if place is None else int(probabilities[place].argmax()) for place in firsts]
@@ -598,12 +604,12 @@ def answer_words(
 
 
 def _shortest(value: np.float32) -> float:
-    """The number with the fewest digits that is this one in float32: 0.93, not 0.930000007."""
+    """Returns the shortest decimal that rounds to this float32: 0.93, not 0.930000007."""
     return float(str(value))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, reads, checks, loads, predicts, writes."""
+    """Reads and checks the input, loads the model and the adapters, and writes the predictions."""
     args = parse_arguments(argv)
     set_up_logging(args.log_level)
     lines = read_lines(args.input_file, list(args.adapters))

@@ -5,9 +5,9 @@
         --model_name_or_path roberta-base --task_name rte --do_train --do_eval \
         --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir rte
 
-The paper's baselines are --apply_adapter and --apply_bitfit, which go with --apply_lora and with
-each other; with none of the three, all weights are trained. All flags can also come from a JSON
-file: run_glue.py settings.json.
+The paper's baselines are --apply_adapter and --apply_bitfit. They can be combined with --apply_lora
+and with each other. Without any of the three, all weights are trained. The flags can also come from
+a JSON file: run_glue.py settings.json.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ from transformers.utils.cli import (
     set_up_datasets,
 )
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
 HUB_GLUE = "nyu-mll/glue"
-# The column that says of each row whether its text was cut.
+# The column that says whether a row's text was truncated.
 CUT = "cut"
 
 
@@ -138,7 +138,7 @@ class ModelArguments(AdaptedModelArguments):
 
 @dataclass
 class DataTrainingArguments(DataArguments):
-    """The data."""
+    """The flags for the data."""
 
     task_name: str | None = flag(
         None, "a GLUE task: cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb or wnli"
@@ -191,11 +191,12 @@ class TextData:
     """Texts by split, with labels as numbers.
 
     Args:
-        splits: by name; columns are the text columns and, where there are labels, ``label``.
-        text_keys: names of the text columns, one or two.
-        labels: names of the classes in the order of their numbers; empty for scores.
-        columns: what the text columns were called where the data is from.
-        task: the GLUE task, None for one's own files.
+        splits: the splits by name. Their columns are the text columns and, if there are labels,
+            ``label``.
+        text_keys: the names of the text columns, one or two.
+        labels: the names of the classes, in the order of their numbers; empty for scores.
+        columns: the original names of the text columns.
+        task: the GLUE task, or None for the user's own files.
     """
 
     splits: dict[str, Dataset]
@@ -211,7 +212,10 @@ class TextData:
 
 
 def splits_of(task: GlueTask | None, args: TrainingArguments) -> list[str]:
-    """Names of the splits that a run uses; MNLI has two to evaluate and two to predict."""
+    """Returns the names of the splits that a run uses.
+
+    MNLI has two splits to evaluate and two to predict.
+    """
     names = needed_splits(args)
     if task is None or task.name != "mnli":
         return names
@@ -222,7 +226,7 @@ def splits_of(task: GlueTask | None, args: TrainingArguments) -> list[str]:
 def load_glue(
     data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
 ) -> TextData:
-    """A GLUE task, from its TSV files or from the hub."""
+    """Loads a GLUE task, from its TSV files or from the hub."""
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
@@ -241,14 +245,14 @@ def load_glue(
 def load_own_files(
     data_args: DataTrainingArguments, splits: list[str], origin: Origin, cache_dir: str | None
 ) -> TextData:
-    """One's own CSV or JSON files.
+    """Loads the user's own CSV or JSON files.
 
     Args:
-        data_args: names the files.
-        splits: which of them are needed.
-        origin: what the run begins with: where that is trained, its classes keep their order, and
-            what its texts were called tells which they are.
-        cache_dir: where to keep the tables that are made of them; None for the usual place.
+        data_args: the flags that name the files.
+        splits: the splits that are needed.
+        origin: the adapter or model that the run starts from. If it is trained, its classes keep
+            their order, and the names of its text columns tell which columns to read.
+        cache_dir: folder for the tables made of the files; None for the default.
     """
     files = data_args.files
     for split in splits:
@@ -256,7 +260,7 @@ def load_own_files(
             raise ValueError(f"this run needs --{split}_file")
     given, label = data_args.text_columns, data_args.label_column or LABEL
     first = files[splits[0]]
-    # Training may begin with a model and read other texts.
+    # Training may start from a model that was trained on other columns.
     known = () if "train" in splits else origin.texts
     if label in known:
         raise ValueError(
@@ -269,13 +273,13 @@ def load_own_files(
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)
-        # A test set's labels, if it has any, are not used.
+        # A test set's labels, if any, are not used.
         return take_columns(table, files[split], columns, labelled=split != "test")
 
     sets = {split: read(split) for split in splits}
     labelled = {split: data for split, data in sets.items() if split != "test"}
     if "train" not in sets and not origin.labels and files["train"] is not None:
-        # The model does not name its classes: their order is that of its training set.
+        # The model does not name its classes, so their order is taken from its training set.
         labelled["train"] = read("train")
     if "train" in sets:
         check_not_empty(sets["train"], columns, files["train"])
@@ -299,18 +303,20 @@ def own_labels(
     origin: Origin,
     is_training: bool,
 ) -> tuple[dict[str, Dataset], tuple[str, ...]]:
-    """The splits that have labels, with numbers for them, and the classes' names: none for scores.
+    """Returns the labeled splits with numbers as labels, and the classes' names (none for scores).
 
     Args:
-        labelled: the splits by name, as they were read.
-        files: their names.
-        columns: which of theirs they were taken from.
-        origin: what the run begins with.
-        is_training: whether it gets a new head, else its own has to fit.
+        labelled: the splits with labels by name, as they were read.
+        files: the splits' files.
+        columns: the files' columns that were read.
+        origin: the adapter or model that the run starts from.
+        is_training: whether the run trains, so that it may get a new head. Otherwise the labels
+            have to fit the existing head.
 
     Raises:
-        ValueError: labels are of two kinds, or of another than the head's, are not known, or
-            texts, see `check_classes`.
+        ValueError: some labels are classes and others are scores, they do not fit the head, the
+            classes' names are unknown, or labels and texts seem to be swapped (see
+            `check_classes`).
     """
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
@@ -326,35 +332,35 @@ def own_labels(
                 f"{origin.source} has a head of {origin.outputs} classes, but the data's labels "
                 f"are scores{without_points(whole)}"
             )
-        if origin.outputs != 1:  # else it gives scores already
+        if origin.outputs != 1:  # a head with one output was already trained for scores
             tell_whole_scores(whole, files["train"])
         return labelled, ()
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
         origin.check_named()
-    if is_training and labels != origin.labels:  # else a model was trained for them
+    if is_training and labels != origin.labels:  # skipped if the head was trained for these
         check_classes(labelled["train"], labels, columns, files["train"])
     numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
     return numbered, labels
 
 
 def whole_numbers(scored: Iterable[Dataset]) -> list[float]:
-    """The labels of sets that have scores, each once, where all are whole numbers; else none."""
+    """Returns the distinct scores of all sets if they are all whole numbers, else []."""
     sets = [whole_scores(data) for data in scored]
     return sorted(set().union(*sets)) if all(sets) else []
 
 
 def without_points(whole: Sequence[float]) -> str:
-    """What to write for classes in place of whole numbers with a decimal point; "" without any."""
+    """Returns the advice to write classes without a decimal point; "" if `whole` is empty."""
     listed = ", ".join(f"{value:.0f}" for value in whole[:3])
     return f"; if they are classes, write them without a point, as in {listed}" if whole else ""
 
 
 def tell_whole_scores(whole: Sequence[float], path: str) -> None:
-    """Says that labels such as 0.0 and 1.0 are taken for scores.
+    """Logs that labels such as 0.0 and 1.0 are taken for scores.
 
-    It is a warning of two values, and of 0.0, 1.0, 2.0: these may be classes of a table that had
-    missing values when it was saved, which gives numbers a decimal point.
+    For two values, and for 0.0, 1.0, 2.0, it is a warning. They may be classes from a table that
+    had missing values when it was saved, which adds a decimal point to whole numbers.
     """
     if not whole:
         return
@@ -370,8 +376,8 @@ def tell_whole_scores(whole: Sequence[float], path: str) -> None:
 def tokenize(
     data: TextData, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
 ) -> dict[str, Dataset]:
-    """The splits with token ids instead of texts, cut to the sizes asked for."""
-    # The cache's key is all that the function refers to: only what changes its results.
+    """Returns the splits with token ids instead of texts, limited to --max_…_samples."""
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     keys, length = data.text_keys, data_args.max_seq_length
     padding = "max_length" if data_args.pad_to_max_length else False
 
@@ -402,7 +408,7 @@ def tokenize(
 
 
 def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
-    """What computes the metrics of an evaluation."""
+    """Returns the function that computes an evaluation's metrics."""
 
     def compute(evaluated: EvalPrediction) -> dict[str, float]:
         return score(_predictions(evaluated.predictions, data), evaluated.label_ids, data)
@@ -411,7 +417,7 @@ def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
 
 
 def score(predictions: ArrayLike, labels: ArrayLike, data: TextData) -> dict[str, float]:
-    """The task's metrics; for one's own data those of classes, or of scores."""
+    """Returns the task's metrics; for the user's own data, those for classes or for scores."""
     if data.task is not None:
         return glue_compute_metrics(data.task.name, predictions, labels)
     own_metrics = regression_metrics if data.is_regression else classification_metrics
@@ -423,7 +429,7 @@ def _predictions(logits: np.ndarray, data: TextData) -> np.ndarray:
 
 
 def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
-    """Evaluates every validation split; a second one's metrics end in ``_mm``, as MNLI's do."""
+    """Evaluates every validation split; the names of MNLI's mismatched metrics end in ``_mm``."""
     results: dict[str, float] = {}
     for split in (name for name in splits if name.startswith("validation")):
         metrics = trainer.evaluate(splits[split])
@@ -456,20 +462,20 @@ FLAGS = (ModelArguments, DataTrainingArguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for."""
+    """Parses the command line, and runs what it asks for."""
     start(argv, __doc__, FLAGS, fine_tune, estimate)
 
 
 @dataclass
 class Prepared:
-    """What a run's model is made and trained on.
+    """The settings and the data from which a run's model is made and trained.
 
     Args:
         config: the model's settings for this run.
         data: the texts.
-        tokenizer: the model's.
-        datasets: the texts by split, as token ids.
-        order: where the data's classes are among those that the head was trained for.
+        tokenizer: the model's tokenizer.
+        datasets: the tokenized texts by split.
+        order: for each of the data's classes, its output in the trained head.
     """
 
     config: PretrainedConfig
@@ -479,7 +485,7 @@ class Prepared:
     order: tuple[int, ...]
 
     def collator(self, data_args: DataTrainingArguments) -> Callable[[list], dict[str, Any]]:
-        """What makes batches."""
+        """Returns the data collator."""
         padded = data_args.pad_to_max_length
         return default_data_collator if padded else DataCollatorWithPadding(self.tokenizer)
 
@@ -487,7 +493,7 @@ class Prepared:
 def settings_of(
     model_args: ModelArguments, args: TrainingArguments, **settings: Any
 ) -> PretrainedConfig:
-    """The model's settings, with those of this run."""
+    """Returns the model's settings, with those of this run."""
     if args.cls_dropout is not None:
         settings["cls_dropout"] = args.cls_dropout
     consistent = {name: getattr(model_args, name) for name in ("reg_loss_wgt", "masking_prob")}
@@ -504,7 +510,7 @@ def check_task(data: TextData, origin: Origin, training: bool) -> None:
 
 
 def _family(task: str | None) -> str | None:
-    """Tasks that share a head: MNLI's two halves, and the diagnostic set."""
+    """Returns one name for the tasks that share MNLI's head: its two halves and the diagnostics."""
     return "mnli" if task in ("mnli", "mnli-mm", "ax") else task
 
 
@@ -515,7 +521,7 @@ def prepare(
     adapters: Sequence[Adapter],
     splits: list[str],
 ) -> Prepared:
-    """Reads settings, data and tokenizer, and checks that they belong together."""
+    """Reads settings, data and tokenizer, and checks that they fit together."""
     config = load_config(model_args)
     keep_to_layers(model_args, config, adapters)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
@@ -526,7 +532,7 @@ def prepare(
     else:
         data = load_own_files(data_args, splits, origin, model_args.cache_dir)
     check_task(data, origin, args.do_train)
-    if args.metric_for_best_model not in (None, "loss"):  # else sklearn need not be imported yet
+    if args.metric_for_best_model not in (None, "loss"):  # the check has to import sklearn
         check_scores(args, score([0, 1], [0, 1], data))
 
     tokenizer = open_tokenizer(model_args, config)
@@ -550,7 +556,7 @@ def prepare(
 def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
-    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    """Loads the model and the data, then trains, evaluates and predicts as the flags ask for."""
     checkpoint, adapters = open_run(model_args, args, AutoModelForSequenceClassification.role)
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
@@ -594,9 +600,9 @@ def estimate(
     args: TrainingArguments,
     estimate_args: EstimateArguments,
 ) -> None:
-    """Prints what training would take.
+    """Prints an estimate of what training takes.
 
-    Data in files is read, for the lengths of its texts. Weights are not, nor data on the hub.
+    It reads data in files, for the lengths of its texts, but neither weights nor data on the hub.
     """
     adapters = begin_estimate(model_args, args, AutoModelForSequenceClassification.role)
     if estimate_args.estimate_length is None and (data_args.data_dir or data_args.train_file):
@@ -612,7 +618,7 @@ def estimate(
 
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model without trained weights, frozen except what is to be trained."""
+    """Returns a model with untrained weights, frozen except for the parameters to train."""
     return untrained_model(AutoModelForSequenceClassification, config)
 
 
@@ -622,14 +628,14 @@ def _without_data(
     args: TrainingArguments,
     estimate_args: EstimateArguments,
 ) -> tuple[PretrainedConfig, EqualRows, bool]:
-    """What an estimate takes for a run whose data is not read: texts of one length.
+    """Makes texts of equal length, for the estimate of a run whose data is not read.
 
     Returns:
         The model's settings, the texts, and whether there are as many as in the training set.
     """
     task = glue_task(data_args.task_name) if data_args.task_name else None
     settings: dict[str, Any] = {"num_labels": task.num_labels if task else 2}
-    if model_args.masking_prob > 0:  # which tokens are hidden changes nothing
+    if model_args.masking_prob > 0:  # any ids will do for an estimate
         settings |= {"unk_token_id": 0, "special_token_ids": [1]}
     config = settings_of(model_args, args, **settings)
     length = estimate_args.estimate_length or data_args.max_seq_length

@@ -4,13 +4,13 @@
         --train_file train.json --validation_file dev.json --do_train --do_eval \
         --apply_lora --lora_r 8 --lora_alpha 16 --learning_rate 5e-4 --output_dir ner
 
-A file has one sentence a line, as words and as many tags:
+A file has one sentence per line, as words and as many tags:
 
     {"tokens": ["John", "lives", "here"], "ner_tags": ["B-PER", "O", "O"]}
 
-or is CSV, with JSON in these cells. --dataset_name takes a data set of the hub instead. Predictions
-go to test_predictions.txt, a line of tags a sentence. What is trained and what is written is as in
-run_glue.py, whose flags for models and adapters this script has.
+Or it is a CSV file with JSON in these cells. --dataset_name takes a dataset of the hub instead.
+Predictions go to test_predictions.txt, with one line of tags per sentence. The flags for models and
+adapters, the training and the other output files are those of run_glue.py.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
 from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-# Tokens that sentences are cut to by default.
+# The number of tokens to which sentences are truncated by default.
 LONGEST = 512
-# Columns beside what the model takes: whether a row was cut, and its words' first tokens.
+# Columns that the model does not take: whether a row was truncated, and its words' first tokens.
 CUT, FIRSTS = "cut", "first_tokens"
-# What is scored of all types together.
+# The scores of all types of entities together.
 OVERALL = ("precision", "recall", "f1", "accuracy")
 
 
 @dataclass
 class DataTrainingArguments(HubDataArguments):
-    """The data."""
+    """The flags for the data."""
 
     task_name: str = flag("ner", "the tags' column is <task_name>_tags: ner, pos or chunk, say")
     text_column_name: str | None = flag(None, "the words' column (default: tokens, or the first)")
@@ -112,11 +112,12 @@ class DataTrainingArguments(HubDataArguments):
 
 @dataclass
 class PreparedWords(Prepared):
-    """What a run's model is made and trained on.
+    """The settings and the data from which a run's model is made and trained.
 
     Args:
-        labels: names of the tags in the order of their numbers.
-        firsts: by split, the first token of each row's words; -1 for a word without one.
+        labels: the tags' names, in the order of their numbers.
+        firsts: by split, the position of each word's first token in each row; -1 for a word that
+            was cut off.
     """
 
     labels: tuple[str, ...]
@@ -130,15 +131,15 @@ def prepare(
     adapters: Sequence[Adapter],
     splits: Sequence[str],
 ) -> PreparedWords:
-    """Reads settings, data and tokenizer, and checks that they belong together."""
+    """Reads settings, data and tokenizer, and checks that they fit together."""
     config = load_task_config(model_args, args, adapters)
     origin = origin_of(model_args, config, adapters)
     read = list(splits)
     if not origin.labels and "train" not in splits and data_args.train_file:
-        read.append("train")  # the order of the tags is that of its training set
+        read.append("train")  # the model's training set defines the order of the tags
     if "train" not in read:
         origin.check_named("tags")
-    # Tags are those of the whole training set, however much of it is trained on.
+    # The tags are those of the whole training set, even if --max_train_samples limits it.
     tables = load_tables(data_args, read, model_args.cache_dir, whole=["train"])
     words, tags = data_args.text_column_name, data_args.label_column_name
     data = check_sentences(tables, words, tags, data_args.task_name, origin.labels)
@@ -176,8 +177,8 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     data_args: DataTrainingArguments,
 ) -> tuple[dict[str, Dataset], dict[str, list[list[int]]]]:
-    """The sentences by split as the model takes them, and the first token of each word."""
-    # The cache's key is all that the function refers to: only what changes its results.
+    """Returns the tokenized sentences by split, and the position of each word's first token."""
+    # `encode` must refer only to what changes its results, as the cache's key covers all of that.
     length, all_tokens = data_args.max_seq_length, data_args.label_all_tokens
     padding = "max_length" if data_args.pad_to_max_length else False
 
@@ -225,7 +226,10 @@ def tokenize(
 def metrics_for(
     prepared: PreparedWords, split: str, each_type: bool
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Precision, recall and F1 of entities, and the words' accuracy; of each type if asked for."""
+    """Returns the function that computes the metrics, with those of `each_type` if asked for.
+
+    They are precision, recall and F1 of entities, and the accuracy of words.
+    """
     names, firsts = conll_tags(prepared.labels), prepared.firsts.get(split, [])
 
     def compute(evaluated: EvalPrediction) -> dict[str, float]:
@@ -239,13 +243,13 @@ def metrics_for(
 
 
 def names_of_scores(labels: Sequence[str], each_type: bool) -> Sequence[str]:
-    """What `metrics_for` gives, of all types that the tags are of."""
+    """Returns the names of the scores that `metrics_for` computes for these tags."""
     tags = [conll_tags(labels)]
     return list(flat(entity_metrics(tags, tags))) if each_type else OVERALL
 
 
 def flat(scores: dict[str, Any]) -> dict[str, float]:
-    """The scores of types under their names: PER_f1."""
+    """Flattens the scores of types into names such as PER_f1."""
     named: dict[str, float] = {}
     for name, value in scores.items():
         each = value.items() if isinstance(value, dict) else ()
@@ -254,7 +258,7 @@ def flat(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def warn_of_tags(labels: Sequence[str]) -> None:
-    """Says of which tags the scores are not those of entities, if there are any."""
+    """Warns of tags that do not follow an entity scheme, so that their scores would mislead."""
     unread = unread_tags(labels)
     if unread:
         logger.warning(
@@ -270,7 +274,7 @@ def warn_of_tags(labels: Sequence[str]) -> None:
 
 
 def predict(trainer: Trainer, prepared: PreparedWords, each_type: bool) -> None:
-    """Writes test_predictions.txt, and the scores where the test set has tags."""
+    """Writes test_predictions.txt and, if the test set has tags, the scores."""
     trainer.compute_metrics = metrics_for(prepared, "test", each_type)
     rows = prepared.datasets["test"]
     output = trainer.predict(rows, metric_key_prefix="test")
@@ -285,7 +289,7 @@ def predict(trainer: Trainer, prepared: PreparedWords, each_type: bool) -> None:
 def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
-    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    """Loads the model and the data, then trains, evaluates and predicts as the flags ask for."""
     checkpoint, adapters = open_run(model_args, args, AutoModelForTokenClassification.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
@@ -306,7 +310,7 @@ def fine_tune(
 
 
 def estimate(*flags: Any) -> None:
-    """Prints what training would take."""
+    """Prints an estimate of what training takes."""
 
     def example(length: int) -> dict[str, Any]:
         ones = [1] * length
@@ -316,7 +320,7 @@ def estimate(*flags: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and does what it asks for."""
+    """Parses the command line, and runs what it asks for."""
     start(argv, __doc__, (AdaptedModelArguments, DataTrainingArguments), fine_tune, estimate)
 
 

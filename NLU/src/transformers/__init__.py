@@ -1,18 +1,18 @@
-"""A slim fork of Transformers 4.4.2 with LoRA: what GLUE needs, in upstream's places.
+"""A slim fork of Transformers 4.4.2 with LoRA: what GLUE needs, under transformers' module names.
 
-A name's module is imported when the name is first used, so that a script's --help does not wait for
-models and tokenizers. The names are listed twice: as imports for type checkers, and with their
-modules for `__getattr__`.
+Modules are imported when one of their public names is first used, so that a script's --help does
+not wait for models and tokenizers. The names are listed twice: as imports for type checkers, and
+with their modules for `__getattr__`.
 """
 
-# ruff: noqa: F401 - the imports are for type checkers alone
+# ruff: noqa: F401 - the imports are only for type checkers
 
 import importlib
 import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from .models import registry as _families  # so that adapters of these are known as such
+from .models import registry as _families  # registers the families, which reading adapters needs
 from .utils import logging
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ if TYPE_CHECKING:
 try:
     __version__ = version("transformers")
 except PackageNotFoundError:
-    # Run from the source tree without an installation.
+    # Runs from the source tree without being installed.
     __version__ = "4.4.2+lora.1"  # as in setup.py
 
 # Public name -> its module.
@@ -282,7 +282,7 @@ _MODULE_OF = {
 
 __all__ = sorted([*_MODULE_OF, "logging"])
 
-# Registering the families has set this attribute; `__getattr__` gives it with all of its modules.
+# Importing the registry has set this attribute. Deleted so that `__getattr__` loads its modules.
 del globals()["models"]
 
 
@@ -295,7 +295,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return _submodule(name)
-    # Of a family that is registered and not listed above.
+    # A class of a registered model family that is not listed above.
     classes = _families.modules_of_classes()
     if name in classes:
         return getattr(importlib.import_module(classes[name], __name__), name)
@@ -306,7 +306,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _submodule(name: str) -> Any:
-    """Imports a module of this package and, within it, the modules of public names."""
+    """Imports a module of this package and those of its submodules that have public names."""
     module = importlib.import_module(f".{name}", __name__)
     for inner in sorted({home for home in _MODULE_OF.values() if home.startswith(f".{name}.")}):
         importlib.import_module(inner, __name__)

@@ -1,13 +1,14 @@
-"""Consistency training, R-Drop and Cutoff: two passes over a batch are trained to agree.
+"""Consistency training (R-Drop and Cutoff), which trains two passes over a batch to agree.
 
-The passes differ in their dropout and, in Cutoff, in their inputs: the second's tokens are hidden
-with probability `masking_prob`. With their logits p1 and p2, and m = (p1 + p2) / 2:
+The passes differ in their dropout masks. In Cutoff, their inputs differ, too: in the second pass,
+tokens are hidden with probability `masking_prob`. With the logits p1 and p2, and
+m = (p1 + p2) / 2:
 
     loss = CE(p1) + CE(p2) + reg_loss_wgt / 2 · ( KL(m ‖ p1) + KL(m ‖ p2) )
 
-where KL(m ‖ p), of the softmaxes, is the mean over all rows and classes. Both passes are one batch
-of twice the rows. (Dropout on DeBERTa-v2's relative positions, which belong to no row, is the same
-in both.) In evaluation there is one pass.
+where KL(m ‖ p) is that of the softmaxes, as a mean over all rows and classes. Both passes are
+computed as one batch of twice the rows. (Dropout on DeBERTa-v2's relative positions, which belong
+to no row, is the same in both.) Evaluations have a single pass.
 
 Source: the release; R-Drop, arXiv 2106.14448; Cutoff, arXiv 2009.13818.
 """
@@ -24,20 +25,20 @@ from .modeling_utils import PreTrainedModel, classification_loss
 
 
 def is_on(model: PreTrainedModel) -> bool:
-    """Whether a batch with labels gets two passes: in training, where the settings ask for it."""
+    """Returns whether batches with labels get two passes: in training, if the settings say so."""
     return model.training and asks_for(model.config)
 
 
 def asks_for(config: PretrainedConfig) -> bool:
-    """Whether the settings ask for two passes."""
+    """Returns whether the settings ask for two passes."""
     return config.reg_loss_wgt > 0 or config.masking_prob > 0
 
 
 def check(config: PretrainedConfig) -> None:
-    """Checks that the model has what two passes need.
+    """Checks that the model's settings allow two passes, if they ask for them.
 
     Raises:
-        ValueError: its labels are scores, or its settings lack the token that hides others.
+        ValueError: the labels are scores, or the settings lack the token ids that Cutoff needs.
     """
     if not asks_for(config):
         return
@@ -63,17 +64,18 @@ def two_passes(
     output_hidden_states: bool | None,
     **given: Tensor | None,
 ) -> SequenceClassifierOutput:
-    """A classifier's output: the loss of both passes, and what else the first one gives.
+    """Returns a classifier's output with the loss of both passes, otherwise that of the first pass.
 
     Args:
         model: a classifier.
         labels: (batch,), classes.
-        packed_rows: of one pass; None where not given.
-        head_mask, output_attentions, output_hidden_states: of its forward, for both passes.
-        given: (batch, …), the other arguments of its forward; None where not given.
+        packed_rows: the `PackedRows` of one pass, or None.
+        head_mask, output_attentions, output_hidden_states: arguments of its forward, for both
+            passes.
+        given: (batch, …), the other arguments of its forward, or None.
 
     Raises:
-        ValueError: tokens are to be hidden, and there are no ids.
+        ValueError: tokens are to be hidden, but `input_ids` are not given.
     """
     check(model.config)
     twice = {name: None if x is None else torch.cat([x, x]) for name, x in given.items()}
@@ -102,36 +104,33 @@ def two_passes(
 
 
 def _first_pass(shown: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-    """Of (2 · batch, …) the first half."""
+    """Returns the first half of tensors (2 · batch, …)."""
     return None if shown is None else tuple(each.chunk(2)[0] for each in shown)
 
 
 def hide_tokens(input_ids: Tensor, config: PretrainedConfig) -> Tensor:
-    """Replaces tokens, at random, by `unk_token_id`, but never a special token.
-
-    Padding is a special token.
-    """
+    """Replaces random tokens with `unk_token_id`, but no special tokens (such as padding)."""
     if config.masking_prob == 0:
         return input_ids
     hidden = torch.rand(input_ids.shape, device=input_ids.device) < config.masking_prob
-    # One by one: a GPU would be waited for until it has a list of them.
+    # Compared one by one, because copying a list of them to a GPU would wait for the GPU.
     for special in set(config.special_token_ids):
         hidden &= input_ids != special
     return input_ids.masked_fill(hidden, config.unk_token_id)
 
 
 def consistency_loss(first: Tensor, second: Tensor, labels: Tensor, reg_loss_wgt: float) -> Tensor:
-    """The formula at the module's head.
+    """Computes the loss in this module's docstring.
 
     Args:
         first, second: (batch, labels), logits of the two passes.
         labels: (batch,), classes.
-        reg_loss_wgt: weight of the divergences.
+        reg_loss_wgt: the weight of the divergences.
     """
     loss = classification_loss(first, labels) + classification_loss(second, labels)
     both = (first.float(), second.float())
     mean = (sum(both) / 2).softmax(dim=-1)
-    # As by reduction="mean", which warns.
+    # The same as reduction="mean", which prints a warning.
     divergences = [
         F.kl_div(logits.log_softmax(dim=-1), mean, reduction="none").mean() for logits in both
     ]

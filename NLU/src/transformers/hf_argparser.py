@@ -16,15 +16,15 @@ from loralib.io.command_line import ArgumentParser, check_bounds
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with a default, its help text and, say, its choices.
+    """Returns a dataclass field with a default, a help text and further metadata, such as choices.
 
-    Of a number, ``least`` or ``above``, and with it ``most`` or ``below``, are bounds that the
-    parser checks, and `check_ranges` for values that no parser has read.
+    A number may have bounds: ``least`` or ``above``, and ``most`` or ``below``. The parser checks
+    them, and `check_ranges` checks values that no parser has read.
     """
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
-# The texts that a boolean flag accepts, in any case; Python's own two are among them.
+# The values that a boolean flag accepts, in upper or lower case.
 _BOOLEANS = {
     **dict.fromkeys(("1", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "f", "false", "n", "no"), False),
@@ -32,10 +32,10 @@ _BOOLEANS = {
 
 
 def string_to_bool(text: str | bool) -> bool:
-    """Reads a flag's value: yes, true, t, y, 1 or no, false, f, n, 0; in any case.
+    """Converts yes, true, t, y, 1 or no, false, f, n, 0, in upper or lower case, to a bool.
 
     Raises:
-        ArgumentTypeError: it is none of these.
+        ArgumentTypeError: the text is none of these.
     """
     value = _BOOLEANS.get(str(text).lower())
     if value is None:
@@ -44,7 +44,7 @@ def string_to_bool(text: str | bool) -> bool:
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None; the help text says what None means."""
+    """Shows defaults other than None, whose meaning is in the help texts."""
 
     def _get_help_string(self, action: Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -53,14 +53,15 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
 class HfArgumentParser(ArgumentParser):
     """A parser whose flags are the fields of dataclasses.
 
-    A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` make its flag. A bool
-    can be given bare (``--do_train``) or with a value (``--do_train False``); one that is True by
-    default also has ``--no_<flag>``, and one without a default is True, as in 4.4. `add_argument`
-    adds more flags.
+    A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` define its flag. A
+    bool can be given bare (``--do_train``) or with a value (``--do_train False``). One that is True
+    by default also has ``--no_<flag>``, and one without a default is True, as in transformers 4.4.
+    `add_argument` adds more flags.
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
-        arguments: those of `ArgumentParser`; empty texts are values by default, as in 4.4.
+        arguments: arguments of `ArgumentParser`. By default, empty strings are accepted as values,
+            as in transformers 4.4.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
@@ -82,18 +83,18 @@ class HfArgumentParser(ArgumentParser):
         look_for_args_file: bool = True,
         args_filename: str | None = None,
     ) -> tuple[Any, ...]:
-        """One instance of each dataclass, from `args` or the command line.
+        """Parses arguments into one instance of each dataclass.
 
         Args:
-            args: what to parse; the command line where not given.
-            return_remaining_strings: return unknown arguments, rather than end the program.
-            look_for_args_file: flags come first from the file of the script's name with the suffix
-                ``.args``, where there is one.
-            args_filename: the file's name, where it has another one.
+            args: the arguments; by default those of the command line.
+            return_remaining_strings: return unknown arguments instead of ending the program.
+            look_for_args_file: read arguments first from a file next to the script, with the suffix
+                ``.args`` instead of the script's, if there is one.
+            args_filename: the path of that file, if it is another one.
 
         Returns:
-            The instances; a `Namespace` of the flags that were added to them, where there are any;
-            and the list of the remaining strings, where asked for.
+            The instances. If `add_argument` has added flags, a `Namespace` with these follows. With
+            `return_remaining_strings`, the list of the remaining strings comes last.
         """
         args = sys.argv[1:] if args is None else list(args)
         if args_filename is None and look_for_args_file and any(sys.argv[:1]):
@@ -103,13 +104,13 @@ class HfArgumentParser(ArgumentParser):
         found, remaining = self.parse_known_args(args)
         if remaining and not return_remaining_strings:
             self.refuse(remaining)
-        values = vars(found)  # what is taken out of it is taken out of `found`
+        values = vars(found)  # a view: `_instances` removes its fields from `found`
         results = self._instances(values)
         results += [found] if values else []
         return (*results, remaining) if return_remaining_strings else tuple(results)
 
     def _instances(self, values: dict[str, Any]) -> list[Any]:
-        """One instance of each dataclass; its values are taken out of `values`."""
+        """Makes one instance of each dataclass, and removes its fields from `values`."""
         try:
             for type_ in self.dataclass_types:
                 check_ranges(type_, values)
@@ -121,7 +122,7 @@ class HfArgumentParser(ArgumentParser):
             self.error(str(error))
 
     def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
-        """The same from a JSON file of values by field name."""
+        """Reads one instance of each dataclass from a JSON file of values by field name."""
         try:
             values = json.loads(Path(json_file).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -133,10 +134,10 @@ class HfArgumentParser(ArgumentParser):
         return self.parse_dict(values)
 
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """The same from a dict; its values are checked as the command line's are.
+        """Makes one instance of each dataclass from a dict, checked as on the command line.
 
-        None stands for a flag that is not given, and a list of one for its value. A list may be
-        empty, and a field that is a dict is given as one: the command line has no words for either.
+        None means that a flag is not given, and a list of one value stands for that value. Unlike
+        on the command line, lists may be empty, and dict fields can be given as dicts.
         """
         names = {name for type_ in self.dataclass_types for name in _flag_names(type_)}
         unknown = values.keys() - names
@@ -159,17 +160,17 @@ class HfArgumentParser(ArgumentParser):
         return tuple(self._instances({name: self.get_default(name) for name in names} | read))
 
     def _read(self, action: Action, value: Any) -> Any:
-        """A flag's value from one of a dict.
+        """Converts a value of a dict to a flag's value.
 
         Raises:
-            ArgumentError: it is none that the flag can have.
+            ArgumentError: the flag does not accept it.
         """
         is_dict, is_list = isinstance(value, dict), isinstance(value, list | tuple)
         if is_dict and (typing.get_origin(action.type) or action.type) is dict:
             return value
         if is_dict or (is_list and action.nargs != "+" and len(value) != 1):
             raise ArgumentError(action, f"takes no {type(value).__name__}")
-        # As text, so that argparse reads and checks it.
+        # Converted to strings, so that argparse parses and checks them.
         items = [
             self._get_value(action, _as_text(item)) for item in (value if is_list else [value])
         ]
@@ -182,14 +183,14 @@ _BOUNDS = ("least", "above", "most", "below")
 
 
 def check_ranges(type_: type, values: Mapping[str, Any]) -> None:
-    """Refuses numbers that are out of their flags' bounds.
+    """Refuses numbers outside their flags' bounds.
 
     Args:
         type_: a dataclass, whose fields are the flags.
-        values: of its fields, by name.
+        values: the fields' values by name.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a number is out of bounds.
     """
     for field in dataclasses.fields(type_):
         bounds = {name: field.metadata[name] for name in _BOUNDS if name in field.metadata}
@@ -215,7 +216,7 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     hint, many = _plain_type(hint)
     names = [f"--{field.name}"]
     if field.name == "local_rank":
-        names.append("--local-rank")  # as torch.distributed.launch writes it today
+        names.append("--local-rank")  # current versions of torch.distributed.launch write this
     options = _options(field, hint, many)
     if hint is bool and field.default is True:
         group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false")
@@ -223,7 +224,7 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
 
 
 def _options(field: dataclasses.Field, hint: Any, many: bool) -> dict[str, Any]:
-    """The arguments of `add_argument` for a field of a type, or of a list of that type."""
+    """Returns the arguments of `add_argument` for a field of type `hint` (a list if `many`)."""
     options: dict[str, Any] = {"type": hint}
     if field.metadata.get("help"):
         options["help"] = field.metadata["help"].replace("%", "%%")
@@ -246,7 +247,7 @@ def _options(field: dataclasses.Field, hint: Any, many: bool) -> dict[str, Any]:
 
 
 def _plain_type(hint: Any) -> tuple[Any, bool]:
-    """``X | None`` -> X, ``list[X]`` -> (X, True)."""
+    """Unwraps a type hint: ``X | None`` -> (X, False), ``list[X]`` -> (X, True)."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is list:

@@ -1,4 +1,4 @@
-"""Packages that are used where installed: TensorBoard, Weights & Biases, matplotlib, optuna."""
+"""Optional packages: TensorBoard, Weights & Biases, matplotlib and optuna."""
 
 import os
 from numbers import Real
@@ -30,22 +30,22 @@ logger = logging.get_logger(__name__)
 
 
 def is_tensorboard_available() -> bool:
-    """Whether TensorBoard is installed."""
+    """Returns whether TensorBoard is installed."""
     return is_installed("tensorboard")
 
 
 def is_wandb_available() -> bool:
-    """Whether Weights & Biases is installed."""
+    """Returns whether Weights & Biases is installed."""
     return is_installed("wandb")
 
 
 def is_optuna_available() -> bool:
-    """Whether optuna is installed."""
+    """Returns whether optuna is installed."""
     return is_installed("optuna")
 
 
 def _named(logs: dict[str, float]) -> dict[str, float]:
-    """``eval_loss`` -> ``eval/loss``, ``loss`` -> ``train/loss``; numbers only."""
+    """Renames ``eval_loss`` to ``eval/loss`` and ``loss`` to ``train/loss``; keeps only numbers."""
     named = {}
     for name, value in logs.items():
         if isinstance(value, Real):
@@ -61,7 +61,7 @@ class TensorBoardCallback(TrainerCallback):
         self.writer = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Has each trial of a search write into a folder of its own."""
+        """Closes the last trial's file, so that each trial of a search has its own folder."""
         if state.is_hyper_param_search and self.writer is not None:
             self.writer.close()
             self.writer = None
@@ -69,7 +69,7 @@ class TensorBoardCallback(TrainerCallback):
     def on_log(
         self, args, state, control, model=None, logs: dict[str, float] | None = None, **kwargs
     ) -> None:
-        """Adds a record; the first one opens the file. Evaluations may come after training."""
+        """Writes a record. The first one opens the file, which may be after training."""
         if not state.is_world_process_zero:
             return
         if self.writer is None:
@@ -97,7 +97,7 @@ class WandbCallback(TrainerCallback):
     def on_log(
         self, args, state, control, model=None, logs: dict[str, float] | None = None, **kwargs
     ) -> None:
-        """Sends a record; the first one starts a run of the name ``--run_name``."""
+        """Sends a record. The first one starts a run named ``--run_name``."""
         if not state.is_world_process_zero:
             return
         if self.run is None:
@@ -111,7 +111,7 @@ class WandbCallback(TrainerCallback):
 
 
 def place_of(name: str) -> Place | None:
-    """Where a log record's figure is in the picture of a run; None where it has no part in it."""
+    """Returns where a logged value appears in the plot of a run, or None if it does not."""
     known = {
         "loss": Place("loss", "training"),
         "eval_loss": Place("loss", "evaluation"),
@@ -126,11 +126,11 @@ def place_of(name: str) -> Place | None:
 class CurvesCallback(TrainerCallback):
     """Writes ``learning_curves.png`` into ``args.output_dir`` at the end of a run.
 
-    All records of the run are in it, also those from before it was resumed. So is the first
-    evaluation after the run, where the run itself has not evaluated its last weights.
+    The plot has all records of the run, also those from before it was resumed. If the run has not
+    evaluated its last weights, the first evaluation after it is added.
 
     Attributes:
-        path: the picture; None as long as there is none.
+        path: the plot's file; None until it is written.
     """
 
     def __init__(self) -> None:
@@ -138,19 +138,20 @@ class CurvesCallback(TrainerCallback):
         self._is_training = False
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Evaluations from here on are the run's."""
+        """Notes that the evaluations from here on belong to the run."""
         self._is_training = True
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Draws the run."""
+        """Writes the plot."""
         self._is_training = False
         self._write(args, state)
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
-        """Draws the run again where the first evaluation of its last weights comes after it.
+        """Writes the plot again if this is the first evaluation of the last weights, after the run.
 
-        Later ones may be of other data. A trial's folder is no longer the output folder after its
-        search, and with `load_best_model_at_end` the weights are another step's.
+        Not for later evaluations, which may be on other data; not after a search, when the output
+        folder is no longer the trial's; and not with `load_best_model_at_end`, when the weights are
+        from another step.
         """
         of_the_run = state.max_steps and not state.is_hyper_param_search
         if self._is_training or not of_the_run or args.load_best_model_at_end:
@@ -176,12 +177,12 @@ _REPORTERS = {
 
 
 def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
-    """The callbacks that ``--report_to`` asks for.
+    """Returns the callbacks that ``--report_to`` asks for.
 
-    Without matplotlib, a message says how to get it: the run has its records all the same.
+    If matplotlib is missing, a message says how to install it, and the run goes on without a plot.
 
     Raises:
-        ValueError: one is asked for by name and is not installed.
+        ValueError: any other package is asked for by name and is not installed.
     """
     wanted = args.report_to
     if "none" in wanted:
@@ -206,11 +207,11 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
 
 
 def check_hp_search_backend(backend: str | HPSearchBackend | None) -> None:
-    """Checks that a search can run on what is asked for, or by default on optuna.
+    """Checks that a search can run with `backend` (by default optuna).
 
     Raises:
-        ValueError: it is not carried, or unknown.
-        RuntimeError: it is not installed.
+        ValueError: the backend is not supported here, or unknown.
+        RuntimeError: optuna is not installed.
     """
     backend = HPSearchBackend.OPTUNA if backend is None else HPSearchBackend(backend)
     if backend is HPSearchBackend.RAY:
@@ -220,20 +221,21 @@ def check_hp_search_backend(backend: str | HPSearchBackend | None) -> None:
 
 
 def hp_params(trial: Any) -> dict[str, Any]:
-    """What was chosen for a trial: optuna's own, or a dict of choices."""
+    """Returns the hyperparameters of a trial, which is optuna's or a dict of them."""
     return dict(trial) if isinstance(trial, dict) else trial.params
 
 
 def run_hp_search_optuna(
     trainer: "Trainer", n_trials: int, direction: str, **settings: Any
 ) -> BestRun:
-    """Trains once a trial, with what optuna chooses.
+    """Trains once per trial with optuna's choices, and returns the best trial.
 
     Args:
-        trainer: its `objective` is the last evaluation's, or that of one after the training.
-        n_trials: how many trials.
+        trainer: the Trainer. A trial's objective is that of its last evaluation. If it has none,
+            the model is evaluated after training.
+        n_trials: the number of trials.
         direction: "minimize" or "maximize".
-        settings: "timeout" in seconds; others are those of ``optuna.create_study``.
+        settings: "timeout" in seconds, and arguments of ``optuna.create_study``.
     """
     import optuna
 
@@ -255,10 +257,10 @@ def run_hp_search_optuna(
 
 
 def report_to_optuna(trial: Any, epoch: float, objective: float) -> None:
-    """Tells optuna of an evaluation within a trial.
+    """Reports an evaluation within a trial to optuna.
 
     Raises:
-        optuna.TrialPruned: it has seen enough of this trial.
+        optuna.TrialPruned: optuna ends this trial early.
     """
     import optuna
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, factors on the optimizer's rates by step; AdamW and Adafactor."""
+"""Learning-rate schedules, AdamW and Adafactor."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,26 +15,27 @@ from loralib.training.optimizer import AdamW  # noqa: F401 - upstream has it her
 from .trainer_utils import SchedulerType
 
 # ---- schedules ----
-# Each rises from 0 to the optimizer's rates over the first `num_warmup_steps` of all
-# `num_training_steps`. `last_epoch` is the step of a run that is continued, -1 for a new one.
+# Schedules multiply the optimizer's rates by a factor. It rises from 0 to 1 over the first
+# `num_warmup_steps` of all `num_training_steps`. `last_epoch` is the step of a run that is
+# continued, or -1 for a new one.
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
-    """The optimizer's rates, from the first step on."""
+    """Returns a schedule that keeps the optimizer's rates."""
     return _schedule(optimizer, 0, _constant, last_epoch)
 
 
 def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """A linear rise, then the optimizer's rates."""
+    """Returns a schedule with a linear rise, then the optimizer's rates."""
     return _schedule(optimizer, num_warmup_steps, _constant, last_epoch)
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """A linear rise, then a linear fall to 0."""
+    """Returns a schedule with a linear rise, then a linear fall to 0."""
     after = partial(_linear, steps=num_training_steps - num_warmup_steps)
     return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
@@ -46,7 +47,10 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """A linear rise, then (1 + cos) / 2 over `num_cycles` waves; the default is a fall to 0."""
+    """Returns a schedule with a linear rise, then (1 + cos) / 2 over `num_cycles` periods.
+
+    By default, it is half a period, which falls to 0.
+    """
     after = partial(_cosine, steps=num_training_steps - num_warmup_steps, cycles=num_cycles)
     return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
@@ -58,7 +62,10 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
     num_cycles: int = 1,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """A linear rise, then `num_cycles` falls to 0 along half a wave, each from the full rate."""
+    """Returns a schedule with a linear rise, then `num_cycles` falls from the full rate to 0.
+
+    Each fall is half a period of the cosine.
+    """
     after = partial(_falls, steps=num_training_steps - num_warmup_steps, falls=num_cycles)
     return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
@@ -71,7 +78,7 @@ def get_polynomial_decay_schedule_with_warmup(
     power: float = 1.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """A linear rise, then a fall to the rate `lr_end` as (1 - progress) to a power.
+    """Returns a schedule with a linear rise, then a fall to `lr_end` as (1 - progress)^power.
 
     Raises:
         ValueError: the optimizer's rate is not above `lr_end`.
@@ -102,16 +109,16 @@ def get_scheduler(
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
 ) -> LambdaLR:
-    """The schedule of that name over an optimizer's rates, with its defaults.
+    """Returns the schedule `name` for an optimizer, with its default settings.
 
     Args:
         name: linear, cosine, cosine_with_restarts, polynomial, constant or constant_with_warmup.
-        optimizer: whose groups' rates are the peak.
-        num_warmup_steps: steps of the linear rise from 0; "constant" has none.
-        num_training_steps: all steps, those of the rise included.
+        optimizer: the optimizer, whose groups' rates are the peak.
+        num_warmup_steps: the steps of the linear rise from 0; "constant" has none.
+        num_training_steps: all steps, including those of the rise.
 
     Raises:
-        ValueError: the schedule needs one of the numbers and does not have it.
+        ValueError: the schedule needs a number of steps that is not given.
     """
     name = SchedulerType(name)
     schedule = TYPE_TO_SCHEDULER_FUNCTION[name]
@@ -129,12 +136,12 @@ def get_scheduler(
 def _schedule(
     optimizer: Optimizer, warmup: int, after: Callable[[int], float], last_epoch: int
 ) -> LambdaLR:
-    # Partial functions: a scheduler of theirs can be pickled, one of closures cannot.
+    # Partial functions, because closures would keep the scheduler from being pickled.
     return LambdaLR(optimizer, partial(_warmed, warmup=warmup, after=after), last_epoch)
 
 
 def _warmed(step: int, warmup: int, after: Callable[[int], float]) -> float:
-    """A linear rise from 0 over `warmup` steps, then `after`, which counts from the rise's end."""
+    """Returns the factor: a linear rise over `warmup` steps, then `after(step - warmup)`."""
     return step / max(1, warmup) if step < warmup else after(step - warmup)
 
 
@@ -164,28 +171,30 @@ def _polynomial(step: int, steps: int, lr: float, end: float, power: float) -> f
 
 
 class Adafactor(Optimizer):
-    """Adafactor: of a matrix's second moments, means over rows and over columns are kept.
+    """Adafactor, which stores only row and column means of a matrix's second moments.
 
-    With gradient G of step t, β = 1 - t^decay_rate, and R, C the moving means of G² + eps[0] over
-    columns and rows:
+    With gradient G of step t, β = 1 - t^decay_rate, and R, C the moving means (with decay β) of
+    G² + eps[0] over columns and rows:
 
         U = G / √(R C / mean(R)),  cut to a root mean square of clip_threshold
         W ← W - rate · (U + weight_decay · W)
 
-    `torch.optim.Adafactor` always scales its rate by a parameter's size, and so would hardly move
-    LoRA's B, which starts at zero; here that is `scale_parameter`.
+    `torch.optim.Adafactor` always scales its rate by a parameter's size, so it would hardly move
+    LoRA's B, which starts at zero. Here, `scale_parameter` can turn that off.
 
     Args:
         params: parameters or groups of them.
         lr: the learning rate; None with `relative_step`.
-        eps: added to squared gradients; least size of a parameter in `scale_parameter`.
-        clip_threshold: root mean square that an update is cut to.
-        decay_rate: exponent of the step in the decay of second moments.
-        beta1: decay of a moving mean of updates, which is then what is applied; None for none.
-        weight_decay: decoupled decay.
+        eps: a number added to squared gradients, and the smallest root mean square that
+            `scale_parameter` uses.
+        clip_threshold: updates with a greater root mean square are scaled down to it.
+        decay_rate: the exponent of the step in the decay of second moments.
+        beta1: the decay of a moving mean of updates, which is then applied instead of the update;
+            None to apply the update itself.
+        weight_decay: decoupled weight decay.
         scale_parameter: multiply the rate by the parameter's root mean square.
-        relative_step: the rate is 1 / √t, at most 0.01, rather than `lr`.
-        warmup_init: with it, the rate is at most 1e-6 · t.
+        relative_step: use the rate 1 / √t, at most 0.01, instead of `lr`.
+        warmup_init: with `relative_step`, limit the rate to 1e-6 · t.
 
     Raises:
         ValueError: `lr` with `relative_step`, or neither; `warmup_init` without it.
@@ -242,7 +251,7 @@ class Adafactor(Optimizer):
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         rate = _rate(group, parameter, state["step"])
-        fresh = state["step"] ** group["decay_rate"]  # weight of the new square
+        fresh = state["step"] ** group["decay_rate"]  # 1 - β, the new square's weight
         square = parameter.grad.float().square() + group["eps"][0]
         if parameter.dim() < 2:
             update = parameter.grad * _moving(state, "square", square, fresh).rsqrt()
@@ -254,14 +263,14 @@ class Adafactor(Optimizer):
         update.div_((_root_mean_square(update) / group["clip_threshold"]).clamp(min=1.0))
         update.mul_(rate)
         if group["beta1"] is not None:
-            # Upstream's mean starts at zero, and so holds a small update at first.
+            # As in transformers, the mean starts at zero, so the first updates are small.
             mean = state.setdefault("momentum", torch.zeros_like(update))
             update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
         parameter.mul_(1 - rate * group["weight_decay"]).sub_(update)
 
 
 def _rate(group: dict[str, Any], parameter: Tensor, step: int) -> float | Tensor:
-    """Adafactor's learning rate for a parameter at a step."""
+    """Returns Adafactor's learning rate for a parameter at a step."""
     rate = group["lr"]
     if group["relative_step"]:
         rate = min(1e-6 * step if group["warmup_init"] else 1e-2, step**-0.5)
@@ -275,6 +284,6 @@ def _root_mean_square(x: Tensor) -> Tensor:
 
 
 def _moving(state: dict[str, Any], name: str, value: Tensor, fresh: float) -> Tensor:
-    """The moving mean `name` after `value` has come in with weight `fresh`."""
+    """Updates the moving mean `name` with `value`, of weight `fresh`, and returns it."""
     state[name] = state[name].lerp_(value, fresh) if name in state else value.clone()
     return state[name]

@@ -1,10 +1,11 @@
 """`Trainer`: the training loop, evaluation, checkpoints and resuming.
 
-A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule. What
-happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py;
-checkpoints and resuming are in trainer_checkpoint.py, the order of the data in trainer_data.py, and
-what both training loops of this project stand on, in loralib.training. The Trainer's other methods
-are in the classes that it is made of: loaders, evaluations, searches for hyperparameters, records.
+A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule.
+Logging, progress bars and the decision when to evaluate are in trainer_callback.py. Checkpoints and
+resuming are in trainer_checkpoint.py, the order of the data is in trainer_data.py, and what this
+project's two training loops share is in loralib.training. The Trainer inherits its other methods
+from trainer_evaluation.py, trainer_loaders.py, trainer_search.py (hyperparameter search) and
+trainer_records.py (logs and metrics).
 """
 
 import inspect
@@ -91,31 +92,33 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     """Trains and evaluates a model.
 
     Args:
-        model: what to train; parameters with ``requires_grad`` off stay as they are. Any module
-            will do whose forward takes a batch by name, labels included, and returns a dict with
-            "loss" or a tuple that begins with the loss.
+        model: the model to train. Parameters with ``requires_grad=False`` stay as they are. Any
+            module works whose forward takes the batch as keyword arguments, labels included, and
+            returns a dict with "loss" or a tuple that begins with the loss.
         args: the settings; by default those of ``TrainingArguments("tmp_trainer")``.
-        data_collator: makes a batch of a list of examples; pads to the longest where not given.
-        train_dataset: a sized, indexable set of dicts; or one that can only be iterated over, which
-            needs ``args.max_steps`` where it has no length.
-        eval_dataset: a set with a length.
-        tokenizer: pads, and is saved with the model.
-        model_init: makes the model in place of `model`, anew for each `train`; called without
-            arguments, or with the trial of a search, None where there is none.
-        compute_metrics: `EvalPrediction` -> metrics by name.
+        data_collator: makes a batch from a list of examples. By default it pads to the longest with
+            `tokenizer`; without a tokenizer it does not pad.
+        train_dataset: a dataset of dicts. One that can only be iterated over and has no length
+            needs ``args.max_steps``.
+        eval_dataset: a dataset with a length.
+        tokenizer: pads batches, and is saved with the model.
+        model_init: makes a new model for each call of `train`, in place of `model`. It is called
+            without arguments, or with the trial of a search (None outside a search).
+        compute_metrics: takes an `EvalPrediction` and returns the metrics by name.
         callbacks: added to the default ones.
         optimizers: an optimizer and a schedule to use instead of those that `args` ask for.
 
     Attributes:
-        model_wrapped: the model as the loop calls it, through DDP where there are several
+        model_wrapped: the model as the loop calls it, wrapped in DDP if there are several
             processes.
         state: see `TrainerState`.
         control: see `TrainerControl`.
         callback_handler: calls the callbacks.
-        label_smoother: smooths labels, where `args` ask for it.
+        label_smoother: smooths labels, if `args` ask for it.
 
     Raises:
-        RuntimeError: there is neither a model nor a `model_init`, or what goes with one alone.
+        RuntimeError: there is neither a model nor a `model_init`, or `optimizers` are given
+            together with a `model_init`.
         ValueError: a setting does not fit the model or the data.
     """
 
@@ -147,9 +150,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self._made: dict[str, Any] = {}  # the optimizer and schedule that `train` has made
+        self._made: dict[str, Any] = {}  # the optimizer and schedule made by `train`
         self._train_digest, self._eval_digest = LastDigest(), LastDigest()
-        self._weight = 1.0  # of this process's loss among the processes' in a batch
+        self._weight = 1.0  # weight of this process's loss in the mean over all processes
         self.state = self._new_state()
         self.control = TrainerControl()
         self.checkpoints = Checkpoints(args)
@@ -168,7 +171,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.precision = Precision(args.compute_dtype, args.device.type)
         self._use_model(self._first_model(model))
         if args.is_main_process:
-            # Now, so that a folder that cannot be written to is found before the training.
+            # Created here, so that a folder without write access fails before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
@@ -200,13 +203,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return self.call_model_init()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`.
+        """Returns a new model from `model_init`.
 
         Args:
-            trial: given to `model_init` where it takes one argument, or needs one.
+            trial: passed to `model_init` if that takes exactly one argument or requires one.
 
         Raises:
-            RuntimeError: it needs more than one argument, or returns no model.
+            RuntimeError: `model_init` needs more than one argument, or returns None.
         """
         arguments = inspect.signature(self.model_init).parameters.values()
         needed = sum(argument.default is argument.empty for argument in arguments)
@@ -219,10 +222,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return model
 
     def _use_model(self, model: nn.Module) -> None:
-        """Makes a model the one that is trained: in the precision of its products, on the device.
+        """Makes `model` the one to train: checks it, casts frozen weights, moves it to the device.
 
         Raises:
-            ValueError: it cannot follow a setting.
+            ValueError: the model does not support a setting.
         """
         args = self.args
         self.label_names = args.label_names
@@ -232,11 +235,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
         if args.compute_dtype is not torch.float32 and isinstance(model, PreTrainedModel):
-            # Other models' layers may not support it, and are left to autocast. Before the model
-            # is moved: the device never holds its frozen weights in float32.
+            # Layers of other models may not support low-precision weights, so autocast casts those.
+            # Done before the model is moved, so that the device never holds its frozen weights in
+            # float32.
             hold_frozen_in(model, args.compute_dtype, model.tensors_read)
         held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
+        # Tensors without memory (see trainer_estimate.py) fail in `to`, even to their own device.
         self.model = model if held == {args.device} else model.to(args.device)
         if args.torch_compile:
             compile_layers(self.model.base_model.encoder.layer, args.device)
@@ -244,36 +248,36 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._has_products = False
         self.callback_handler.model = self.model
 
-    use_apex = False  # read by training steps that were written for 4.4.2
+    use_apex = False  # training steps written for transformers 4.4.2 read it
 
     @property
     def use_amp(self) -> bool:
-        """Whether float16 goes through PyTorch's autocast, and gradients through `scaler`."""
+        """Whether the run trains in float16, with PyTorch's autocast and `scaler`."""
         return self.precision.dtype is torch.float16
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Scales losses in float16; does nothing in other precisions."""
+        """The gradient scaler, which scales losses in float16 and does nothing otherwise."""
         return self.precision.scaler
 
     # ---- callbacks ----
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Adds a callback, or one of a class."""
+        """Adds a callback, given as an object or a class."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
-        """Takes out a callback, or the first one of a class, and returns it; None for none."""
+        """Removes and returns a callback, or the first one of a class; None if there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Takes out a callback, or the first one of a class."""
+        """Removes a callback, or the first one of a class."""
         self.callback_handler.remove_callback(callback)
 
     def _call(self, event: str, *about: Any) -> None:
-        """Tells the callbacks of an event of a run, and takes what they ask for."""
+        """Calls the callbacks' method for an event, and stores the control that they return."""
         handler = self.callback_handler
         handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.control = getattr(handler, event)(self.args, self.state, self.control, *about)
@@ -281,25 +285,25 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     # ---- processes ----
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is its machine's first process."""
+        """Returns whether this is its machine's first process."""
         return self.args.is_local_main_process
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the process that writes."""
+        """Returns whether this is the first process of all, which writes the files."""
         return self.args.is_main_process
 
     # ---- optimizer ----
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Makes the optimizer and the schedule, where they were not given."""
+        """Makes the optimizer and the schedule, unless they were given."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps)
 
     def create_optimizer(self) -> None:
-        """Makes the optimizer, where it was not given.
+        """Makes the optimizer, unless it was given.
 
         Raises:
-            ValueError: the model has nothing to train.
+            ValueError: the model has no trainable parameters.
         """
         if self.optimizer is not None:
             return
@@ -321,7 +325,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             )
 
     def create_scheduler(self, num_training_steps: int) -> None:
-        """Makes the schedule over so many updates, where it was not given."""
+        """Makes the schedule over `num_training_steps` updates, unless it was given."""
         if self.lr_scheduler is not None:
             return
         warmup = self.args.warmup_steps
@@ -332,16 +336,16 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _prepare_optimizer(self, max_steps: int) -> None:
-        """Makes an optimizer and a schedule for this run, where they are not the user's."""
+        """Makes an optimizer and a schedule for this run, unless the user gave them."""
         for name, made in self._made.items():
-            if getattr(self, name) is made:  # by an earlier run, whose schedule has ended
+            if getattr(self, name) is made:  # from an earlier run, whose schedule has ended
                 setattr(self, name, None)
         own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
         self.create_optimizer_and_scheduler(max_steps)
         self._made = {name: getattr(self, name) for name in own}
 
     def _wrap(self) -> None:
-        """The model as the loop calls it: through DDP where there are several processes."""
+        """Sets `model_wrapped`: the model, wrapped in DDP if there are several processes."""
         args = self.args
         self.model_wrapped = wrap_ddp(
             self.model,
@@ -351,7 +355,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _warm_up(self, passes: TrainingPasses) -> None:
-        """Lets DDP lay out the gradients; see `warm_up_ddp`."""
+        """Runs one batch so that DDP lays out its gradient buckets (see `warm_up_ddp`)."""
 
         def backward() -> None:
             self.model_wrapped.train()
@@ -369,15 +373,16 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         trial: Any = None,
         **kwargs: Any,
     ) -> TrainOutput:
-        """Trains the model; from a checkpoint's folder on, where one is given.
+        """Trains the model, or resumes its training from a checkpoint.
 
         Args:
-            resume_from_checkpoint: the folder; True for the last one in ``args.output_dir``.
-            trial: of a search, see `hyperparameter_search`.
+            resume_from_checkpoint: the checkpoint's folder, or True for the last one in
+                ``args.output_dir``.
+            trial: the trial of a search, see `hyperparameter_search`.
             kwargs: "model_path", the old name of `resume_from_checkpoint`.
 
         Returns:
-            The updates made, the mean loss over them, and the run's metrics.
+            The number of updates, the mean loss over them, and the run's metrics.
 
         Raises:
             TrainingError: the loss is not finite.
@@ -416,7 +421,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._call("on_train_begin")
         if steps_before >= max_steps:
             self.control.should_training_stop = True
-            if not self._progress.has_ended:  # what follows the last step's checkpoint is missing
+            # The last step's checkpoint was written before the end of its epoch was processed.
+            if not self._progress.has_ended:
                 self._end_epoch(self._progress.epoch, passes)
         for epoch in range(self._progress.epoch, epochs):
             if self.control.should_training_stop:
@@ -426,7 +432,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return self._summary(start, steps_before)
 
     def _forget_last_run(self, trial: Any) -> None:
-        """Starts a state of this run's own and, where there is a `model_init`, a new model."""
+        """Resets the state for a new run and, with a `model_init`, makes a new model."""
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
         self._set_up_trial(trial)
@@ -437,8 +443,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._name_trial()
 
     def _end_training(self) -> None:
-        """Checks what was trained, and takes the best model where that is asked for."""
-        # DDP keeps a reference to the process group.
+        """Checks the loss and the weights, and loads the best model if `args` ask for it."""
+        # The DDP wrapper is dropped, because it keeps a reference to the process group.
         self.model_wrapped = self.model
         self._check_finite()
         self._check_weights()
@@ -446,7 +452,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._load_best()
 
     def _summary(self, start: float, steps_before: int) -> TrainOutput:
-        """Logs and returns what a run has done since it was started or resumed."""
+        """Logs and returns the run's result; its speed counts only the steps since it resumed."""
         args, steps = self.args, self.state.global_step
         progress = self._progress
         loss = self._mean_loss(
@@ -464,10 +470,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return TrainOutput(steps, loss, metrics)
 
     def _checkpoint_to_resume(self, given: str | bool | None) -> str | None:
-        """The folder to resume from.
+        """Returns the folder to resume from, or None.
 
         Raises:
-            ValueError: the last one is asked for, and there is none.
+            ValueError: the last checkpoint is asked for, and there is none.
         """
         if given is not True:
             return given or None
@@ -477,7 +483,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return found
 
     def _check_same_training(self, examples: int, updates: int) -> None:
-        """Compares this process's run with the others', as `check_same_training` does."""
+        """Checks that all processes train alike (see `check_same_training`)."""
         sets = [ComparedSet("to train on", examples, self._train_digest.of(self.train_dataset))]
         if self.args.evaluation_strategy is not IntervalStrategy.NO:
             sets.append(self._about_evaluation(self.eval_dataset))
@@ -485,10 +491,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         check_same_training(self.args, self.model, updates, *sets, **of_collator)
 
     def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
-        """How many updates and passes a run makes whose passes have so many batches.
+        """Returns how many updates and epochs a run makes whose epochs have `length` batches.
 
         Raises:
-            ValueError: nobody knows how many they have, and the settings do not say.
+            ValueError: the length is unknown, and ``args.max_steps`` is not set.
         """
         args = self.args
         if length is not None:
@@ -504,21 +510,21 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _training_passes(self) -> TrainingPasses:
-        """The run's batches; made by the Trainer's own loader, they say where their tokens are."""
+        """Returns the run's batches; the Trainer's own loader also marks where their tokens are."""
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
             loader.collate_fn = self._collator()
         return TrainingPasses(loader, self.args.seed, self.args.device)
 
     def _begin(self, checkpoint: str | None, passes: TrainingPasses) -> str | None:
-        """Resumes from a checkpoint, or begins a new run; the launcher is told that it has begun.
+        """Resumes from a checkpoint or begins a new run, and tells the launcher that it has begun.
 
         Returns:
-            The checkpoint, which all processes have resumed from.
+            The checkpoint that all processes have resumed from, or None.
 
         Raises:
-            TrainingError: processes have other checkpoints, or none.
-            CheckpointError: it is damaged, or does not fit.
+            TrainingError: the processes have different checkpoints, or some have none.
+            CheckpointError: the checkpoint is damaged or does not fit.
         """
         args = self.args
         checkpoint = agreed_checkpoint(args, checkpoint)
@@ -533,17 +539,18 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
         args, progress = self.args, self._progress
-        # Where a run resumes in the middle of its epoch: the batches that it has seen.
+        # The batches that a run resumed in the middle of an epoch has already seen.
         skip = 0 if args.ignore_data_skip else progress.batches
         before = self.state.global_step
-        # As many as a pass has, or is counted as where nobody knows.
+        # The batches of an epoch. If unknown, the whole run counts as one epoch.
         length = passes.length or self.state.max_steps * args.gradient_accumulation_steps
         self._call("on_epoch_begin")
         progress.has_ended = False
         batches, progress.epoch_rng = passes.begin(epoch, skip, before, progress.epoch_rng)
         for index, inputs in enumerate(batches, start=skip):
-            # A set shorter than an accumulation makes its one update at its end. Else, what is left
-            # over at the end of an epoch goes into the next one's first update, as in the release.
+            # An epoch no longer than one accumulation makes one update, at its end. In longer ones,
+            # the gradients left over at the end are added to the next epoch's first update, as in
+            # the release.
             update = (index + 1) % args.gradient_accumulation_steps == 0 or (
                 index + 1 == passes.length and passes.length <= args.gradient_accumulation_steps
             )
@@ -567,7 +574,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._end_epoch(epoch, passes)
 
     def _end_epoch(self, epoch: int, passes: TrainingPasses) -> None:
-        """Does what falls on the end of a pass, be it complete or not."""
+        """Does the work due at the end of an epoch, complete or not."""
         progress = self._progress
         if progress.batches == passes.length or self.control.should_epoch_stop:
             progress.epoch, progress.batches = epoch + 1, 0
@@ -576,9 +583,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._log_evaluate_save()
 
     def _add_gradients(self, inputs: dict[str, Any], weight: float, update: bool) -> None:
-        """Computes a batch; its gradients are summed over processes where an update follows."""
+        """Adds a batch's gradients, and averages them over the processes if an update follows."""
         self._weight = weight
-        has_target = has_targets(inputs)  # before a subclass takes labels out
+        has_target = has_targets(inputs)  # checked here, as a subclass may remove the labels
         with sync_gradients(self.model_wrapped, due=update):
             loss = self.training_step(self.model_wrapped, inputs)
         watch.beat()
@@ -587,14 +594,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._progress.flos += self.floating_point_ops(inputs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Adds one batch's gradients; returns its part of the update's loss, detached.
+        """Adds one batch's gradients, and returns its share of the update's loss, detached.
 
         Args:
             model: `model_wrapped`.
             inputs: the batch.
         """
         if not self.model.training:
-            # After an evaluation. Not at every step: it walks over all modules.
+            # Needed after an evaluation only. Not called at every step, as it visits all modules.
             model.train()
         inputs = self._prepare_inputs(inputs)
         with self.precision.autocast():
@@ -606,10 +613,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False
     ) -> Any:
-        """The batch's mean loss; with `return_outputs`, also what the model returned.
+        """Returns the batch's mean loss and, with `return_outputs`, also the model's outputs.
 
         Raises:
-            TrainingError: the model returned none, or nothing to smooth labels with.
+            TrainingError: the model returned no loss, or label smoothing lacks labels or logits.
         """
         if self._smooths(inputs):
             name = self.label_names[0]
@@ -630,12 +637,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return False
 
     def _has_own_step(self) -> bool:
-        """Whether no subclass does something of its own with a batch."""
+        """Returns whether batches are processed by this class's own methods, none overridden."""
         steps = ("training_step", "compute_loss", "prediction_step", "_prepare_inputs")
         return not overrides(self, Trainer, steps)
 
     def _update(self) -> None:
-        """Applies the gradients that have been added up."""
+        """Applies the accumulated gradients."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self._progress.pending.are_due:
             self._check_finite()
@@ -652,7 +659,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._give_up(f"the loss is not finite at step {step + 1}")
 
     def _check_weights(self) -> None:
-        """Checks weights before they are written: the next loss would show the damage too late."""
+        """Checks the weights before they are written. The next loss would be too late to tell."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         if first_not_finite(trained) is not None:
             self._give_up(f"the weights are not finite after step {self.state.global_step}")
@@ -663,9 +670,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
 
     def _log_evaluate_save(self) -> None:
-        """Does what callbacks have asked for."""
+        """Logs, evaluates and saves if the callbacks have asked for it."""
         if self.control.should_evaluate and self.args.load_best_model_at_end:
-            # Whatever asked for the evaluation: the best model has to have a checkpoint.
+            # Every evaluation may find the best model, which needs a checkpoint.
             self.control.should_save = True
         if self.control.should_log and self.state.global_step > self._progress.logged_step:
             self._check_finite()
@@ -694,7 +701,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     # ---- checkpoints and results ----
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
+        """Writes the model, its trained parts as separate files, the tokenizer and the settings."""
         if self.args.is_main_process:
             folder = Path(output_dir or self.args.output_dir)
             self.checkpoints.save_model(folder, self.model, self.tokenizer)
@@ -708,7 +715,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.checkpoints.write(self._run_state(), self.save_model)
 
     def _run_state(self) -> RunState:
-        """What the run is resumed from."""
+        """Returns the state that a checkpoint saves and resuming restores."""
         return RunState(
             self.model,
             self.optimizer,
@@ -722,7 +729,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _load_best(self) -> None:
-        """Copies the best checkpoint's weights in; warns where there is none."""
+        """Loads the best checkpoint's weights into the model, or warns if there is none."""
         best = self.state.best_model_checkpoint
         if best is None:
             logger.warning(

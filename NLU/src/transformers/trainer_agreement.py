@@ -1,6 +1,6 @@
-"""What the Trainer's processes agree on, on all machines: settings, data, checkpoint, model.
+"""Checks that all of a Trainer's processes have the same settings, data, checkpoint and model.
 
-Of one process there is nothing to compare.
+With a single process, the checks do nothing.
 """
 
 import inspect
@@ -22,8 +22,8 @@ from .modeling_utils import PreTrainedModel
 from .trainer_checkpoint import TRAINER_STATE_NAME
 from .training_args import TrainingArguments
 
-# Flags that each process may have its own of: where its files are, and what it says or uses for its
-# work. What the files hold is compared apart.
+# Flags that may differ between processes: where files are, what is logged, and local resources. The
+# files' contents are compared separately.
 _OWN = {"output_dir", "overwrite_output_dir", "logging_dir", "run_name", "report_to", "log_level"}
 _OWN |= {"local_rank", "no_cuda", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory"}
 _OWN |= {"ddp_timeout", "skip_memory_metrics", "preprocessing_num_workers", "overwrite_cache"}
@@ -31,19 +31,19 @@ _OWN |= {"model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "us
 _OWN |= {"lora_path", "adapter_path", "bitfit_path", "data_dir"}
 _OWN |= {"train_file", "validation_file", "test_file"}
 
-# Settings of a model that decide none of its numbers, once its weights are there.
+# Settings of a model that do not affect its results once its weights are loaded.
 _WITHOUT_EFFECT = {"name_or_path", "base_name_or_path", "base_revision"}
 _WITHOUT_EFFECT |= {"initializer_range", "gradient_checkpointing"}
 
 
 @dataclass(frozen=True)
 class ComparedSet:
-    """What is compared of a set of examples.
+    """The properties of a dataset that the processes compare.
 
     Args:
-        purpose: what they are for, in words.
-        number: how many there are; None where nobody knows.
-        digest: what `table_digest` says of them.
+        purpose: what the examples are for, in words.
+        number: how many there are; None if unknown.
+        digest: their `table_digest`.
     """
 
     purpose: str
@@ -51,21 +51,23 @@ class ComparedSet:
     digest: str | None
 
     def settings(self) -> dict[str, Any]:
-        """What is compared, by name."""
-        short = self.digest and self.digest[:16]  # to be read by people
+        """Returns what is compared, by name."""
+        short = self.digest and self.digest[:16]  # short enough for an error message
         name = f"examples {self.purpose}"
         return {f"{name} (number)": self.number, f"{name} (digest)": short}
 
 
 def check_same_flags(args: TrainingArguments, *others: Any) -> None:
-    """Checks that all processes were started alike, before they wait for each other elsewhere.
+    """Checks that all processes were started with the same flags and the same code.
+
+    Called first of all, before the processes wait for each other anywhere else.
 
     Args:
-        args: the run's.
+        args: the run's settings.
         others: the script's other flags, a dataclass for each group.
 
     Raises:
-        TrainingError: a flag differs, or the version of the project.
+        TrainingError: a flag or the project's version differs.
     """
     check_same_code(args.process_index, args.world_size)
     flags = _flags(args.to_dict())
@@ -77,17 +79,18 @@ def check_same_flags(args: TrainingArguments, *others: Any) -> None:
 def check_same_training(
     args: TrainingArguments, model: nn.Module, updates: int, *sets: ComparedSet, **others: Any
 ) -> None:
-    """Checks that all processes train alike: with other settings, replicas would drift apart.
+    """Checks that all processes train alike: with different settings, replicas would drift apart.
 
     Args:
-        args: the run's.
-        model: its weights are not compared: DDP gives all processes the first one's.
-        updates: of the run.
-        sets: what it trains on, and what it evaluates on meanwhile.
-        others: more settings, by name.
+        args: the run's settings.
+        model: the model, whose settings are compared. Its weights are not, because DDP sends the
+            first process's weights to all.
+        updates: the number of updates in the run.
+        sets: the training set and, if the run evaluates, the evaluation set.
+        others: further settings to compare, by name.
 
     Raises:
-        TrainingError: a process has other settings or other data.
+        TrainingError: a process has different settings or data.
     """
     _check_alike(args, model, *sets, **{"updates to make": updates, **others})
 
@@ -95,16 +98,16 @@ def check_same_training(
 def check_same_evaluation(
     args: TrainingArguments, model: nn.Module | None, examples: ComparedSet
 ) -> None:
-    """Checks that all processes evaluate one model on one set, with the same settings.
+    """Checks that all processes evaluate the same model on the same set, with the same settings.
 
     Args:
-        args: the run's.
-        model: its settings and weights are compared; None after a training, in which it is the
-            same, but for rounding where machines are of several kinds.
+        args: the run's settings.
+        model: the model, whose settings and weights are compared. None after training steps: the
+            model is then the same on all processes, except for rounding if their hardware differs.
         examples: the set.
 
     Raises:
-        TrainingError: a process has others.
+        TrainingError: a process has a different model, set or setting.
     """
     _check_alike(args, model, examples)
     if model is not None:
@@ -124,7 +127,7 @@ def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_config(config: PretrainedConfig) -> dict[str, Any]:
-    """The settings that a model computes by; others, which it does not know, are passed over."""
+    """Returns the settings that affect what a model computes, without any it does not know."""
     known: set[str] = set()
     for kind in type(config).__mro__:
         known |= {*inspect.signature(kind.__init__).parameters}
@@ -134,16 +137,18 @@ def _of_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def agreed_checkpoint(args: TrainingArguments, checkpoint: str | None) -> str | None:
-    """The checkpoint that the first process resumes from, as this process sees it.
+    """Returns the path of the checkpoint that the first process resumes from.
 
-    Another machine's view of a shared folder may be some seconds old, and lack the last one.
+    On another machine, the listing of a shared folder may be some seconds old and lack the last
+    checkpoint.
 
     Args:
-        args: the run's.
-        checkpoint: what this process has found.
+        args: the run's settings.
+        checkpoint: the last checkpoint that this process has found, or None.
 
     Raises:
-        TrainingError: the first process has none, or another one cannot see it.
+        TrainingError: the processes found different checkpoints, and the first process has none or
+            another one cannot see the first one's.
     """
     names = gather_objects(checkpoint and Path(checkpoint).name, args.world_size)
     if len({*names}) == 1:

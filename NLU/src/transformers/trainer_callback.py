@@ -1,4 +1,4 @@
-"""What happens around the Trainer's steps: its state, its control flow, progress and stopping."""
+"""The Trainer's callbacks and state: when to log, evaluate and save, progress bars, stopping."""
 
 import json
 import math
@@ -28,22 +28,22 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class TrainerState:
-    """Where a run is; ``trainer_state.json`` in every checkpoint and at the end.
+    """How far a run has come. Saved as ``trainer_state.json`` in every checkpoint and at the end.
 
     Args:
-        epoch: passes over the training set so far, a fraction.
-        global_step: steps so far, of the optimizer.
-        max_steps: steps in all.
-        num_train_epochs: passes in all.
+        epoch: epochs so far, as a fraction.
+        global_step: optimizer steps so far.
+        max_steps: optimizer steps of the whole run.
+        num_train_epochs: epochs of the whole run.
         total_flos: floating-point operations so far; see `Trainer.floating_point_ops`.
         log_history: all log records.
-        best_metric: the best evaluation so far, by metric_for_best_model.
+        best_metric: the best value so far of metric_for_best_model.
         best_model_checkpoint: its checkpoint's folder.
         is_local_process_zero: whether this process is its machine's first one.
         is_world_process_zero: whether this process is the main one.
         is_hyper_param_search: whether the run is a trial of a search.
         trial_name: the trial's name.
-        trial_params: what was chosen for it.
+        trial_params: the hyperparameters chosen for it.
     """
 
     epoch: float | None = None
@@ -61,7 +61,7 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
 
     def save_to_json(self, json_path: str | os.PathLike) -> None:
-        """Writes the state."""
+        """Writes the state to a JSON file."""
         with atomic_write(json_path) as temporary:
             text = json.dumps(asdict(self), indent=2, sort_keys=True)
             temporary.write_text(f"{text}\n", encoding="utf-8")
@@ -95,15 +95,15 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask the Trainer for at its next opportunity.
+    """Requests from callbacks, which the Trainer fulfills at the next opportunity.
 
-    Of several processes all have to ask for the same, at the same step: one that leaves or saves
-    alone keeps the others waiting, which is an error after ``--ddp_timeout``.
+    With several processes, all have to request the same at the same step. If one process stops or
+    saves alone, the others wait for it until ``--ddp_timeout`` raises an error.
 
     Attributes:
         should_training_stop: end the run.
-        should_epoch_stop: end this pass over the training set, and begin the next.
-        should_save, should_evaluate, should_log: do so after this step.
+        should_epoch_stop: end this epoch and begin the next one.
+        should_save, should_evaluate, should_log: save, evaluate or log after this step.
     """
 
     should_training_stop: bool = False
@@ -114,62 +114,62 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """Base class: one method an event, each of which may change `control`, or return another.
+    """Base class with one method per event. A method may change `control` or return another one.
 
-    All take the arguments, the state, the control, and by name what there is: model, tokenizer,
-    optimizer, lr_scheduler, train_dataloader, eval_dataloader, and for the log and evaluation
-    events logs or metrics.
+    All methods take the arguments, the state and the control. Their keyword arguments are model,
+    tokenizer, optimizer, lr_scheduler, train_dataloader and eval_dataloader (None if there is none)
+    and, for log and evaluation events, logs or metrics.
     """
 
     def on_init_end(self, args, state, control, **kwargs):
-        """The Trainer is made."""
+        """Called when the Trainer has been created."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Training begins."""
+        """Called when training begins."""
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Training has ended."""
+        """Called when training has ended."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        """A pass over the training set begins."""
+        """Called when an epoch begins."""
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """A pass over the training set has ended."""
+        """Called when an epoch has ended."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """The first batch of an update comes."""
+        """Called before the first batch of an update."""
 
     def on_substep_end(self, args, state, control, **kwargs):
-        """A batch was computed, and more are to come before the update."""
+        """Called after a batch that is not the last one of its update."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        """An update was made."""
+        """Called after an update."""
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        """A batch of `eval_dataloader` was computed, of the loop of this `description`."""
+        """Called after a batch of `eval_dataloader`; `description` names the loop."""
 
     def on_evaluate(self, args, state, control, **kwargs):
-        """An evaluation has ended; `metrics` are its results."""
+        """Called after an evaluation, with its results as `metrics`."""
 
     def on_predict(self, args, state, control, **kwargs):
-        """A prediction has ended; `metrics` are its results."""
+        """Called after a prediction, with its results as `metrics`."""
 
     def on_log(self, args, state, control, **kwargs):
-        """`logs` were recorded."""
+        """Called after `logs` were recorded."""
 
     def on_save(self, args, state, control, **kwargs):
-        """A checkpoint was written."""
+        """Called after a checkpoint was written."""
 
 
 class CallbackHandler(TrainerCallback):
-    """Calls every callback, in the order in which they were added.
+    """Calls all callbacks, in the order in which they were added.
 
     Args:
-        callbacks: callbacks, or classes of them.
-        model, tokenizer, optimizer, lr_scheduler: what callbacks are given by name.
+        callbacks: the callbacks, as objects or classes.
+        model, tokenizer, optimizer, lr_scheduler: passed to the callbacks as keyword arguments.
 
     Attributes:
-        train_dataloader, eval_dataloader: likewise, where there are any.
+        train_dataloader, eval_dataloader: likewise; None if there is none.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class CallbackHandler(TrainerCallback):
             self.add_callback(callback)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Adds a callback, or one of a class."""
+        """Adds a callback, given as an object or a class."""
         added = callback() if isinstance(callback, type) else callback
         if any(type(there) is type(added) for there in self.callbacks):
             logger.warning(
@@ -202,7 +202,7 @@ class CallbackHandler(TrainerCallback):
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
-        """Takes out a callback, or the first one of a class, and returns it; None for none."""
+        """Removes and returns a callback, or the first one of a class; None if there is none."""
         for there in self.callbacks:
             if there is callback or type(there) is callback:
                 self.callbacks.remove(there)
@@ -210,64 +210,64 @@ class CallbackHandler(TrainerCallback):
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Takes out a callback, or the first one of a class."""
+        """Removes a callback, or the first one of a class."""
         self.pop_callback(callback)
 
     def on_init_end(self, args, state, control):
-        """The Trainer is made."""
+        """Calls the callbacks when the Trainer has been created."""
         return self.call_event("on_init_end", args, state, control)
 
     def on_train_begin(self, args, state, control):
-        """Training begins; nothing asks for its end yet."""
+        """Clears the request to stop training, and calls the callbacks."""
         control.should_training_stop = False
         return self.call_event("on_train_begin", args, state, control)
 
     def on_train_end(self, args, state, control):
-        """Training has ended."""
+        """Calls the callbacks when training has ended."""
         return self.call_event("on_train_end", args, state, control)
 
     def on_epoch_begin(self, args, state, control):
-        """A pass begins; nothing asks for its end yet."""
+        """Clears the request to stop the epoch, and calls the callbacks."""
         control.should_epoch_stop = False
         return self.call_event("on_epoch_begin", args, state, control)
 
     def on_epoch_end(self, args, state, control):
-        """A pass has ended."""
+        """Calls the callbacks when an epoch has ended."""
         return self.call_event("on_epoch_end", args, state, control)
 
     def on_step_begin(self, args, state, control):
-        """An update's first batch comes; what was asked for at the one before is done."""
+        """Clears the requests of the last step, and calls the callbacks."""
         control.should_log = control.should_evaluate = control.should_save = False
         return self.call_event("on_step_begin", args, state, control)
 
     def on_substep_end(self, args, state, control):
-        """A batch was computed that no update follows."""
+        """Calls the callbacks after a batch that is not the last one of its update."""
         return self.call_event("on_substep_end", args, state, control)
 
     def on_step_end(self, args, state, control):
-        """An update was made."""
+        """Calls the callbacks after an update."""
         return self.call_event("on_step_end", args, state, control)
 
     def on_prediction_step(self, args, state, control, **about):
-        """A batch was computed in an evaluation or a prediction."""
+        """Calls the callbacks after a batch of an evaluation or a prediction."""
         return self.call_event("on_prediction_step", args, state, control, **about)
 
     def on_evaluate(self, args, state, control, metrics):
-        """An evaluation has ended, and is no longer asked for."""
+        """Clears the request to evaluate, and calls the callbacks."""
         control.should_evaluate = False
         return self.call_event("on_evaluate", args, state, control, metrics=metrics)
 
     def on_predict(self, args, state, control, metrics):
-        """A prediction has ended."""
+        """Calls the callbacks after a prediction."""
         return self.call_event("on_predict", args, state, control, metrics=metrics)
 
     def on_log(self, args, state, control, logs):
-        """`logs` were recorded, and are no longer asked for."""
+        """Clears the request to log, and calls the callbacks."""
         control.should_log = False
         return self.call_event("on_log", args, state, control, logs=logs)
 
     def on_save(self, args, state, control):
-        """A checkpoint was written, and is no longer asked for."""
+        """Clears the request to save, and calls the callbacks."""
         control.should_save = False
         return self.call_event("on_save", args, state, control)
 
@@ -279,23 +279,23 @@ class CallbackHandler(TrainerCallback):
         control: TrainerControl,
         **about: Any,
     ) -> TrainerControl:
-        """Tells all callbacks of `event`, such as ``on_step_end``.
+        """Calls all callbacks' method `event`, such as ``on_step_end``.
 
         Returns:
-            `control`, or what the last callback that returned another has put in its place.
+            The control that a callback returned last, or `control` if none did.
         """
         nothing = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             method = getattr(callback, event)
             if getattr(method, "__func__", method) is nothing:
-                continue  # most events of a step concern nobody
+                continue  # not overridden, as for most callbacks and events
             there = {name: value for name, value in vars(self).items() if name != "callbacks"}
             result = method(args, state, control, **there, **about)
             control = control if result is None else result
         return control
 
 
-# What callbacks can ask for -> the arguments that say on what occasion, and at which steps.
+# What callbacks can request -> the arguments with its strategy and its interval in steps.
 _OCCASIONS = {
     "should_log": ("logging_strategy", "logging_steps"),
     "should_evaluate": ("evaluation_strategy", "eval_steps"),
@@ -307,7 +307,7 @@ class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates, saves and stops when the arguments say so."""
 
     def on_step_end(self, args, state, control, **kwargs) -> TrainerControl:
-        """Asks for what falls on this step."""
+        """Requests what is due at this step."""
         step = state.global_step
         for request, (strategy, interval) in _OCCASIONS.items():
             if getattr(args, strategy) is IntervalStrategy.STEPS:
@@ -317,32 +317,32 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args, state, control, **kwargs) -> TrainerControl:
-        """Asks for what falls on an epoch's end."""
+        """Requests what is due at the end of an epoch."""
         for request, (strategy, _) in _OCCASIONS.items():
             _ask(control, request, getattr(args, strategy) is IntervalStrategy.EPOCH)
         return control
 
 
 def _ask(control: TrainerControl, request: str, due: bool) -> None:
-    """Asks for something that is due; what others have asked for stands."""
+    """Makes a request if `due`; requests of other callbacks are kept."""
     setattr(control, request, getattr(control, request) or due)
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar over the run's steps, and one over each evaluation; from the main process only."""
+    """Shows a bar for the run's steps and one for each evaluation, in the main process only."""
 
     def __init__(self) -> None:
-        # The bars on the screen by what they show.
+        # The open bars by description.
         self._bars: dict[str, tqdm] = {}
-        # What the bar over an evaluation shows, while there is one.
+        # The description of the evaluation in progress, if there is one.
         self._evaluated: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Opens the run's bar, at the step that it resumes from."""
+        """Opens the run's bar, at the step from which the run resumes."""
         self._open(state, "training", state.max_steps, "step", state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Moves the run's bar to the step."""
+        """Moves the run's bar to the current step."""
         if "training" in self._bars:
             bar = self._bars["training"]
             bar.update(state.global_step - bar.n)
@@ -350,7 +350,7 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args, state, control, eval_dataloader=None, description="evaluating", **kwargs
     ) -> None:
-        """Moves the evaluation's bar on by a batch, opening it before the first."""
+        """Advances the evaluation's bar by one batch, and opens it at the first one."""
         if self._evaluated != description:
             self._close(self._evaluated)
             self._evaluated = description
@@ -359,10 +359,10 @@ class ProgressCallback(TrainerCallback):
             self._bars[description].update()
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Shows a record: the loss at the run's bar, an evaluation's above it.
+        """Shows a log record: the loss beside the run's bar, an evaluation's results above it.
 
-        Where no messages are shown, all of it is printed above the bar, as in 4.4. The run's last
-        record, the summary, is for `log_metrics`.
+        If log messages are off, the whole record is printed above the bar, as in transformers 4.4.
+        The run's last record, its summary, is left to `log_metrics`.
         """
         bar = self._bars.get("training")
         if bar is None or "train_runtime" in logs:
@@ -389,7 +389,7 @@ class ProgressCallback(TrainerCallback):
     def _open(
         self, state: TrainerState, what: str, total: int | None, unit: str, done: int = 0
     ) -> None:
-        """Puts a bar on the screen; one that comes up below another is wiped off at its end."""
+        """Opens a bar. One opened below another is erased when it closes."""
         self._close(what)
         if state.is_world_process_zero:
             self._bars[what] = tqdm(
@@ -402,24 +402,24 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Shows a run's log records where bars are not wanted.
+    """Shows a run's log records, one line each, if progress bars are turned off.
 
-    As messages, a line each; where no messages are shown they are printed, as in 4.4.
+    They are log messages. If those are off, the records are printed, as in transformers 4.4.
     """
 
     def __init__(self) -> None:
-        self._pace: Pace | None = None  # while there is a run
+        self._pace: Pace | None = None  # only during a run
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """The records from here on are the run's."""
+        """Begins to show records."""
         self._pace = Pace(state.global_step, state.max_steps)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """The records from here on are for `log_metrics`, as the run's summary is."""
+        """Stops showing records; later ones are left to `log_metrics`, like the run's summary."""
         self._pace = None
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Shows a record."""
+        """Shows a record, if a run is in progress."""
         if not state.is_world_process_zero or self._pace is None or "train_runtime" in logs:
             return
         if logger.isEnabledFor(logging.INFO):
@@ -431,13 +431,13 @@ class PrinterCallback(TrainerCallback):
 
 
 def _record_in_words(state: TrainerState, logs: dict[str, float]) -> str:
-    """Such as "step 5 of 25: loss 0.7, lr 1e-05"."""
+    """Formats a log record, such as "step 5 of 25: loss 0.7, lr 1e-05"."""
     what = "evaluation: " if "eval_loss" in logs else ""
     return f"step {state.global_step:,} of {state.max_steps:,}: {what}{_in_one_line(logs)}"
 
 
 def _in_one_line(logs: dict[str, float]) -> str:
-    """A record's figures; those of an evaluation by their own names, its speed left out."""
+    """Formats a record's values, without the prefix "eval_" and without an evaluation's speed."""
     shown = []
     for name, value in logs.items():
         short = {"learning_rate": "lr", "eval_runtime": "in"}.get(name)
@@ -455,8 +455,8 @@ class EarlyStoppingCallback(TrainerCallback):
     """Stops a run whose evaluations no longer improve. Needs load_best_model_at_end.
 
     Args:
-        early_stopping_patience: evaluations without an improvement after which to stop.
-        early_stopping_threshold: how much better an evaluation must be to count.
+        early_stopping_patience: the number of evaluations without improvement that ends the run.
+        early_stopping_threshold: by how much an evaluation must be better to count as one.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0):
@@ -466,7 +466,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0  # evaluations since the best
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Checks the arguments, and recounts the evaluations of a run that is resumed."""
+        """Checks the arguments and, in a resumed run, counts its earlier evaluations again."""
         if not args.load_best_model_at_end:
             raise ValueError("EarlyStoppingCallback needs --load_best_model_at_end")
         self.best, self.early_stopping_patience_counter = None, 0
@@ -492,7 +492,7 @@ class EarlyStoppingCallback(TrainerCallback):
             return
         gain = math.inf if self.best is None else value - self.best
         gain = gain if args.greater_is_better or self.best is None else -gain
-        # As in 4.4.2, a small gain makes a new best, by which the next is judged, but is none.
+        # As in 4.4.2, a gain below the threshold sets a new best but does not reset the counter.
         if not math.isnan(value) and gain > 0:
             self.best = value
         if not math.isnan(value) and gain > self.early_stopping_threshold:

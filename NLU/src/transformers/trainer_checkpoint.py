@@ -1,12 +1,12 @@
-"""Checkpoints: what a run writes so that it can be resumed, and how it resumes.
+"""Writes checkpoints and resumes runs from them.
 
-It resumes bit-exact, on a GPU with ``--use_deterministic_algorithms``.
+A resumed run is bit-exact (on a GPU, only with ``--use_deterministic_algorithms``).
 
-A checkpoint is written into a folder next to its own and renamed when it is complete. It holds the
-model (with ``--save_lora_only``, the files of what is trained alone; of a module that is not this
-package's, the state dict), tokenizer and settings, the optimizer, the schedule, the scaler, the
-Trainer's state, and of every process its place in the data, the gradients not yet applied and the
-state of its random generators.
+A checkpoint is written into a temporary folder next to its own, which is renamed when complete. It
+holds the model, the tokenizer and the settings, the states of the optimizer, the schedule, the
+gradient scaler and the Trainer. For every process, it holds the position in the data, the gradients
+not yet applied and the states of the random generators. With ``--save_lora_only``, the model is
+saved as its trained parts alone. A module that is not from this package is saved as a state dict.
 """
 
 import math
@@ -57,17 +57,17 @@ OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 
-# Where checkpoints are written before they are renamed; one name for all.
+# The temporary folder into which every checkpoint is written before it is renamed.
 _UNFINISHED = f".{PREFIX_CHECKPOINT_DIR}.unfinished"
-# What a run that was killed may leave; see `output_folder`.
+# Temporary folders that a killed run may leave behind; see `output_folder`.
 LEFT_FOLDERS = tuple(
     f".{PREFIX_CHECKPOINT_DIR}{rest}" for rest in (".unfinished", ".replaced", "-*.deleted")
 )
 
-# What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
+# The keys in the state of every PyTorch schedule. Others differ between versions of PyTorch.
 _SCHEDULE_KEYS = ("base_lrs", "last_epoch", "_last_lr")
 
-# Settings that a resumed run must keep. Its length may change, and the hardware.
+# Settings that a resumed run must keep. Its length and hardware may change.
 _SAME_IN_A_RUN = (
     "seed",
     "tf32",
@@ -90,13 +90,14 @@ _SAME_IN_A_RUN = (
     "bf16",
     "torch_compile",
 )
-# Likewise, of the model's settings. Targets show in its weights: they may be written otherwise.
+# Likewise, settings of the model. LoRA's targets are missing here: the same targets can be written
+# in several ways, and different ones are noticed when the weights are loaded.
 _SAME_OF_A_MODEL = (
     *("apply_lora", "lora_r", "lora_alpha", "apply_adapter", "adapter_type", "adapter_size"),
     *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
     *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
 )
-# Likewise, of its base's config.json: what shows neither in its weights nor in their shapes.
+# Likewise, settings in the base's config.json that neither weights nor their shapes would show.
 _SAME_OF_A_BASE = (
     *("hidden_act", "pooler_hidden_act", "conv_act", "conv_groups", "layer_norm_eps"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"),
@@ -108,27 +109,29 @@ _SAME_OF_A_BASE = (
 NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
 _SAME_SETTING = f"give the same setting to resume it, or {NEW_RUN}"
 
-# What a process's progress counts of batches with targets.
+# The counters in `Progress` of batches with and without targets.
 _COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
 
 
 class Progress:
-    """Where the loop is in the data, and the losses that it has not logged yet.
+    """The loop's position in the data, and the losses that it has not logged yet.
+
+    Losses stay on the device until they are read, because reading one waits for the device.
 
     Attributes:
-        epoch, batches: full passes done, and batches done in the current one.
-        has_ended: whether what falls on a pass's end was done, or begun, after the last step.
+        epoch, batches: full epochs done, and batches done in the current one.
+        has_ended: whether the work due at the end of the last epoch was done or begun.
         step: updates done; logged_step: at the last log.
-        loss_since_log, loss_total: sums of the losses that have been read; a batch without a
-            target says nothing, and is left out.
-        weight_since_log, weight_total: how many updates' losses these are, in parts.
-        empty_since_log, empty_total: how many batches had no target.
-        first_bad_step: the first step with a loss that is not finite, of those that have been read,
-            or -1.
+        loss_since_log, loss_total: sums of the losses that have been read, without those of batches
+            that have no target (their loss of 0 has no meaning).
+        weight_since_log, weight_total: the sums of these losses' weights; an update has weight 1.
+        empty_since_log, empty_total: the number of batches without a target.
+        first_bad_step: the first step with a loss that is not finite, among those that have been
+            read, or -1.
         flos: operations of this process that the Trainer's state does not count yet.
         pending: the losses that have not been read yet.
-        epoch_rng: the state of the random generators at the beginning of this pass, where its
-            batches come from them.
+        epoch_rng: the states of the random generators at the beginning of this epoch, if its
+            batches depend on them.
     """
 
     def __init__(self) -> None:
@@ -144,23 +147,24 @@ class Progress:
         self.epoch_rng: dict[str, Any] | None = None
 
     def add(self, loss: Tensor, weight: float, has_target: bool | Tensor) -> None:
-        """Takes a batch's part of its update's loss.
+        """Adds a batch's share of its update's loss.
 
         Args:
-            loss: the part.
-            weight: how much of that loss it is.
-            has_target: whether the batch has a target; on the device, it is read with the loss.
+            loss: the share.
+            weight: the batch's weight in that loss.
+            has_target: whether the batch has a target. A tensor on the device is read together with
+                the loss.
         """
         self.pending.add(self.step, loss)
         self._parts.append((weight, has_target))
 
     def read_losses(self) -> None:
-        """Adds up the pending losses; waits for the last one."""
+        """Reads the pending losses into the sums; waits for the last one to be computed."""
         parts, self._parts = self._parts, []
         for (step, loss), (weight, has_target) in zip(self.pending.read(), parts, strict=True):
             if not math.isfinite(loss) and self.first_bad_step < 0:
                 self.first_bad_step = step
-            # What a process computes while the others have the last examples has no weight.
+            # In the last step of an epoch, a process without examples gets some with weight 0.
             if weight and not has_target:
                 self.empty_since_log += 1
                 self.empty_total += 1
@@ -171,34 +175,34 @@ class Progress:
             self.weight_total += weight
 
     def note_log(self, step: int) -> None:
-        """Begins anew what is summed up between logs, of which there is one at this step."""
+        """Resets the sums since the last log, as there is a log at this step."""
         self.loss_since_log = self.weight_since_log = 0.0
         self.empty_since_log, self.logged_step = 0, step
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Returns the progress as plain values, after reading the pending losses."""
         self.read_losses()
         aside = ("flos", "pending", "_parts", "epoch_rng")
         return {name: value for name, value in vars(self).items() if name not in aside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts the loop where `state_dict` found it."""
+        """Restores what `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run is resumed from.
+    """The parts of a run that a checkpoint saves and resuming restores.
 
     Args:
-        model: what is trained.
+        model: the model that is trained.
         optimizer, lr_scheduler, precision: as the loop uses them.
-        progress: this process's.
+        progress: this process's progress.
         trainer: the Trainer's state.
-        examples: how many the training set has.
-        data: what `table_digest` says of them.
-        collator: the settings of what makes batches of them.
+        examples: the number of examples in the training set.
+        data: their `table_digest`.
+        collator: the data collator's settings.
     """
 
     model: nn.Module
@@ -219,7 +223,7 @@ class Checkpoints:
         args: the run's settings.
 
     Attributes:
-        outdated: names of checkpoints to replace; see `outdated_checkpoints`.
+        outdated: names of checkpoints to delete with the next save; see `outdated_checkpoints`.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -231,7 +235,7 @@ class Checkpoints:
     def save_model(
         self, folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
+        """Writes the model, its trained parts as separate files, the tokenizer and the settings."""
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(model, folder, self.args.save_lora_only)
         if tokenizer is not None:
@@ -239,16 +243,16 @@ class Checkpoints:
         write_torch(folder / TRAINING_ARGS_NAME, self.args.to_dict())
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Returns the folder of a step's checkpoint."""
         return Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
     def write(self, run: RunState, save_model: Callable[[Path], None]) -> None:
-        """Writes ``checkpoint-<step>``: a reader finds the complete folder, or none.
+        """Writes ``checkpoint-<step>`` atomically: a reader finds the complete folder or none.
 
-        To be called by all processes.
+        All processes have to call this.
 
         Args:
-            run: its state.
+            run: the run's state.
             save_model: writes the model into a folder; `Trainer.save_model`.
         """
         folder = self.folder(run.trainer.global_step)
@@ -268,7 +272,7 @@ class Checkpoints:
         self.args.barrier()
 
     def _delete_old(self, newest: Path, best: str | None) -> None:
-        """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
+        """Deletes outdated checkpoints, and all but the best and newest ``save_total_limit``."""
         others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
         others.remove(newest)
         old = [path for path in others if path.name in self.outdated]
@@ -279,7 +283,7 @@ class Checkpoints:
             old += [path for path in others[:surplus] if path.name != Path(best or "").name]
         for path in old:
             logger.debug("deleting %s", path)
-            # Renamed first, so that half a folder, after a kill, is not taken for a checkpoint.
+            # Renamed first: if the run is killed here, half a folder is not taken for a checkpoint.
             deleted = path.with_name(f".{path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
             path.rename(deleted)
@@ -287,7 +291,7 @@ class Checkpoints:
             shutil.rmtree(deleted)
 
     def _process_state(self, run: RunState) -> dict[str, Any]:
-        """What this process alone has: its place in the data, gradients not applied, generators."""
+        """Returns this process's own state: place in the data, pending gradients, generators."""
         pending = {
             name: parameter.grad.cpu()
             for name, parameter in run.model.named_parameters()
@@ -306,7 +310,7 @@ class Checkpoints:
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
-        """What the place in the data depends on, and the bits that a run ends with."""
+        """Returns the numbers on which the place in the data and the run's exact bits depend."""
         args = self.args
         return {
             "processes": args.world_size,
@@ -318,18 +322,18 @@ class Checkpoints:
     # ---- resuming ----
 
     def resume(self, folder: str, run: RunState, steps_an_epoch: int) -> TrainerState:
-        """Puts the model and all parts of a run where a checkpoint left them.
+        """Restores the model and all parts of a run from a checkpoint.
 
         Args:
             folder: the checkpoint.
-            run: what it is loaded into; of its Trainer's state nothing is used.
-            steps_an_epoch: batches that each process gets in a pass.
+            run: the parts to restore. Its Trainer's state is not used.
+            steps_an_epoch: the number of batches that each process gets per epoch.
 
         Returns:
             The Trainer's state.
 
         Raises:
-            CheckpointError: a file is damaged, or of a run with other settings.
+            CheckpointError: a file is damaged, or the run has other settings.
         """
         path = Path(folder)
         with _damage_named(path / TRAINER_STATE_NAME):
@@ -340,7 +344,7 @@ class Checkpoints:
         find_best(state, self.args, path.parent)
         self.load_weights(folder, run.model)
         for name, part, checked in (
-            (OPTIMIZER_NAME, run.optimizer, ()),  # which checks its state itself
+            (OPTIMIZER_NAME, run.optimizer, ()),  # optimizers check their state themselves
             (SCHEDULER_NAME, run.lr_scheduler, _SCHEDULE_KEYS),
             (SCALER_NAME, run.precision, None),
         ):
@@ -351,18 +355,18 @@ class Checkpoints:
         return state
 
     def load_weights(self, folder: str, model: nn.Module) -> None:
-        """Copies a checkpoint's weights into a model; to be called by all processes.
+        """Copies a checkpoint's weights into a model. All processes have to call this.
 
         Raises:
             CheckpointError: a file is damaged, or does not fit the model.
-            TrainingError: another process has read others.
+            TrainingError: the processes have read different weights.
         """
         path = Path(folder)
         load_weights(model, path, self.args.device, _way_out(path))
         check_same_weights(model, self.args.world_size)
 
     def _check_same_run(self, path: Path, model: nn.Module) -> None:
-        """Refuses to resume a run of another task or with other settings."""
+        """Refuses to resume with another task or other settings."""
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
@@ -375,11 +379,11 @@ class Checkpoints:
         check_same_run(path, *settings, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
-        """Puts this process's place in the data, gradients and generators where they were.
+        """Restores this process's place in the data, pending gradients and random generators.
 
         Args:
-            path, run, steps_an_epoch: as `resume` has them.
-            step: of the checkpoint.
+            path, run, steps_an_epoch: as in `resume`.
+            step: the checkpoint's step.
         """
         first = self._read_process_state(path, 0, run, step)
         saved_layout, layout = first["layout"], self._layout(run)
@@ -398,7 +402,7 @@ class Checkpoints:
             batches = _rescaled(run.progress.batches, saved_layout, layout)
             run.progress.batches = min(batches, steps_an_epoch)
             if _changed_beside_processes(saved_layout, layout):
-                gradients = {}  # of a part of an update
+                gradients = {}  # they belong to a partial update, which is dropped
         for name, gradient in gradients.items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
@@ -406,11 +410,11 @@ class Checkpoints:
         warn_of_other_threads(own["threads"], self.args.device)
 
     def _check_data(self, path: Path, run: RunState, saved: dict[str, Any]) -> None:
-        """Refuses to resume on other data, or with other batches made of it.
+        """Refuses to resume on other data, or with another data collator.
 
         Args:
-            path, run: as `resume` has them.
-            saved: the checkpoint's state of a process.
+            path, run: as in `resume`.
+            saved: a process's state in the checkpoint.
         """
         data = saved.get("rows"), run.data
         is_as_long = saved["layout"]["examples"] == run.examples
@@ -423,7 +427,9 @@ class Checkpoints:
         check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
 
     def _check_layout(self, path: Path, saved: dict[str, int], layout: dict[str, int]) -> None:
-        """Refuses to resume with other steps an epoch, and warns of what else has changed.
+        """Refuses to resume if an epoch's steps have changed, and warns of other changes.
+
+        With ``args.max_steps``, changed steps are a warning, too.
 
         Args:
             path: the checkpoint.
@@ -444,10 +450,10 @@ class Checkpoints:
             )
 
     def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Where this process's generators were, if there was a process of its number.
+        """Returns the saved generators of this process, or {} if it was not in the saved run.
 
-        Those of a new one stay as a new run begins with them: no two processes draw the same
-        dropout masks.
+        A new process keeps the generators with which a new run begins, so that no two processes
+        draw the same dropout masks.
         """
         index = self.args.process_index
         return {"rng": states[index]["rng"]} if index < len(states) else {}
@@ -455,11 +461,11 @@ class Checkpoints:
     def _read_process_state(
         self, path: Path, index: int, run: RunState, step: int
     ) -> dict[str, Any]:
-        """What a process alone had at a step, checked; see `_process_state`."""
+        """Reads and checks a process's own state at a step; see `_process_state`."""
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            example.pop("rows", None)  # a run on a stream has none
+            example.pop("rows", None)  # a run on a stream saves no digest
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if own["progress"]["step"] != step:
                 raise ValueError(f"of step {own['progress']['step']}, the other files of {step}")
@@ -471,19 +477,19 @@ class Checkpoints:
 
 
 def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run keeps of its model's settings, by name: the checkpoint's, and this model's."""
+    """Returns the settings that a resumed model must keep: the checkpoint's and this model's."""
     own = model.config.to_dict()
     with _damage_named(path / CONFIG_NAME):
         config = type(model.config).read_values(path)
         check_like(config, {"id2label": {}})
-        # Filled in, because a checkpoint may be older than a setting.
+        # Fills in the defaults of settings that are newer than the checkpoint.
         saved = type(model.config).from_dict(config).to_dict()
     columns = ["text_columns"] if saved["text_columns"] is not None else []
     return tuple(
         {
             "task": source.get("finetuning_task"),
             **{name.replace("_", " "): filled[name] for name in columns},
-            # JSON has no integers for keys.
+            # JSON's keys are strings.
             "labels": {str(k): v for k, v in source["id2label"].items()},
             **{f"--{name}": as_words(filled[name]) for name in _SAME_OF_A_MODEL if name in own},
             **{f"{name} ({CONFIG_NAME})": filled[name] for name in _SAME_OF_A_BASE if name in own},
@@ -493,17 +499,18 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
 
 
 def _changed_beside_processes(saved: dict[str, int], layout: dict[str, int]) -> list[str]:
-    """What differs between two layouts other than their processes.
+    """Returns what differs between two layouts, except for the number of processes.
 
-    With as many examples a step, an epoch has the same steps in any number of processes.
+    If a step has as many examples as before, an epoch has the same steps for any number of
+    processes.
     """
     return [name for name in layout if saved[name] != layout[name] and name != "processes"]
 
 
 def _rescaled(batches: int, saved: dict[str, int], layout: dict[str, int]) -> int:
-    """How many batches of a layout have the examples of so many of the saved one.
+    """Converts a number of batches in the saved layout to batches of the new one.
 
-    They end with an update, where more than the number of processes has changed.
+    If more than the number of processes has changed, the result is rounded down to whole updates.
     """
     done = batches * saved["examples a step"] // layout["examples a step"]
     if _changed_beside_processes(saved, layout):
@@ -516,7 +523,7 @@ def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
 
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The processes' own states as one: for a run that resumes with another number of them."""
+    """Returns the mean of the processes' states, for resuming with another number of processes."""
     progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
     for name in ("loss_since_log", "loss_total", *_COUNTED):
         progress[name] = sum(state["progress"][name] for state in states) / len(states)
@@ -539,7 +546,7 @@ def _way_out(folder: Path) -> str:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Errors in reading a checkpoint's file name that file, and what the user can do."""
+    """Makes errors in reading a checkpoint's file name that file and what the user can do."""
     with damage_named(path, _way_out(path.parent)):
         yield
 
@@ -550,14 +557,16 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
-    """Refuses a metric that no evaluation gives; for a task's script before it trains.
+    """Refuses a metric_for_best_model that evaluations do not return.
+
+    Scripts call it before they train.
 
     Args:
-        args: say what is compared, if anything.
-        metrics: the names of those that an evaluation gives.
+        args: the settings with the metric, if any.
+        metrics: the names of the metrics that an evaluation returns.
 
     Raises:
-        TrainingError: it is none of them.
+        TrainingError: the metric is not among them.
     """
     name, known = args.eval_metric_name, [metric.removeprefix("eval_") for metric in metrics]
     if name is not None and name.removeprefix("eval_") not in known:
@@ -569,10 +578,10 @@ def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
 def note_best(
     state: TrainerState, args: TrainingArguments, metrics: dict[str, float], folder: Path
 ) -> None:
-    """Notes in a Trainer's state whether an evaluation is the best so far, with its checkpoint.
+    """Records an evaluation and its checkpoint in the Trainer's state if it is the best so far.
 
     Raises:
-        TrainingError: it has no such metric as is compared.
+        TrainingError: the evaluation lacks the metric that is compared.
     """
     name = args.eval_metric_name
     if name is None:
@@ -588,15 +597,16 @@ def note_best(
 
 
 def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> None:
-    """Finds in a Trainer's state the best of the checkpoints that are there, when a run resumes.
+    """Finds the best of the existing checkpoints when a run resumes, and records it in `state`.
 
-    The folder may have been copied or moved, checkpoints may be gone, and another metric may be
-    compared now. What the first process sees holds for all, which have to call this.
+    Since the checkpoint was written, the folder may have been copied or moved, checkpoints may have
+    been deleted, and another metric may have been chosen. All processes have to call this, and use
+    what the first one finds.
 
     Args:
-        state: with the run's evaluations.
-        args: say what is compared.
-        folder: the run's.
+        state: the Trainer's state, with the run's evaluations.
+        args: the settings with the metric to compare.
+        folder: the run's output folder.
     """
     name = args.eval_metric_name
     if name is None:
@@ -618,11 +628,12 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
 
 
 def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:
-    """The names of an earlier run's checkpoints in the output folder, which this run replaces.
+    """Returns the names of an earlier run's checkpoints in the output folder, to be deleted.
 
-    Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
-    starts that again, those of them of which the place has not been taken. What the first process
-    finds holds for all, which have to call this: another machine may see a change later.
+    When a new run begins with --overwrite_output_dir, these are all checkpoints that exist. When a
+    launcher restarts such a run, they are those among them that the run has not replaced yet. All
+    processes have to call this, and use what the first one finds, because another machine may see
+    a change later.
     """
     found, now = [], identities(args)
     if args.launch is not None and args.launch.is_restart:
@@ -634,10 +645,10 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
 
 
 def identities(args: TrainingArguments) -> dict[str, int]:
-    """What tells each checkpoint in the output folder from another one of its name.
+    """Returns, for each checkpoint in the output folder, its modification time in nanoseconds.
 
-    It is when it was written, which is the same on all machines: those that share a folder may
-    number its files each in its own way.
+    It tells a checkpoint from another one of the same name. Unlike inode numbers, it is the same on
+    all machines that share the folder.
     """
     folders = list_checkpoints(args.output_dir)
     return {os.path.basename(path): os.stat(path).st_mtime_ns for path in folders}

@@ -1,4 +1,4 @@
-"""Settings that a model or a set cannot follow, refused before the training."""
+"""Checks, before training, that the model and the data support the settings."""
 
 import inspect
 import logging
@@ -17,7 +17,7 @@ from .training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-# What 4.4.2's Trainer calls under the hood, and subclasses override, and this one does not have.
+# Private methods of transformers 4.4.2's Trainer that subclasses override. This one lacks them.
 HOOKS_NOT_CALLED = (
     "_gather_and_numpify",
     "_get_learning_rate",
@@ -32,7 +32,7 @@ HOOKS_NOT_CALLED = (
 
 
 def check_hooks(trainer_class: type) -> None:
-    """Warns of methods that override nothing here: what they do would be missing silently."""
+    """Warns of overridden methods that this Trainer never calls and would otherwise ignore."""
     unused = [name for name in HOOKS_NOT_CALLED if hasattr(trainer_class, name)]
     if unused:
         logger.warning(
@@ -43,15 +43,15 @@ def check_hooks(trainer_class: type) -> None:
 
 
 def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
-    """Refuses sets without a length or an index where one is needed.
+    """Refuses datasets that lack a length or an index where one is needed.
 
     Args:
         train: the training set, or None.
-        evaluated: the set to evaluate, or None.
+        evaluated: the evaluation set, or None.
         args: the settings.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a set lacks one.
     """
     if train is not None and length_of(train) is None and args.max_steps <= 0:
         raise ValueError("the train_dataset has no length: give --max_steps")
@@ -62,15 +62,15 @@ def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
 
 
 def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence[str]) -> None:
-    """Refuses settings that the model cannot follow.
+    """Refuses settings that the model does not support.
 
     Args:
-        model: what is to be trained.
+        model: the model to train.
         args: the settings.
         label_names: the arguments of its forward that are labels.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the model does not support a setting.
     """
     ours = isinstance(model, PreTrainedModel)
     if args.save_lora_only and not adapted_by(model):

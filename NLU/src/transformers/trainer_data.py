@@ -1,4 +1,4 @@
-"""The data as the Trainer goes through it: which examples, in which order, on which process."""
+"""Decides which examples the Trainer uses, in which order and on which process."""
 
 import inspect
 import itertools
@@ -21,24 +21,24 @@ from .trainer_pt_utils import sorted_by_length
 class TrainingBatches:
     """Batches of indices for one process, in an order that all processes agree on.
 
-    A pass over the data is a permutation, cut into steps of batch_size × world_size examples; a
+    An epoch is a permutation of the data, cut into steps of batch_size × world_size examples. A
     process takes every world_size-th example of a step. So N processes of batch size b take the
-    steps of one process of batch size N·b, whatever the number of examples.
+    same steps as one process of batch size N·b, for any number of examples.
 
     Args:
-        count: examples in the set.
-        batch_size: examples per step on each process.
-        seed: of the permutation, together with `epoch`.
-        world_size, rank: number of processes, and this one's.
+        count: the number of examples in the set.
+        batch_size: the examples per step on each process.
+        seed: with `epoch`, the seed of the permutation.
+        world_size, rank: the number of processes, and this one's rank.
         drop_last: leave out a last step that is not full.
-        lengths: the examples' lengths; where given, a step has examples of about one length.
+        lengths: the examples' lengths. If given, a step has examples of about the same length.
 
     Attributes:
-        epoch: the pass that is iterated over.
-        skip: steps to leave out at its beginning, for a run that resumes in its middle.
+        epoch: the epoch to iterate over.
+        skip: the steps to leave out at its beginning, for a run that resumes in its middle.
     """
 
-    # Steps within which examples are sorted, so that grouping leaves enough randomness.
+    # Examples are sorted within groups of this many steps, which leaves enough randomness.
     _STEPS_A_GROUP = 50
 
     def __init__(
@@ -72,19 +72,19 @@ class TrainingBatches:
         order = self._order()
         for step in range(self.skip, self.steps):
             examples = order[step * self.step_size : (step + 1) * self.step_size]
-            # A process without an example in the last step computes some other one, because
-            # the others wait for its part in the sum of gradients. `weight` makes that part zero.
+            # A process without an example in the last step computes any other one, because the
+            # other processes wait for its gradients. `weight` makes those zero.
             yield examples[self.rank :: self.world_size] or examples[:1]
 
     @property
     def examples(self) -> int:
-        """Examples of this process in a pass."""
+        """The number of this process's examples per epoch."""
         return (self.steps - 1) * self.batch_size + max(1, self._own_of(self.steps - 1))
 
     def weight(self, step: int) -> float:
-        """What to multiply this process's mean loss with in a step.
+        """Returns the factor for this process's mean loss in a step.
 
-        The mean over processes of the losses so weighted is the mean over the step's examples.
+        The mean over processes of the weighted losses is the mean over the step's examples.
         """
         return self._own_of(step) * self.world_size / self._size(step)
 
@@ -92,7 +92,7 @@ class TrainingBatches:
         return min(self.step_size, self.count - step * self.step_size)
 
     def _own_of(self, step: int) -> int:
-        """How many of a step's examples are this process's."""
+        """Returns how many of a step's examples are this process's."""
         return len(range(self.rank, self._size(step), self.world_size))
 
     def _order(self) -> list[int]:
@@ -105,18 +105,18 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """Batches of indices for one process's share of a set, each example in one share.
+    """Batches of indices for one process's share of a set; every example is in one share.
 
     Args:
-        count: examples in the set.
-        batch_size: examples a batch.
-        world_size, rank: number of processes, and this one's.
-        lengths: the examples' lengths; where given, they come from the longest to the shortest, so
-            that a batch has examples of about one length. What does not fit into memory then shows
-            in the first batch.
+        count: the number of examples in the set.
+        batch_size: the examples per batch.
+        world_size, rank: the number of processes, and this one's rank.
+        lengths: the examples' lengths. If given, examples are sorted from the longest to the
+            shortest, so that a batch has examples of about the same length. If the longest do not
+            fit into memory, the first batch already fails.
 
     Attributes:
-        indices: of this process's examples, in the order of its batches.
+        indices: the indices of this process's examples, in the order of its batches.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class EvaluationBatches:
 
     @property
     def examples(self) -> int:
-        """Examples of this process."""
+        """The number of this process's examples."""
         return len(self.indices)
 
 
 class Examples(Sampler[int]):
-    """The examples of all batches, one after the other, for a loader that cuts them up again."""
+    """Yields the indices of all batches one by one, for a loader that regroups them."""
 
     def __init__(self, batches: TrainingBatches | EvaluationBatches):
         self.batches = batches
@@ -159,7 +159,7 @@ class Examples(Sampler[int]):
         return itertools.chain.from_iterable(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the pass, which has an order of its own in training."""
+        """Sets the epoch, which determines the order in training."""
         self.batches.epoch = epoch
 
 
@@ -169,17 +169,17 @@ class Examples(Sampler[int]):
 
 
 class TrainingPasses:
-    """The batches of a run, pass after pass, from a loader of the Trainer's own or a user's.
+    """The batches of a run, epoch by epoch, from the Trainer's own loader or a user's.
 
     Args:
-        loader: makes the batches of a pass each time it is iterated over. Where they are
-            `TrainingBatches`, see `_batches_of`, a pass can be entered anywhere; of any other, the
-            batches that a resumed run has seen are read again.
-        seed: of what a loader's workers do at random.
-        device: where the run computes.
+        loader: yields the batches of an epoch each time it is iterated over. If its sampler has
+            `TrainingBatches` (see `_batches_of`), an epoch can be resumed at any batch. With any
+            other loader, a resumed run reads the batches that it has seen again.
+        seed: the seed for the loader's workers.
+        device: the device on which the run computes.
 
     Attributes:
-        length: batches a pass; None where nobody knows.
+        length: the number of batches per epoch; None if unknown.
     """
 
     def __init__(self, loader: Any, seed: int, device: torch.device):
@@ -191,14 +191,15 @@ class TrainingPasses:
 
     @property
     def examples(self) -> int:
-        """How many the training set has; 0 where nobody knows."""
+        """The number of examples in the training set; 0 if unknown."""
         return length_of(getattr(self.loader, "dataset", None)) or 0
 
     def example(self) -> Any:
-        """Some batch; two of the loader's own examples are enough.
+        """Returns a small batch for a warm-up: two examples or, with a user's loader, its first.
 
-        For a batch of one, torch.compile would make graphs that no other batch has. (For two of one
-        length, it does so with DeBERTa-v2, whose layers have no mask then.)
+        One example is too few: torch.compile would make graphs that no other batch can use. (With
+        DeBERTa-v2 it does so even for two examples of equal length, as its layers then get no
+        mask.)
         """
         if self.batches is None:
             return next(iter(self.loader))
@@ -206,28 +207,29 @@ class TrainingPasses:
         return self.loader.collate_fn([data[index] for index in range(min(2, len(data)))])
 
     def weight(self, index: int) -> float:
-        """What to multiply this process's mean loss with in a batch; see `TrainingBatches`."""
+        """Returns the factor for this process's mean loss in a batch; see `TrainingBatches`."""
         return 1.0 if self.batches is None else self.batches.weight(index)
 
     def begin(
         self, epoch: int, skip: int, step: int, rng: dict[str, Any] | None
     ) -> tuple[Iterator[Any], dict[str, Any] | None]:
-        """The batches of a pass, from the one after the first `skip` on.
+        """Returns the batches of an epoch without the first `skip`.
 
         Args:
-            epoch: the pass.
-            skip: batches that a resumed run has seen.
-            step: steps so far.
-            rng: the state of the random generators at the beginning of this pass, where `skip` is
-                positive and it is known.
+            epoch: the epoch.
+            skip: the number of batches that a resumed run has seen.
+            step: the steps so far.
+            rng: the states of the random generators at the beginning of this epoch, if `skip` is
+                positive and they are known.
 
         Returns:
-            The batches, and that state, which a run has to know to resume within this pass; None
-            where it does not.
+            The batches, and the states that a checkpoint within this epoch has to save as `rng`.
+            None for the Trainer's own batches, which do not need them.
         """
         if self.batches is not None:
             self.batches.epoch, self.batches.skip = epoch, skip
-            # By default the loader uses dropout's generator, once a pass and at every resume.
+            # Without a generator of its own, the loader would draw from dropout's generator, once
+            # per epoch and at every resume.
             self.loader.generator.manual_seed(self.seed + step)
             return iter(self.loader), None
         for part in (getattr(self.loader, name, None) for name in ("sampler", "dataset")):
@@ -244,10 +246,13 @@ class TrainingPasses:
         return batches, begun
 
     def check_one_update(self, batches: int) -> None:
-        """To be called where a pass of so many batches has made no update.
+        """Refuses to go on after an epoch without an update, if the epochs' length is unknown.
+
+        Args:
+            batches: the number of batches in that epoch.
 
         Raises:
-            TrainingError: that would go on for ever, as nobody knows how long a pass is.
+            TrainingError: the length is unknown, so the run could go on forever.
         """
         if self.length is None:
             raise TrainingError(
@@ -257,10 +262,10 @@ class TrainingPasses:
 
 
 def _batches_of(loader: Any) -> TrainingBatches | None:
-    """What a loader's sampler has, where the loader cuts it up into the same batches.
+    """Returns the `TrainingBatches` of a loader's sampler, or None if the loader changes them.
 
-    A subclass may give the Trainer's sampler to a loader of its own, of other batches, or without
-    the generator by which a resumed run's workers draw the same numbers.
+    A subclass may use the Trainer's sampler in its own loader, with another batch size or without
+    the generator that makes a resumed run's workers draw the same numbers.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, Examples) or loader.generator is None:
@@ -269,25 +274,25 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
 
 
 def takes_packed_rows(model: nn.Module) -> bool:
-    """Whether a model's forward asks for a batch's `PackedRows`."""
+    """Returns whether a model's forward takes a batch's `PackedRows`."""
     return "packed_rows" in inspect.signature(model.forward).parameters
 
 
 def label_names_of(model: nn.Module) -> list[str]:
-    """The arguments of a model's forward that are labels, by upstream's names."""
+    """Returns the arguments of a model's forward that are labels, by transformers' names."""
     taken = inspect.signature(model.forward).parameters
     spans = ["start_positions", "end_positions"]
     return spans if "labels" not in taken and all(name in taken for name in spans) else ["labels"]
 
 
 def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
-    """Whether an instance of `owner` has another method of one of these names."""
+    """Returns whether an instance of `owner` overrides one of these methods."""
     methods = ((getattr(instance, name), getattr(owner, name)) for name in names)
     return any(getattr(own, "__func__", own) is not plain for own, plain in methods)
 
 
 def collator_settings(collator: Any) -> dict[str, Any]:
-    """The plain values among a collator's fields, by name; none of one that is no dataclass."""
+    """Returns the plain values (numbers, strings, None) in the fields of a dataclass collator."""
     if not is_dataclass(collator) or isinstance(collator, type):
         return {}
     values = {each.name: getattr(collator, each.name) for each in fields(collator)}
@@ -300,22 +305,22 @@ def collator_settings(collator: Any) -> dict[str, Any]:
 
 
 def length_of(data: Any) -> int | None:
-    """The length of a set or a loader, None where it has none."""
+    """Returns the length of a dataset or a loader, or None if it has none."""
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # the second is PyTorch's and users' "no length"
+    except (TypeError, NotImplementedError):  # some PyTorch and user classes raise the second
         return None
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """Whether a set can be iterated over, and its examples cannot be asked for by index."""
+    """Returns whether a dataset can be iterated over but not indexed."""
     return isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     )
 
 
 def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str]) -> Dataset:
-    """A set of the `datasets` library without the columns that a model's forward does not take."""
+    """Drops the columns that a model's forward does not take, if the set is from `datasets`."""
     if not hasattr(dataset, "remove_columns") or dataset.column_names is None:
         return dataset
     taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", *label_names}
@@ -328,13 +333,13 @@ def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str])
 
 
 def lengths_of(dataset: Dataset) -> list[int]:
-    """The tokens of every example; those of all its choices, where it has several rows.
+    """Returns the number of tokens of every example, summed over its choices if it has several.
 
     Raises:
         KeyError: the examples have no ``input_ids``.
     """
     if _is_table(dataset):
-        import pyarrow  # the table is one of its
+        import pyarrow  # which `datasets` depends on
         from pyarrow.compute import list_value_length
 
         ids = dataset.with_format("arrow")["input_ids"][:]
@@ -346,18 +351,15 @@ def lengths_of(dataset: Dataset) -> list[int]:
 
 
 def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] | None:
-    """The tokens of every example, where an evaluation may choose its order by them.
+    """Returns the number of tokens of every example, if an evaluation may sort by it; else None.
 
-    That is where they are known without reading example by example, which may be slow or random,
-    and where an example has one label at most: the mean loss then is that of the examples, whatever
-    batches they are in.
+    It may if two conditions hold. The lengths are known without reading the set example by example,
+    which may be slow or random. And every example has at most one label, so that the mean loss is
+    the mean over examples, independent of their batches.
 
     Args:
-        dataset: its examples are dicts.
+        dataset: a set whose examples are dicts.
         label_names: the entries that are labels.
-
-    Returns:
-        None where not.
     """
     if _is_table(dataset):
         if "input_ids" not in dataset.column_names:
@@ -374,5 +376,5 @@ def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] |
 
 
 def _is_table(dataset: Dataset) -> bool:
-    """Whether a set is one of the `datasets` library's."""
+    """Returns whether a set is from the `datasets` library."""
     return hasattr(dataset, "column_names") and hasattr(dataset, "with_format")

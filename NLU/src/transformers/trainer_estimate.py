@@ -1,7 +1,7 @@
-"""`--estimate`: what a run of the Trainer takes, counted before it begins.
+"""`--estimate`: counts what a run of the Trainer takes before it begins.
 
-The Trainer's own steps are counted, see loralib.training.estimate. No weights are read: a model's
-shape is in its settings, and those of the models that the paper adapts are here.
+It counts the Trainer's own steps (see loralib.training.estimate). No weights are read, because a
+model's settings define its shapes. The settings of the paper's models are in this package.
 """
 
 import copy
@@ -33,7 +33,7 @@ from .trainer import Trainer
 from .trainer_data import TrainingBatches, lengths_of
 from .training_args import TrainingArguments
 
-# The paper's models -> the family that has their settings.
+# The paper's models -> the model family whose folder has their settings.
 _PUBLISHED = {
     "roberta-base": "roberta",
     "roberta-large": "roberta",
@@ -43,7 +43,7 @@ _PUBLISHED = {
 
 @dataclass
 class EstimateArguments:
-    """What the run takes, before it begins."""
+    """The flags of --estimate."""
 
     estimate: bool = flag(False, SETTINGS["estimate"])
     estimate_devices: int | None = flag(None, SETTINGS["estimate_devices"])
@@ -55,7 +55,7 @@ class EstimateArguments:
 
 
 def published_settings(name: str) -> str | None:
-    """The file of settings of one of the paper's models; None for others, and for folders."""
+    """Returns the settings file of one of the paper's models, or None for others and folders."""
     if name not in _PUBLISHED or Path(name).exists():
         return None
     folder = Path(__file__).parent / "models" / _PUBLISHED[name] / "published"
@@ -63,12 +63,12 @@ def published_settings(name: str) -> str | None:
 
 
 class EqualRows(Sequence):
-    """Examples in place of a set that is not read: all of one length.
+    """Identical examples in place of a dataset that is not read.
 
     Args:
-        count: how many.
-        length: tokens of each.
-        label: of each.
+        count: the number of examples.
+        length: the tokens of each example.
+        label: the label of each example.
     """
 
     def __init__(self, count: int, length: int, label: int | float):
@@ -91,16 +91,17 @@ def estimate_run(
     collator: Callable[[list[Any]], dict[str, Any]],
     counted: bool = True,
 ) -> Estimate:
-    """What training takes.
+    """Returns what training takes.
 
     Args:
-        build_model: makes a new model of given settings, with what is to be trained marked.
+        build_model: makes a model from settings, in which only the parameters to train require
+            gradients.
         config: the model's settings.
-        args: the run's.
-        estimate_args: devices and rate.
+        args: the run's settings.
+        estimate_args: the number of devices and the rate.
         dataset: examples with "input_ids" and "attention_mask".
         collator: makes batches of them.
-        counted: the set has as many examples as the training set.
+        counted: whether `dataset` has as many examples as the training set.
     """
     lengths = lengths_of(dataset)
     grouped, drop = lengths if args.group_by_length else None, args.dataloader_drop_last
@@ -137,11 +138,11 @@ def estimate_run(
 
 @contextmanager
 def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
-    """The settings for steps that are counted: nothing of them is kept."""
+    """Yields the settings for steps that are only counted, which leave no files behind."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
-        own.torch_compile = False  # operations are counted one by one
-        device = own.device  # chosen first, so that it need not have the run's precision
+        own.torch_compile = False  # the counter has to see every operation
+        device = own.device  # chosen before the precision, which it need not support
         own.fp16, own.bf16 = counted_half(args.fp16, args.bf16, device)
         yield own
 
@@ -151,7 +152,7 @@ def training_of(
     args: TrainingArguments,
     collator: Callable[[list[Any]], dict[str, Any]],
 ) -> Training:
-    """The Trainer's loop, without its checks of what was computed."""
+    """Returns the steps of the Trainer's loop, without the checks of their results."""
     trainer = Trainer(model, args, collator)
     trainer.precision = Precision(args.compute_dtype, args.device.type, scaled=False)
     trainer.create_optimizer_and_scheduler(1)
@@ -169,11 +170,11 @@ def training_of(
 
 
 def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The settings with fewer layers, all of them adapted."""
+    """Returns the settings with at most `layers` layers, all of them adapted."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if config.apply_lora:
-        # Which projections LoRA is in hardly changes a rate, and these are in every layer.
+        # LoRA's targets hardly affect a rate. Every layer has these two.
         config.lora_layers, config.lora_targets = None, ["query", "value"]
         config.lora_rank_pattern, config.lora_alpha_pattern = {}, {}
     return config

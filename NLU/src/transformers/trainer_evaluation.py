@@ -1,4 +1,4 @@
-"""The Trainer's evaluations: losses, predictions and labels of all batches and all processes."""
+"""The Trainer's evaluations, which gather the losses, predictions and labels of all processes."""
 
 import inspect
 import math
@@ -30,10 +30,10 @@ from .trainer_utils import EvalPrediction, PredictionOutput, memory_metrics, spe
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss in what a model returned: a dict's entry of that name, or a tuple's first item.
+    """Returns the loss among a model's outputs: a dict's "loss" or a tuple's first item.
 
     Raises:
-        TrainingError: there is none, or it is not one number.
+        TrainingError: there is no loss, or it is not one number.
     """
     loss = None
     if isinstance(outputs, Mapping):
@@ -49,15 +49,15 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def one_or_all(parts: Sequence[Any]) -> Any:
-    """A single tensor or array by itself, several as a tuple, and None for none."""
+    """Returns a single tensor or array by itself, several as a tuple, and None for none."""
     return parts[0] if len(parts) == 1 else tuple(parts) or None
 
 
 def as_tensors(parts: Any) -> tuple[Tensor, ...]:
-    """The reverse of `one_or_all`, of tensors.
+    """Returns tensors as a tuple; the reverse of `one_or_all`.
 
     Raises:
-        TrainingError: there is something else, such as lists within lists.
+        TrainingError: `parts` holds anything else, such as nested lists.
     """
     parts = () if parts is None else (parts,) if isinstance(parts, Tensor) else parts
     if not isinstance(parts, tuple | list) or not all(isinstance(part, Tensor) for part in parts):
@@ -69,10 +69,10 @@ def as_tensors(parts: Any) -> tuple[Tensor, ...]:
 
 
 def rows_of(inputs: Any) -> int:
-    """How many examples a batch has: the rows of its first tensor.
+    """Returns the number of examples in a batch, which is the number of its first tensor's rows.
 
     Raises:
-        TrainingError: it has none.
+        TrainingError: the batch has no tensor with rows.
     """
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     for value in values:
@@ -82,10 +82,10 @@ def rows_of(inputs: Any) -> int:
 
 
 def check_rows(batch: tuple[Tensor, ...], count: int) -> None:
-    """Checks that predictions can be told apart by example.
+    """Checks that a batch's tensors have one row for each of its examples.
 
     Raises:
-        TrainingError: a tensor has not `count` rows.
+        TrainingError: a tensor does not have `count` rows.
     """
     for part in batch:
         if len(part) != count:
@@ -96,10 +96,11 @@ def check_rows(batch: tuple[Tensor, ...], count: int) -> None:
 
 
 class Collector:
-    """One process's tensors of an evaluation, batch after batch.
+    """Collects one process's tensors of an evaluation, batch by batch.
 
     Args:
-        steps: batches after which what is there moves to the CPU; only at the end where None.
+        steps: the number of batches after which the tensors are moved to the CPU. If None, they are
+            moved only at the end.
     """
 
     def __init__(self, steps: int | None = None):
@@ -108,13 +109,13 @@ class Collector:
         self._on_cpu: list[tuple[Tensor, ...]] = []
 
     def add(self, batch: tuple[Tensor, ...]) -> None:
-        """Takes a batch's tensors, (rows, …) each, as many as every batch has."""
+        """Adds a batch's tensors, (rows, …) each. All batches must have the same number of them."""
         self._on_device.append(batch)
         if self.steps is not None and len(self._on_device) >= self.steps:
             self._move()
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All rows of each, as `join_rows` joins them."""
+        """Returns each tensor with the rows of all batches, concatenated by `join_rows`."""
         self._move()
         return tuple(join_rows(parts).numpy() for parts in zip(*self._on_cpu, strict=True))
 
@@ -128,9 +129,9 @@ class Collector:
 def gather_in_order(
     indices: Sequence[int], arrays: tuple[np.ndarray, ...], world_size: int
 ) -> tuple[np.ndarray, ...]:
-    """Each array with the rows of all processes, by their indices.
+    """Returns each array with the rows of all processes, sorted by their indices.
 
-    They are the same on every process. Rows of several lengths are filled up as in `join_rows`.
+    The result is the same on every process. Shorter rows are padded as in `join_rows`.
     """
     shares = [share for share in gather_objects((indices, arrays), world_size) if share[1]]
     order = np.argsort([index for share in shares for index in share[0]], kind="stable")
@@ -141,14 +142,14 @@ def gather_in_order(
 
 
 class Evaluation:
-    """What the batches of one evaluation gave, and in the end those of all processes.
+    """The results of one evaluation: this process's batches, and at the end those of all processes.
 
     Args:
-        loader: makes the batches. Where its sampler has `EvaluationBatches`, their rows come in the
-            set's order. Those of any other come in the loader's, process after process, and are
-            cut to the set's length: samplers fill up the last process's share.
-        device: where the losses are.
-        world_size, rank: number of processes, and this one's.
+        loader: makes the batches. If its sampler has `EvaluationBatches`, the results are in the
+            set's order. Otherwise they are in the loader's order, process by process, and are cut
+            to the set's length, because samplers fill up the last process's share.
+        device: the device of the losses.
+        world_size, rank: the number of processes, and this one's rank.
         accumulation_steps: see `Collector`.
     """
 
@@ -176,10 +177,10 @@ class Evaluation:
         predictions: Tensor | Sequence[Tensor] | None,
         labels: Tensor | Sequence[Tensor] | None,
     ) -> None:
-        """Takes a batch, and what `Trainer.prediction_step` returned of it.
+        """Adds a batch and what `Trainer.prediction_step` returned for it.
 
         Raises:
-            TrainingError: predictions or labels have not a row for each example.
+            TrainingError: predictions or labels do not have one row for each example.
         """
         rows = rows_of(inputs) if self._share is None else self._rows_in_share()
         self._rows.append(rows)
@@ -195,9 +196,9 @@ class Evaluation:
         return min(size, self._share.examples - done)
 
     def results(self) -> tuple[float | None, Any, Any, int]:
-        """The mean loss of the examples, predictions, labels, and how many examples there were.
+        """Returns the mean loss, the predictions, the labels and the number of examples.
 
-        All are the same on every process; None for what no batch gave.
+        They are the same on every process. Results that no batch had are None.
         """
         counts = gather_objects(sum(self._rows), self._world_size)
         own, total = counts[self._rank], sum(counts)
@@ -215,9 +216,10 @@ class Evaluation:
         return self._mean_loss(indices, limit), predictions, labels, min(total, limit)
 
     def _mean_loss(self, indices: Sequence[int], limit: int) -> float | None:
-        """The mean over all examples that count, those below `limit` in batches with targets.
+        """Returns the mean over the examples with an index below `limit` in batches with targets.
 
-        Where a batch's labels are all ignored, its loss of 0 says nothing; nan where all are.
+        If all labels of a batch are ignored, its loss of 0 has no meaning and does not count.
+        Returns nan if no batch has targets, and None if no batch has a loss.
         """
         counts, losses, done = [], [], 0
         batches = zip(self._rows, self._losses, self._have_targets, strict=True)
@@ -238,9 +240,10 @@ class Evaluation:
 
 
 def has_targets(inputs: Any) -> bool | Tensor:
-    """Whether a batch has a label that counts, where it has one for each token.
+    """Returns whether a batch has a label that is not ignored; True unless labels are per token.
 
-    A tensor where the labels are: on a device, whoever reads it waits.
+    For labels per token, the result is a tensor on their device, and reading it waits for the
+    device.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() < 2:
@@ -256,7 +259,7 @@ class TrainerEvaluation(TrainerLoaders):
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
     label_smoother: LabelSmoother | None
     precision: Precision
-    _eval_digest: LastDigest  # evaluations in training are of one set
+    _eval_digest: LastDigest  # of the last set only, as a training evaluates one set repeatedly
 
     def evaluate(
         self,
@@ -264,15 +267,15 @@ class TrainerEvaluation(TrainerLoaders):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The loss and the metrics on a set, each name with the prefix; logged.
+        """Computes, logs and returns the loss and the metrics on a set.
 
         Without `compute_metrics`, predictions are not gathered.
 
         Args:
-            eval_dataset: by default the Trainer's.
-            ignore_keys: entries of what the model returns that are no predictions; by default its
+            eval_dataset: the set; by default the Trainer's.
+            ignore_keys: the model's outputs that are not predictions; by default its
                 configuration's ``keys_to_ignore_at_inference``.
-            metric_key_prefix: see above.
+            metric_key_prefix: the prefix of every metric's name.
         """
         self._check_same_evaluation(eval_dataset if eval_dataset is not None else self.eval_dataset)
         loader = self._evaluation_loader("get_eval_dataloader", eval_dataset)
@@ -292,9 +295,9 @@ class TrainerEvaluation(TrainerLoaders):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> PredictionOutput:
-        """The model's predictions on a set and, where it has labels, its metrics.
+        """Returns the model's predictions on a set and, if that has labels, the metrics.
 
-        Predictions are what the model returns besides the loss; see `EvalPrediction`. The arguments
+        Predictions are the model's outputs without the loss; see `EvalPrediction`. The arguments
         are those of `evaluate`.
         """
         self._check_same_evaluation(test_dataset)
@@ -316,8 +319,8 @@ class TrainerEvaluation(TrainerLoaders):
 
         Args:
             dataloader: this process's batches; see `Evaluation`.
-            description: what the bar on the screen shows.
-            prediction_loss_only: leave predictions and labels out; by default as ``args`` say.
+            description: the label of the progress bar.
+            prediction_loss_only: leave out predictions and labels; by default as ``args`` say.
             ignore_keys: see `evaluate`.
             metric_key_prefix: see `evaluate`.
         """
@@ -349,11 +352,11 @@ class TrainerEvaluation(TrainerLoaders):
         if self.compute_metrics and predictions is not None and labels is not None:
             given = self.compute_metrics(EvalPrediction(predictions, labels))
             for name, value in given.items():
-                is_numpy_scalar = isinstance(value, np.generic)  # which JSON does not know
+                is_numpy_scalar = isinstance(value, np.generic)  # JSON cannot hold those
                 name = f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"
                 metrics[name] = value.item() if is_numpy_scalar else value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
-        # One process's for all: what follows from them, such as the best checkpoint, is the same.
+        # All processes use the first one's, so that they agree on, say, the best checkpoint.
         metrics = gather_objects(metrics, args.world_size)[0]
         return PredictionOutput(predictions, labels, metrics)
 
@@ -367,9 +370,9 @@ class TrainerEvaluation(TrainerLoaders):
         return ComparedSet("to evaluate on", length_of(dataset), digest)
 
     def _products(self) -> AbstractContextManager:
-        """How an evaluation multiplies: as this Trainer's training does, or did, if there was one.
+        """Returns a context in which matrix products are computed as in this Trainer's training.
 
-        So that an evaluation in between changes none of its bits.
+        So an evaluation during training does not change the training's bits.
         """
         args = self.args
         if args.device.type != "cpu" or self._has_products:
@@ -383,14 +386,14 @@ class TrainerEvaluation(TrainerLoaders):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """A batch's loss (where it has all labels), predictions and labels.
+        """Computes a batch's loss (if it has all labels), predictions and labels.
 
-        With `prediction_loss_only` there are no predictions and no labels, and a masked-language
-        model computes the logits of its targets alone.
+        With `prediction_loss_only`, predictions and labels are left out, and a masked language
+        model computes only the logits of its targets.
 
         Returns:
-            None for what there is not; a tuple of tensors where there are several predictions, or
-            several kinds of labels.
+            Loss, predictions and labels; each is None if there are none. Several predictions or
+            several kinds of labels are a tuple of tensors.
         """
         inputs = self._prepare_inputs(inputs)
         if ignore_keys is None:
@@ -405,7 +408,7 @@ class TrainerEvaluation(TrainerLoaders):
             if "targets_only" in inspect.signature(self.model.forward).parameters:
                 inputs = {**inputs, "targets_only": True}
             return self.compute_loss(model, inputs).detach(), None, None
-        # Before the loss, for which subclasses take labels out of a batch.
+        # Read before the loss, as a subclass may remove the labels to compute it.
         labels = [inputs[name] for name in self.label_names]
         smooths = self._smooths(inputs)
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
@@ -414,7 +417,7 @@ class TrainerEvaluation(TrainerLoaders):
         return loss.detach(), one_or_all(predictions), one_or_all(labels)
 
     def _evaluation_loader(self, method: str, dataset: Dataset | None) -> Any:
-        """A subclass's own loader or order; else batches of about one length, if allowed."""
+        """Returns a subclass's own loader, else one with batches of about one length if allowed."""
         if overrides(self, TrainerEvaluation, (method, "_get_eval_sampler", "prediction_loop")):
             return getattr(self, method)(dataset)
         dataset = self._evaluated(self.eval_dataset if dataset is None else dataset)
@@ -424,22 +427,21 @@ class TrainerEvaluation(TrainerLoaders):
         return loader
 
     def _lengths_to_sort_by(self, dataset: Dataset) -> list[int] | None:
-        """The examples' lengths, where an evaluation makes batches of about one length; else None.
+        """Returns the examples' lengths if an evaluation may sort by them, else None.
 
-        That is where no number changes by more than rounding: each example has a loss of its own,
-        and the collator does nothing but pad. A bank that has an adapter for each row needs the
-        set's order.
+        It may if the results change by no more than rounding: each example has its own loss, and
+        the collator only pads. A bank with an adapter for each row needs the set's order.
         """
         if is_by_row() or not (only_pads(self.data_collator) and self._has_own_step()):
             return None
         return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
 
     def _collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """What makes a batch; with `packed_rows`, where nobody else's code gets to see it."""
+        """Returns the collator, which adds `packed_rows` if only this package's code sees them."""
         if takes_packed_rows(self.model) and self._has_own_step():
             return PackedCollator(self.data_collator)
         return self.data_collator
 
     def _memory_metrics(self, split: str) -> dict[str, int]:
-        """Peak memory, where it is asked for. Not for the log: it differs from run to run."""
+        """Returns the peak memory if asked for. It is not logged, as it differs between runs."""
         return {} if self.args.skip_memory_metrics else memory_metrics(split, self.args.device)

@@ -1,4 +1,4 @@
-"""The Trainer's loaders: what its `train`, `evaluate` and `predict` iterate over."""
+"""The Trainer's data loaders for `train`, `evaluate` and `predict`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,10 +39,10 @@ class TrainerLoaders:
     eval_dataset: Dataset | None
 
     def get_train_dataloader(self) -> DataLoader:
-        """The batches of this process in a pass over `train_dataset`.
+        """Returns the loader of this process's batches in an epoch of `train_dataset`.
 
-        Override it for another order or other batches; those are read again by a run that resumes
-        within a pass, and have to be as many on every process.
+        Override it for another order or other batches. There have to be as many on every process,
+        and a run that resumes within an epoch reads those it has seen again.
         """
         if self.train_dataset is None:
             raise ValueError("Trainer: training needs a train_dataset")
@@ -72,10 +72,10 @@ class TrainerLoaders:
         return self._loader(dataset, args.train_batch_size, drop_last=args.dataloader_drop_last)
 
     def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
-        """The batches of this process's share of a set, by default `eval_dataset`, in its order.
+        """Returns the loader of this process's share of a set (default: the Trainer's), in order.
 
-        `evaluate` has batches of its own where a subclass does not override this: of examples of
-        about one length, none of them left out by ``args.dataloader_drop_last``.
+        If no subclass overrides this, `evaluate` does not use it. Its own batches have examples of
+        about one length, and ``args.dataloader_drop_last`` does not apply to them.
         """
         dataset = self._evaluated(self.eval_dataset if eval_dataset is None else eval_dataset)
         return self._loader(
@@ -86,22 +86,22 @@ class TrainerLoaders:
         )
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        """As `get_eval_dataloader`, for `predict`."""
+        """Returns the loader for `predict`; like `get_eval_dataloader`."""
         return TrainerLoaders.get_eval_dataloader(self, test_dataset)
 
     def _get_train_sampler(self) -> Sampler | None:
-        """The order of this process's examples; subclasses of 4.4's Trainer override it."""
+        """Returns the order of this process's examples; users' subclasses may override it."""
         return Examples(self._training_batches())
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
-        """As `_get_train_sampler`, of a set to evaluate."""
+        """Returns the order of an evaluation set; see `_get_train_sampler`."""
         return Examples(self._evaluation_batches(eval_dataset, None))
 
     def num_examples(self, dataloader: Any) -> int:
-        """The examples of a loader's set, over all processes.
+        """Returns the number of examples in a loader's set, over all processes.
 
         Raises:
-            ValueError: it has no length.
+            ValueError: the set has no length.
         """
         count = length_of(dataloader.dataset)
         if count is None:
@@ -116,7 +116,8 @@ class TrainerLoaders:
             dataset,
             batch_size,
             collate_fn=self.data_collator,
-            # By default the loader uses dropout's generator, once an epoch and at every resume.
+            # Without a generator of its own, the loader would draw from dropout's generator, once
+            # per epoch and at every resume.
             generator=torch.Generator().manual_seed(args.seed + self.state.global_step),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
@@ -142,10 +143,10 @@ class TrainerLoaders:
         )
 
     def _evaluated(self, dataset: Dataset | None) -> Dataset:
-        """A set to evaluate, checked; one that can only be iterated over as a list.
+        """Checks a set to evaluate, and returns it, as a list if it can only be iterated over.
 
         Raises:
-            ValueError: there is none, or it is empty or has no length.
+            ValueError: there is no set, or it is empty or has no length.
         """
         if dataset is None:
             raise ValueError("Trainer: evaluating needs an eval_dataset")
@@ -155,7 +156,7 @@ class TrainerLoaders:
         return list(dataset) if is_iterable_only(dataset) else dataset
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch with its tensors on the device."""
+        """Returns a batch with its tensors on the device."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor | PackedRows):

@@ -1,7 +1,7 @@
-"""PyTorch helpers of the Trainer under upstream's names, for the loops that users write themselves.
+"""PyTorch helpers of the Trainer, under transformers' names, for users' own training loops.
 
-Tensors in lists and tuples, gathering them from all processes, the order of examples, label
-smoothing, metrics for people to read.
+They handle nested tensors, gathering from all processes, the order of examples, label smoothing,
+and readable metrics.
 """
 
 import logging
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 def _nested(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """`function` of tensors or arrays, or of those at each place of lists and tuples of them."""
+    """Applies `function` to tensors or arrays, or to those at each place of nested lists."""
     if isinstance(first, list | tuple):
         return type(first)(_nested(function, *parts) for parts in zip(first, *others, strict=True))
     return function(first, *others)
 
 
 def nested_detach(tensors: Any) -> Any:
-    """Tensors without their graph."""
+    """Detaches tensors from their graph."""
     return _nested(lambda tensor: tensor.detach(), tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:
-    """Tensors as arrays; those in bfloat16, which NumPy does not know, in float32."""
+    """Converts tensors to arrays; bfloat16, which NumPy lacks, becomes float32."""
 
     def as_array(tensor: Tensor) -> np.ndarray:
         tensor = tensor.detach().cpu()
@@ -55,19 +55,20 @@ def nested_numpify(tensors: Any) -> Any:
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:
-    """The first `limit` rows."""
+    """Returns the first `limit` rows."""
     return _nested(lambda tensor: tensor[:limit], tensors)
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = IGNORED_LABEL) -> Any:
-    """Rows of `new_tensors` below those of `tensors`; what is shorter is filled up.
+    """Concatenates the rows of `tensors` and `new_tensors`, and pads the shorter ones.
 
     Args:
-        tensors, new_tensors: tensors or arrays (rows, …), or lists or tuples of them, of one kind.
-        padding_index: what rows are filled up with.
+        tensors, new_tensors: tensors or arrays (rows, …), or lists or tuples of them, both of the
+            same type.
+        padding_index: the value of the padding.
 
     Raises:
-        TypeError: they differ in kind.
+        TypeError: their types differ.
     """
     if type(tensors) is not type(new_tensors):
         raise TypeError(
@@ -84,7 +85,7 @@ def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = IGNORED_L
 
 
 def nested_new_like(arrays: Any, num_samples: int, padding_index: int = IGNORED_LABEL) -> Any:
-    """Arrays of `num_samples` rows that hold the padding alone, otherwise as `arrays`."""
+    """Returns arrays like `arrays` with `num_samples` rows, filled with padding."""
     return _nested(
         lambda array: np.full_like(array, padding_index, shape=(num_samples, *array.shape[1:])),
         arrays,
@@ -92,7 +93,7 @@ def nested_new_like(arrays: Any, num_samples: int, padding_index: int = IGNORED_
 
 
 def nested_expand_like(arrays: Any, new_seq_length: int, padding_index: int = IGNORED_LABEL) -> Any:
-    """Arrays (rows, length, …) with rows filled up to `new_seq_length`."""
+    """Pads the rows of arrays (rows, length, …) to `new_seq_length`."""
 
     def expand(array: np.ndarray) -> np.ndarray:
         shape = (len(array), new_seq_length, *array.shape[2:])
@@ -104,7 +105,7 @@ def nested_expand_like(arrays: Any, new_seq_length: int, padding_index: int = IG
 
 
 def join_rows(parts: Sequence[Tensor], padding_index: int = IGNORED_LABEL) -> Tensor:
-    """Tensors (rows, …), one below the other; `padding_index` fills up what is shorter."""
+    """Concatenates tensors (rows, …), and pads shorter rows with `padding_index`."""
     sizes = {part.shape[1:] for part in parts}
     if len(sizes) > 1:
         longest = [max(size) for size in zip(*sizes, strict=True)]
@@ -125,10 +126,10 @@ def _filled_up(part: Tensor, sizes: Sequence[int], padding_index: int) -> Tensor
 
 @contextmanager
 def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
-    """The machine's first process does what is in the block before the others.
+    """Makes a machine's first process run the block before the others.
 
     Args:
-        local_rank: this process's number on its machine; -1 where it is the only one.
+        local_rank: this process's rank on its machine; -1 if it is the only one.
     """
     if not is_main_process(local_rank):
         dist.barrier()
@@ -138,11 +139,12 @@ def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
 
 
 def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
-    """Every process's rows, by rank, on every process.
+    """Gathers the rows of all processes, in the order of their ranks, on every process.
 
     Args:
-        tensor: (rows, …), of one shape on all processes, or a list or tuple of such.
-        num_total_examples: leave out rows after these, which fill up the last process's share.
+        tensor: (rows, …), of the same shape on all processes, or a list or tuple of such tensors.
+        num_total_examples: the number of rows to keep. Later ones only fill up the last process's
+            share.
     """
 
     def gather(part: Tensor) -> Tensor:
@@ -156,19 +158,19 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
 def distributed_broadcast_scalars(
     scalars: list[int | float], num_total_examples: int | None = None
 ) -> Tensor:
-    """Every process's numbers, by rank, on every process; see `distributed_concat`."""
+    """Gathers the numbers of all processes on every process; see `distributed_concat`."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return distributed_concat(torch.tensor(scalars, device=device), num_total_examples)
 
 
 class DistributedTensorGatherer:
-    """Puts together on the CPU what `SequentialDistributedSampler`'s processes computed.
+    """Joins, on the CPU, the results of processes that use `SequentialDistributedSampler`.
 
     Args:
-        world_size: how many processes there are.
-        num_samples: examples in the set.
-        make_multiple_of: of which every process's share is a multiple, such as a batch.
-        padding_index: what rows are filled up with.
+        world_size: the number of processes.
+        num_samples: the number of examples in the set.
+        make_multiple_of: every process's share is a multiple of this, such as the batch size.
+        padding_index: the value of the padding.
     """
 
     def __init__(
@@ -185,15 +187,16 @@ class DistributedTensorGatherer:
         self._steps: list[Any] = []
 
     def add_arrays(self, arrays: Any) -> None:
-        """Takes a step's arrays: as many rows of the first process, then of the second, …"""
+        """Adds a step's arrays, with equally many rows of every process, ordered by rank."""
         if arrays is not None:
             self._steps.append(arrays)
 
     def finalize(self) -> Any:
-        """All rows in the set's order; None where no array was added.
+        """Returns all rows in the set's order, or None if no array was added.
 
         Raises:
-            TrainingError: there are more or fewer rows than the processes' shares have.
+            TrainingError: there are more rows than the processes' shares have, or fewer than the
+                set has.
         """
         if not self._steps:
             return None
@@ -212,7 +215,7 @@ class DistributedTensorGatherer:
 
 
 def _rank_and_size(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """How many processes there are and which this is, as far as that is not given."""
+    """Returns the number of processes and this one's rank; by default those of the group."""
     replicas = dist.get_world_size() if num_replicas is None else num_replicas
     return replicas, dist.get_rank() if rank is None else rank
 
@@ -223,14 +226,14 @@ def _rank_and_size(num_replicas: int | None, rank: int | None) -> tuple[int, int
 
 
 class SequentialDistributedSampler(Sampler[int]):
-    """A process's share of a set: a run of examples that follow one another, as long as all others.
+    """Samples a process's share of a set: consecutive examples, equally many on every process.
 
     The last share is filled up with the set's first examples.
 
     Args:
-        dataset: has a length.
-        num_replicas, rank: number of processes, and this one's; by default the group's.
-        batch_size: where given, shares are multiples of it.
+        dataset: a set with a length.
+        num_replicas, rank: the number of processes, and this one's rank; by default the group's.
+        batch_size: if given, shares are multiples of it.
     """
 
     def __init__(
@@ -255,7 +258,7 @@ class SequentialDistributedSampler(Sampler[int]):
 
 
 def sorted_by_length(order: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """An order cut into groups of `size`, each from its longest example to its shortest."""
+    """Cuts an order into groups of `size`, each sorted from its longest example to its shortest."""
     groups = [order[start : start + size] for start in range(0, len(order), size)]
     return [sorted(group, key=lambda index: -lengths[index]) for group in groups]
 
@@ -266,16 +269,16 @@ def get_length_grouped_indices(
     mega_batch_mult: int | None = None,
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """A random order in which examples that follow one another are of about one length.
+    """Returns a random order in which neighboring examples have about the same length.
 
-    The longest example of all is the first: what does not fit into memory then shows at once.
+    The longest example of all comes first: if it does not fit into memory, the run fails at once.
 
     Args:
-        lengths: of the examples.
-        batch_size: examples a batch.
-        mega_batch_mult: batches within which examples are sorted; at most 50, and a quarter of all,
-            where not given.
-        generator: of the order.
+        lengths: the examples' lengths.
+        batch_size: the examples per batch.
+        mega_batch_mult: examples are sorted within groups of this many batches; by default 50, but
+            at most a quarter of all batches.
+        generator: the order's random generator.
     """
     if mega_batch_mult is None:
         mega_batch_mult = max(1, min(len(lengths) // (batch_size * 4), 50))
@@ -288,7 +291,7 @@ def get_length_grouped_indices(
 
 
 def _lengths(dataset: Dataset | None, lengths: Sequence[int] | None) -> list[int]:
-    """The lengths that were given, or those of the examples' ``input_ids``."""
+    """Returns the given lengths, or those of the examples' ``input_ids``."""
     if lengths is not None:
         return list(lengths)
     examples = (dataset[index] for index in range(len(dataset)))
@@ -299,12 +302,12 @@ def _lengths(dataset: Dataset | None, lengths: Sequence[int] | None) -> list[int
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """The order of `get_length_grouped_indices`, another one in each pass.
+    """Samples in the order of `get_length_grouped_indices`, with a new order in each epoch.
 
     Args:
-        dataset: its examples have ``input_ids``, where `lengths` are not given.
-        batch_size: examples a batch.
-        lengths: of the examples.
+        dataset: its examples need ``input_ids``, unless `lengths` are given.
+        batch_size: the examples per batch.
+        lengths: the examples' lengths.
     """
 
     def __init__(
@@ -320,15 +323,15 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 class DistributedLengthGroupedSampler(Sampler[int]):
-    """A process's share of `get_length_grouped_indices`' order: every num_replicas-th example.
+    """Samples a process's share: every num_replicas-th of `get_length_grouped_indices`' examples.
 
-    Shares are of one size: the first examples fill up the last ones, or, with `drop_last`, the last
-    examples are left out.
+    All shares have the same size. Shorter ones are filled up with the first examples or, with
+    `drop_last`, the last examples are left out.
 
     Args:
         dataset, batch_size, lengths: as for `LengthGroupedSampler`.
-        num_replicas, rank: number of processes, and this one's; by default the group's.
-        seed: of the order, together with the pass.
+        num_replicas, rank: the number of processes, and this one's rank; by default the group's.
+        seed: with the epoch, the seed of the order.
         drop_last: see above.
     """
 
@@ -349,7 +352,7 @@ class DistributedLengthGroupedSampler(Sampler[int]):
         self.num_samples = math.floor(share) if drop_last else math.ceil(share)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the pass, which has an order of its own."""
+        """Sets the epoch, which determines the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -364,22 +367,22 @@ class DistributedLengthGroupedSampler(Sampler[int]):
 
 
 class IterableDatasetShard(IterableDataset):
-    """A process's share of a set that can only be iterated over.
+    """Yields a process's share of a set that can only be iterated over.
 
     Of every batch_size × num_processes examples, the process of rank 0 takes the first batch_size,
-    and so on. What is left at the end is filled up with the set's first examples, unless there is
-    one process alone, or, with `drop_last`, left out.
+    and so on. With `drop_last`, an incomplete last step is left out. Otherwise it is filled up with
+    the set's first examples, unless there is a single process.
 
     Args:
-        dataset: is in the same order on all processes; its ``set_epoch``, or the seed of its
-            ``generator`` where it has one, is set by the pass.
-        batch_size: examples a batch on each process.
+        dataset: a set in the same order on all processes. If it has a ``set_epoch``, that is called
+            with the epoch. Otherwise its ``generator``, if any, is seeded for the epoch.
+        batch_size: the examples per batch on each process.
         drop_last: see above.
-        num_processes, process_index: number of processes, and this one's.
-        seed: of the generator, together with the pass.
+        num_processes, process_index: the number of processes, and this one's rank.
+        seed: with the epoch, the generator's seed.
 
     Attributes:
-        num_examples: that the last pass has read.
+        num_examples: the number of examples that the last epoch has read.
     """
 
     def __init__(
@@ -396,7 +399,7 @@ class IterableDatasetShard(IterableDataset):
         self.seed, self.epoch, self.num_examples = seed, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the pass, which may have an order of its own."""
+        """Sets the epoch, which may determine the order."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -435,12 +438,12 @@ class IterableDatasetShard(IterableDataset):
 
 
 def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
-    """The tensors in what a model returned, without the loss; half precision as float32.
+    """Returns the tensors among a model's outputs, without the loss; half precision as float32.
 
-    What has no rows (a number) is left out; so are tuples of hidden states, with a warning.
+    Scalars are left out. So are tuples, such as hidden states, with a warning.
 
     Args:
-        outputs: a dict, a tuple or one tensor.
+        outputs: the model's outputs: a dict, a tuple or one tensor.
         with_loss: whether a tuple begins with the loss.
         but: a dict's entries to leave out.
     """
@@ -467,25 +470,26 @@ def _warn_of_tuples() -> None:
 
 @dataclass
 class LabelSmoother:
-    """The cross-entropy of class labels of which a share is spread over all classes.
+    """Computes the cross-entropy with smoothed labels.
 
     Args:
-        epsilon: the share.
-        ignore_index: the label of what does not count.
+        epsilon: the share of each label that is spread over all classes.
+        ignore_index: the label of positions that do not count.
     """
 
     epsilon: float = 0.1
     ignore_index: int = IGNORED_LABEL
 
     def __call__(self, model_output: Any, labels: Tensor) -> Tensor:
-        """The mean over the labels that count; zero where none does.
+        """Returns the mean over the labels that count, or zero if there are none.
 
         Args:
-            model_output: logits (…, classes), or first of all in a dict or a tuple without a loss.
+            model_output: the logits (…, classes), or a dict or tuple without a loss whose first
+                entry they are.
             labels: (…).
 
         Raises:
-            TrainingError: the labels are numbers, or there are no logits for them.
+            TrainingError: the labels are not class indices, or there are no logits for them.
         """
         if labels.is_floating_point():
             raise TrainingError("label smoothing needs class labels, not numbers")
@@ -508,7 +512,7 @@ class LabelSmoother:
 
 
 def get_parameter_names(model: nn.Module, forbidden_layer_types: Sequence[type]) -> list[str]:
-    """Names of a model's parameters but those within layers of these types."""
+    """Returns the names of a model's parameters, except those in layers of these types."""
     names = []
     for name, child in model.named_children():
         if not isinstance(child, tuple(forbidden_layer_types)):
@@ -523,7 +527,7 @@ def get_parameter_names(model: nn.Module, forbidden_layer_types: Sequence[type])
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as they are logged: memory in MiB, times in hours, operations in units of 2³⁰."""
+    """Formats metrics for the log: memory in MiB, times as h:mm:ss, operations in units of 2³⁰."""
     return {name: _readable(name, value) for name, value in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""The Trainer's records: logs, metrics on the screen and on disk, what a run has computed."""
+"""The Trainer's logs, its metrics on screen and on disk, and its count of operations."""
 
 import math
 import os
@@ -41,7 +41,7 @@ class TrainerRecords:
     optimizer: Any
     callback_handler: CallbackHandler
     _progress: Progress
-    _counted: tuple[nn.Module, int] | None = None  # a model, and its weights beside embeddings
+    _counted: tuple[nn.Module, int] | None = None  # a model, and its weights without embeddings
 
     def log(self, logs: dict[str, float]) -> None:
         """Records `logs`, with the epoch and the step, and shows them."""
@@ -51,13 +51,13 @@ class TrainerRecords:
         self._call("on_log", shown)
 
     def _log_beginning(self, examples: int, max_steps: int, checkpoint: str | None) -> None:
-        """Says what is trained, on what and where; the main process does.
+        """Logs, in the main process, what is trained, on which data and where.
 
-        All processes have to call it, as `share_warnings` has them meet.
+        All processes have to call it, because `share_warnings` gathers from all.
         """
         args = self.args
         groups = self.optimizer.param_groups
-        # A scheduler has noted the peak, and may begin at 0.
+        # Schedulers keep the peak rate as "initial_lr"; the current rate may begin at 0.
         if all(group.get("initial_lr", group.get("lr")) == 0 for group in groups):
             logger.warning(
                 "the learning rate is 0: nothing is trained, and what is saved is what the run "
@@ -103,10 +103,10 @@ class TrainerRecords:
         ]
 
     def log_end(self) -> None:
-        """Says what a run has come to, and where its files are; the main process does.
+        """Logs, in the main process, a run's results and where its files are.
 
-        All processes have to call it, after training: `share_warnings` has them meet, and where one
-        stays away, the others wait for it.
+        All processes have to call it, after training, because `share_warnings` gathers from all and
+        would wait for a missing one.
         """
         args = self.args
         share_warnings(args.process_index, args.world_size)
@@ -142,15 +142,15 @@ class TrainerRecords:
         return rows
 
     def _mean_loss(self, total: float, steps: int, weight: float, empty: int) -> float:
-        """The mean of the losses of updates, of all processes.
+        """Returns the mean loss of updates over all processes.
 
-        Batches without a target are left out, as in evaluations; nan where none had one.
+        Batches without a target are left out, as in evaluations. If all lack one, returns nan.
 
         Args:
-            total: the sum of this process's losses, those batches left out.
-            steps: the updates.
-            weight: how many updates' losses `total` is, in parts.
-            empty: how many of this process's batches had no target.
+            total: the sum of this process's losses, without those batches.
+            steps: the number of updates.
+            weight: the sum of the weights of the losses in `total`; an update has weight 1.
+            empty: the number of this process's batches without a target.
         """
         args = self.args
         own = torch.tensor(total, dtype=torch.float64, device=args.device)
@@ -161,7 +161,7 @@ class TrainerRecords:
             return summed / args.world_size / steps
         if weight:
             return summed / weight
-        # Else nan looks like a training that has gone wrong. Of parts of a run it is said once.
+        # Without the warning, nan would look like a diverged training. Within a run, warns once.
         logged = [record.get("loss") for record in self.state.log_history]
         is_said = any(isinstance(loss, float) and math.isnan(loss) for loss in logged)
         if steps == self.state.global_step or not is_said:
@@ -178,7 +178,7 @@ class TrainerRecords:
             self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Metrics as `log_metrics` shows them."""
+        """Formats metrics as `log_metrics` shows them."""
         return metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
@@ -193,11 +193,12 @@ class TrainerRecords:
             save_metrics(self.args.output_dir, split, metrics, combined)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The operations of a batch's step on a model of this package: 6 · tokens · weights.
+        """Returns the operations of a training step on a batch: 6 · tokens · weights.
 
-        Padding counts, embeddings do not; 0 for other modules. What LoRA saves by not computing
-        frozen weights' gradients is not taken off: runs stay comparable with upstream's. Source:
-        "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
+        Padding tokens count, embedding weights do not. For modules not of this package, returns 0.
+        The savings from not computing frozen weights' gradients are not subtracted, so that numbers
+        are comparable with transformers'. Source: "Scaling Laws for Neural Language Models", arXiv
+        2001.08361, section 2.1.
         """
         ids = inputs.get("input_ids")
         if not isinstance(ids, Tensor) or not isinstance(self.model, PreTrainedModel):
@@ -205,13 +206,13 @@ class TrainerRecords:
         return 6 * ids.numel() * self._weights_beside_embeddings()
 
     def _weights_beside_embeddings(self) -> int:
-        """How many there are; counted once for a model."""
+        """Returns the number of weights without embeddings, counted once per model."""
         if self._counted is None or self._counted[0] is not self.model:
             self._counted = self.model, self.model.num_parameters(exclude_embeddings=True)
         return self._counted[1]
 
     def store_flos(self) -> None:
-        """Adds what all processes have computed since the last time to the state."""
+        """Adds to the state the operations of all processes since the last call."""
         own = torch.tensor(self._progress.flos, dtype=torch.float64, device=self.args.device)
         self.state.total_flos += sum_over_processes(own, self.args.world_size).item()
         self._progress.flos = 0

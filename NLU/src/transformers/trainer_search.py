@@ -1,4 +1,4 @@
-"""The Trainer's searches for hyperparameters: one training a trial, with optuna."""
+"""The Trainer's hyperparameter search with optuna, which trains once per trial."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class TrainerSearch:
     """The part of `Trainer` that searches for hyperparameters.
 
     Attributes:
-        objective: the last evaluation's, of the trial that is trained.
+        objective: the objective of the current trial's last evaluation.
     """
 
     args: TrainingArguments
@@ -34,8 +34,8 @@ class TrainerSearch:
     hp_space: Callable[[Any], dict[str, Any]] | None = None
     compute_objective: Callable[[dict[str, float]], float] | None = None
     objective: float | None = None
-    _trial: Any = None  # that is trained
-    _search_folder: str  # in which each trial has its own
+    _trial: Any = None  # the current trial
+    _search_folder: str  # has a folder for each trial
 
     def hyperparameter_search(
         self,
@@ -47,21 +47,21 @@ class TrainerSearch:
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun:
-        """Trains once a trial, with other settings each, and says which were best.
+        """Trains once per trial, each with other settings, and returns the best trial.
 
-        Each trial's checkpoints are in a folder of its own below ``args.output_dir``; afterwards
-        ``args`` have the last trial's settings. Needs a `model_init`, and optuna.
+        Each trial's checkpoints are in a separate folder below ``args.output_dir``. Afterwards,
+        ``args`` has the last trial's settings. Needs a `model_init` and optuna.
 
         Args:
-            hp_space: optuna's trial -> settings of ``args`` by name; by default
+            hp_space: takes optuna's trial and returns settings of ``args`` by name; by default
                 `default_hp_space_optuna`.
-            compute_objective: an evaluation's metrics -> what is compared; by default
-                `default_compute_objective`.
-            n_trials: how many trials.
+            compute_objective: takes an evaluation's metrics and returns the value to compare; by
+                default `default_compute_objective`.
+            n_trials: the number of trials.
             direction: "minimize" or "maximize" the objective.
             backend: "optuna".
-            hp_name: a trial -> its name; by default "run-0", "run-1", …
-            kwargs: "timeout" in seconds; others are those of ``optuna.create_study``.
+            hp_name: takes a trial and returns its name; by default "run-0", "run-1", …
+            kwargs: "timeout" in seconds, and arguments of ``optuna.create_study``.
 
         Raises:
             RuntimeError: there is no `model_init`, or optuna is not installed.
@@ -82,10 +82,10 @@ class TrainerSearch:
             self.args.output_dir, self._trial = self._search_folder, None
 
     def _set_up_trial(self, trial: Any) -> None:
-        """Gives the settings what a trial has chosen.
+        """Sets the settings that a trial has chosen.
 
         Raises:
-            ValueError: there is no such setting, or it cannot have that value.
+            ValueError: there is no such setting, or the value is not allowed.
         """
         self._trial = trial
         if trial is None:
@@ -101,7 +101,7 @@ class TrainerSearch:
         args.check()
 
     def _name_trial(self) -> None:
-        """Notes what a trial has chosen, also for its model; it gets a folder for checkpoints."""
+        """Records the trial's name and choices in the state, and sets its output folder."""
         trial, state = self._trial, self.state
         if trial is None:
             return
@@ -111,7 +111,7 @@ class TrainerSearch:
         self.args.output_dir = os.path.join(self._search_folder, name)
 
     def _report_to_hp_search(self, metrics: dict[str, float]) -> None:
-        """Tells a search of an evaluation; it may end the trial."""
+        """Reports an evaluation to the search, which may end the trial."""
         if self._trial is not None:
             self.objective = self.compute_objective(dict(metrics))
             report_to_optuna(self._trial, self.state.epoch or 0, self.objective)

@@ -1,4 +1,4 @@
-"""Small things around the Trainer: names of checkpoints, what it returns, results, searches."""
+"""Helpers of the Trainer: checkpoint names, return types, metrics files, search defaults."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class IntervalStrategy(str, Enum):
-    """When to log, evaluate or save."""
+    """The choices of when to log, evaluate or save."""
 
     NO = "no"
     STEPS = "steps"
@@ -37,7 +37,7 @@ EvaluationStrategy = IntervalStrategy
 
 
 class SchedulerType(str, Enum):
-    """Names of the learning-rate schedules."""
+    """The names of the learning-rate schedules."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -48,17 +48,17 @@ class SchedulerType(str, Enum):
 
 
 class HPSearchBackend(str, Enum):
-    """What searches for hyperparameters."""
+    """The names of the libraries that search for hyperparameters."""
 
     OPTUNA = "optuna"
     RAY = "ray"
 
 
 class EvalPrediction(NamedTuple):
-    """What `compute_metrics` is given: predictions and labels of the full set, in its order.
+    """The argument of `compute_metrics`: predictions and labels of the full set, in its order.
 
-    One array each; a tuple of them where the model returns several, or where there are several
-    kinds of labels. Where batches differ in length, rows are filled up with -100.
+    Each is an array, or a tuple of arrays if the model returns several predictions or there are
+    several kinds of labels. If batches differ in length, rows are padded with -100.
     """
 
     predictions: np.ndarray | tuple[np.ndarray, ...]
@@ -66,7 +66,7 @@ class EvalPrediction(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` returns: as `EvalPrediction`, None for what there is not."""
+    """The result of `Trainer.predict`, as in `EvalPrediction`; None if there are none."""
 
     predictions: np.ndarray | tuple[np.ndarray, ...] | None
     label_ids: np.ndarray | tuple[np.ndarray, ...] | None
@@ -74,7 +74,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns."""
+    """The result of `Trainer.train`."""
 
     global_step: int
     training_loss: float
@@ -82,7 +82,7 @@ class TrainOutput(NamedTuple):
 
 
 class BestRun(NamedTuple):
-    """What `Trainer.hyperparameter_search` returns: the best trial, its objective, its choices."""
+    """The result of `Trainer.hyperparameter_search`: the best trial, its objective and choices."""
 
     run_id: str
     objective: float
@@ -90,22 +90,22 @@ class BestRun(NamedTuple):
 
 
 def is_score(name: str) -> bool:
-    """Whether this is the name of a task's metric: not of the loss, a time, a speed or a size."""
+    """Returns whether this names a task's metric, not the loss, a time, a speed or a size."""
     aside = ("_runtime", "_samples_per_second", "_samples")
     return name not in ("eval_loss", "epoch") and not name.endswith(aside) and "_mem_" not in name
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """What a search compares: the sum of an evaluation's metrics, or the loss where that is all.
+    """Returns the sum of an evaluation's metrics, or its loss if there are none.
 
-    Times, speeds, memory and the epoch are no metrics.
+    Times, speeds, memory and the epoch do not count as metrics.
     """
     scores = {name: value for name, value in metrics.items() if is_score(name)}
     return sum(scores.values()) if scores else metrics["eval_loss"]
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, float]:
-    """What a search with optuna varies, where nothing else is asked for: 4.4.2's ranges."""
+    """Returns a trial's choices of hyperparameters, in the ranges of transformers 4.4.2."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -122,12 +122,12 @@ default_hp_space: dict[HPSearchBackend, Callable[[Any], dict[str, float]]] = {
 
 
 def is_main_process(local_rank: int) -> bool:
-    """Whether this is its machine's first process; `local_rank` is -1 where it is the only one."""
+    """Returns whether this is its machine's first process (-1 means that it is the only one)."""
     return local_rank in (-1, 0)
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[str]:
-    """Paths of the ``checkpoint-<step>`` folders within `folder`, by step."""
+    """Returns the paths of the ``checkpoint-<step>`` folders in `folder`, sorted by step."""
     if not os.path.isdir(folder):
         return []
     found = [name for name in os.listdir(folder) if _CHECKPOINT.match(name)]
@@ -136,27 +136,27 @@ def list_checkpoints(folder: str | os.PathLike) -> list[str]:
 
 
 def checkpoint_step(path: str) -> int:
-    """The step in a checkpoint folder's name."""
+    """Returns the step in a checkpoint folder's name."""
     return int(_CHECKPOINT.match(os.path.basename(path))[1])
 
 
 def get_last_checkpoint(
     folder: str | os.PathLike, but: Collection[str] = frozenset()
 ) -> str | None:
-    """The checkpoint of the latest step in `folder`, without those of the names `but`; or None."""
+    """Returns the latest checkpoint in `folder` whose name is not in `but`, or None."""
     found = reversed(list_checkpoints(folder))
     return next((path for path in found if os.path.basename(path) not in but), None)
 
 
 def speed_metrics(split: str, start: float, num_samples: int | None = None) -> dict[str, float]:
-    """``<split>_runtime`` in seconds since `start` and ``<split>_samples_per_second``."""
-    seconds = max(time.time() - start, 1e-9)  # clocks have ticks, and may be set back
+    """Returns ``<split>_runtime`` (seconds since `start`) and ``<split>_samples_per_second``."""
+    seconds = max(time.time() - start, 1e-9)  # the clock may be coarse, or be set back
     speed = {} if num_samples is None else {"samples_per_second": round(num_samples / seconds, 3)}
     return {f"{split}_{name}": v for name, v in {"runtime": round(seconds, 4), **speed}.items()}
 
 
 def memory_metrics(split: str, device: torch.device) -> dict[str, int]:
-    """Peak memory so far, in bytes: this process's on the CPU and, where used, on the GPU."""
+    """Returns this process's peak memory so far, in bytes, on the CPU and, if used, on the GPU."""
     metrics = {}
     if sys.platform != "win32":
         import resource
@@ -176,7 +176,7 @@ def save_metrics(
     _write_results(Path(folder, f"{split}_results.json"), metrics)
     if combined:
         everything = Path(folder, "all_results.json")
-        # Training comes first in a run: what was there before is of another one.
+        # Training comes first in a run, so an existing file is from another run.
         begins = split == "train" or not everything.is_file()
         so_far = {} if begins else _read_results(everything)
         _write_results(everything, {**so_far, **metrics})
@@ -189,7 +189,7 @@ def _write_results(path: Path, results: dict[str, float]) -> None:
 
 
 def _read_results(path: Path) -> dict[str, float]:
-    """What ``all_results.json`` holds; nothing, and a warning, where it is damaged."""
+    """Returns the content of ``all_results.json``; if it is damaged, warns and returns {}."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         check_like(results, {})

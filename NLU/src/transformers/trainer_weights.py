@@ -1,4 +1,4 @@
-"""The Trainer's model on disk: all of it, and what is trained of it in files of its own."""
+"""Saves and loads the Trainer's model: the full weights, and the trained parts as extra files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +20,18 @@ from .weight_files import read_weights
 
 
 def adapted_by(model: nn.Module) -> tuple[Kind, ...]:
-    """As `PreTrainedModel.adapted_by`; nothing for any other module."""
+    """Returns `PreTrainedModel.adapted_by`, or () for any other module."""
     return model.adapted_by if isinstance(model, PreTrainedModel) else ()
 
 
 def save_weights(model: nn.Module, folder: Path, lora_only: bool) -> None:
-    """Writes a model, and removes what an earlier run has left: it would be taken for this one's.
+    """Writes a model, and removes an earlier run's files, which would be taken for this one's.
 
     Args:
-        model: one of this package is written with its configuration, any other as a state dict.
-        folder: it exists.
-        lora_only: write the files of what is trained alone.
+        model: a model of this package is written with its configuration, any other module as a
+            state dict.
+        folder: an existing folder.
+        lora_only: write only the trained parts.
     """
     if isinstance(model, PreTrainedModel):
         _save_pretrained(model, folder, lora_only)
@@ -65,26 +66,26 @@ def _remove(folder: Path, *names: str) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: str) -> None:
-    """Copies what `save_weights` wrote into a model: all of it, or what is trained alone.
+    """Loads what `save_weights` wrote into a model: the full weights or the trained parts alone.
 
     Args:
-        model: as it was built for the run.
-        folder: where they were written.
-        device: the model's.
-        way_out: what a user can do where a file is damaged.
+        model: the model as it was built for the run.
+        folder: the folder with the files.
+        device: the model's device.
+        way_out: for error messages, what a user can do if a file is damaged.
 
     Raises:
-        CheckpointError: a file is damaged, or does not fit.
+        CheckpointError: a file is damaged, or does not fit the model.
     """
     kinds = adapted_by(model)
     if kinds:
-        # These files say rank, alpha and base as well, which the full model's does not.
+        # These files also have rank, alpha and base, which the full model's file does not.
         with _ending_with(way_out):
             adapters = [read_adapter(folder, kind) for kind in kinds]
         try:
             model.load_adapters(adapters)
         except SettingsError as error:
-            # Not as one: a script would add what fits an adapter that is given.
+            # Not a SettingsError: scripts add to those the flags for a given adapter's file.
             flags = fitting_flag(error, is_resumed=True)
             raise CheckpointError(f"{error} ({flags})" if flags else f"{error}") from error
         if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
@@ -104,7 +105,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
 
 @contextmanager
 def _ending_with(way_out: str) -> Iterator[None]:
-    """Errors in reading weights end with what the user can do."""
+    """Appends to errors in reading weights what the user can do."""
     try:
         yield
     except (CheckpointError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`TrainingArguments`: every setting of a training run, and the device and processes it runs on."""
+"""`TrainingArguments`: all settings of a training run, its device and its processes."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from .utils import logging
 
 logger = logging.get_logger(__name__)
 
-# Flags of the release that mean nothing on a CPU or a CUDA device, and what to do instead.
+# Flags of the release that are refused here, and what to do instead.
 _NO_MEANING_HERE = {
     "tpu_num_cores": "there is no TPU support: leave it out",
     "tpu_metrics_debug": "there is no TPU support: leave it out",
@@ -41,29 +41,30 @@ _NO_MEANING_HERE = {
 }
 
 
-# Where logs can go; and what 4.4.2 knows besides.
+# Where logs can go, and what only transformers 4.4.2 supports.
 _REPORTERS = ("tensorboard", "wandb", "plot")
 _NOT_CARRIED = ("azure_ml", "comet_ml", "mlflow")
 
-# Bounds of flags; both leave out what is not a finite number.
+# Bounds of flags. Both refuse numbers that are not finite.
 _NOT_NEGATIVE = {"least": 0, "below": math.inf}
 _POSITIVE = {"above": 0, "below": math.inf}
 
 
 class ParallelMode(Enum):
-    """How a run uses what computes: one device, or a device for each of several processes."""
+    """Whether a run uses one device, or several processes with a device each."""
 
     NOT_PARALLEL = "not_parallel"
-    NOT_DISTRIBUTED = "not_distributed"  # several GPUs in one process: here no run's
+    NOT_DISTRIBUTED = "not_distributed"  # several GPUs in one process, which is unsupported here
     DISTRIBUTED = "distributed"
 
 
 def default_logdir() -> str:
-    """A folder for TensorBoard, named by time and machine."""
+    """Returns a folder for TensorBoard, named after the time and the machine."""
     return f"runs/{datetime.now():%b%d_%H-%M-%S}_{platform.node()}"
 
 
-# The defaults of settings that are None. In this order: the last one depends on the one before it.
+# The defaults of settings that are None. The order matters: greater_is_better depends on
+# metric_for_best_model.
 _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "do_eval": lambda args: args.evaluation_strategy is not IntervalStrategy.NO,
     "eval_steps": lambda args: args.logging_steps,
@@ -80,7 +81,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
 
 @dataclass
 class TrainingArguments:
-    """The settings of a run, as the release's command line has them."""
+    """The settings of a run, with the names of the release's flags."""
 
     output_dir: str = field(metadata={"help": "folder for checkpoints and results"})
     overwrite_output_dir: bool = flag(
@@ -234,9 +235,9 @@ class TrainingArguments:
         "then has the same results to rounding, not bit for bit",
     )
 
-    # What the launcher has started so far; a script sets it that resumes by itself.
+    # The launcher's record of restarts. Set by scripts, which resume on their own.
     launch: Launch | None = field(default=None, init=False)
-    # Whether somebody has chosen the learning rate; a script sets it that reads flags.
+    # Whether the user has chosen the learning rate. Set by scripts, which know the flags given.
     rate_is_given: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +246,7 @@ class TrainingArguments:
                 known = ", ".join(LOG_LEVELS)
                 raise ValueError(f"--log_level knows {known}; not {self.log_level}")
             level = logging.log_levels[self.log_level]
-            # Now, so that it holds for the messages below as well.
+            # Set first, so that it also applies to the messages below.
             logging.set_verbosity(level if rank() == 0 else max(level, logging.WARNING))
         for name, advice in _NO_MEANING_HERE.items():
             if getattr(self, name):
@@ -272,19 +273,19 @@ class TrainingArguments:
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default(self))
-        # torchrun, and torch.distributed.launch as well, say it in the environment.
+        # torchrun and torch.distributed.launch set it in the environment.
         if self.local_rank == -1 and is_launched():
             place = launched_place()
             if place.world_size > 1 or "LOCAL_RANK" in os.environ:
                 self.local_rank = place.local_rank
 
     def check(self) -> None:
-        """Checks the settings, also after one was changed.
+        """Checks the settings; called again after a setting was changed.
 
         Raises:
-            ValueError: one is out of its range, or two do not go together.
+            ValueError: a setting is out of range, or two do not go together.
         """
-        # A seed has bounds on the command line alone.
+        # The seed's bounds apply to the command line only.
         check_ranges(type(self), {**vars(self), "seed": None})
         if self.max_steps == 0 and self.do_train:
             raise ValueError(
@@ -293,7 +294,7 @@ class TrainingArguments:
             )
         if self.max_steps <= 0:
             check_bounds("--num_train_epochs", self.num_train_epochs, above=0, below=math.inf)
-        if self.do_train and not self.adafactor:  # else these have no effect
+        if self.do_train and not self.adafactor:  # otherwise, Adam's settings have no effect
             self._check_adam()
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
@@ -339,10 +340,11 @@ class TrainingArguments:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this process computes. The first use joins the processes of a launcher.
+        """This process's device. The first access joins the other processes of a launcher.
 
         Raises:
-            ValueError: it has not the half precision that is asked for.
+            ValueError: the device does not support the half precision that is asked for, or
+                --local_rank is given without a launcher.
         """
         device = choose_device(max(self.local_rank, 0), self.no_cuda)
         check_precision(self.fp16, self.bf16, device)
@@ -358,17 +360,17 @@ class TrainingArguments:
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return dist.get_world_size() if self.local_rank != -1 and self.device else 1
 
     @property
     def process_index(self) -> int:
-        """This process's number among all."""
+        """This process's rank among all processes."""
         return dist.get_rank() if self.local_rank != -1 and self.device else 0
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the one process that writes and shows."""
+        """Whether this is the first process, which writes the files and shows the messages."""
         return self.process_index == 0
 
     @property
@@ -377,60 +379,60 @@ class TrainingArguments:
         return is_main_process(self.local_rank)
 
     def barrier(self) -> None:
-        """Waits until every process is here."""
+        """Waits until every process has called this."""
         barrier(self.world_size)
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether the run has several processes, or may have: a launcher has started it."""
+        """DISTRIBUTED if a launcher has started the run (with any number of processes)."""
         one = self.local_rank == -1
         return ParallelMode.NOT_PARALLEL if one else ParallelMode.DISTRIBUTED
 
     @property
     def n_gpu(self) -> int:
-        """The GPUs that this process uses: 0 or 1, because several go with a process each."""
+        """The number of GPUs that this process uses: 0 or 1, as every GPU has its own process."""
         return int(self.device.type == "cuda")
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to its device; it always does."""
+        """Whether the Trainer moves the model to its device, which is always true."""
         return True
 
     @property
     def train_batch_size(self) -> int:
-        """Examples a step on this process."""
+        """The number of examples per step on this process."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Examples a batch on this process in evaluations."""
+        """The number of examples per batch on this process in evaluations."""
         return self.per_device_eval_batch_size
 
     def updates_an_epoch(self, batches: int) -> int:
-        """How many updates an epoch of so many batches, on each process, makes."""
+        """Returns the number of updates in an epoch of `batches` batches on each process."""
         return max(batches // self.gradient_accumulation_steps, 1)
 
     def updates_of(self, batches: int) -> int:
-        """How many updates a run makes whose epochs have so many batches, on each process."""
+        """Returns the updates of a run whose epochs have `batches` batches on each process."""
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * self.updates_an_epoch(batches))
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The precision that matrices are multiplied in."""
+        """The precision in which matrices are multiplied."""
         return compute_dtype(self.fp16, self.bf16)
 
     @property
     def eval_metric_name(self) -> str | None:
-        """What an evaluation's results call `metric_for_best_model`; None where that is None."""
+        """`metric_for_best_model` with the prefix "eval_" of an evaluation's results, or None."""
         metric = self.metric_for_best_model
         return None if metric is None else f"eval_{metric.removeprefix('eval_')}"
 
     # ---- as plain values ----
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, which JSON and weights-only torch files can hold."""
+        """Returns the settings as plain values, for JSON and weights-only torch files."""
         settings = {each.name for each in fields(self) if each.init}
         return {
             name: value.value if isinstance(value, Enum) else value
@@ -439,11 +441,11 @@ class TrainingArguments:
         }
 
     def to_json_string(self) -> str:
-        """The settings as JSON."""
+        """Returns the settings as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
-        """The settings for a table of hyperparameters: what is not a number or a text as a text."""
+        """Returns the settings for a table of hyperparameters; other types become strings."""
         sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         settings = {**self.to_dict(), **sizes}
         plain = (bool, int, float, str)

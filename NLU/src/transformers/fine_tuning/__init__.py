@@ -1,5 +1,5 @@
-"""Fine-tuning from the command line: what the tasks' scripts in examples/ share.
+"""Fine-tuning from the command line: the code that the scripts in examples/ share.
 
-arguments.py has the flags, adapted_model.py makes the model and what it is adapted by, data_sets.py
-reads files and data sets of the hub, script.py does what the flags ask for.
+arguments.py has the flags, adapted_model.py makes the model with its adapters, data_sets.py reads
+data from files or the hub, and script.py runs what the flags ask for.
 """

@@ -1,7 +1,8 @@
-"""The model that a script trains or evaluates, and what it is adapted by.
+"""Builds the model that a script trains or evaluates, with its adapters.
 
-Flags and adapters' files together say how: `check_arguments` fills in what a file says of itself,
-`load_config` makes settings of it, `build_model` the model, frozen except what is to be trained.
+Flags and adapter files together define it. `check_arguments` fills in missing flags from the files'
+metadata, `load_config` turns the flags into the model's settings, and `build_model` makes the
+model, in which only the parameters to train are not frozen.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
 
-# What to give where a base alone is not enough.
+# For error messages: the flags to add if a base model alone cannot be evaluated.
 WITH_ADAPTER = "--apply_lora --lora_path with an adapter"
-# The script that trains and evaluates each head with adapters.
+# For error messages: the script for each head.
 SCRIPTS = {
     "sequence_classification": "run_glue.py",
     "token_classification": "run_ner.py",
     "question_answering": "run_qa.py",
     "multiple_choice": "run_swag.py",
 }
-# What words of the command line are as settings.
+# How flags that take a list of words become settings.
 FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
     "lora_layers": partial(layers_of_words, "--lora_layers"),
     "lora_rank_pattern": partial(pattern_of_words, "--lora_rank_pattern", int),
@@ -53,7 +54,7 @@ FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 def read_adapters(model_args: AdaptedModelArguments) -> list[Adapter]:
-    """The files that the flags name: of LoRA, of adapters, of biases."""
+    """Reads the adapter files that the flags name: LoRA, bottleneck adapters and biases."""
     given = ((kind, getattr(model_args, path)) for kind, path in PATHS.items())
     where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
     where["lora_alpha"] = model_args.lora_alpha
@@ -74,14 +75,14 @@ def _read_adapter(path: str, kind: Kind, where: Mapping[str, Any]) -> Adapter:
 
 
 def check_heads(adapters: Sequence[Adapter], head: str) -> None:
-    """Refuses adapters that say that they are another task's, before its data is read.
+    """Refuses adapters whose metadata names another kind of head, before any data is read.
 
     Args:
-        adapters: those that the flags name.
-        head: the task's, a key of `SCRIPTS`.
+        adapters: the adapters that the flags name.
+        head: the head of this script's task, a key of `SCRIPTS`.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: an adapter was trained for another head.
     """
     for adapter in adapters:
         theirs = adapter.metadata.head if adapter.metadata else None
@@ -97,7 +98,7 @@ def check_heads(adapters: Sequence[Adapter], head: str) -> None:
 def check_arguments(
     model_args: AdaptedModelArguments, args: TrainingArguments, adapters: Sequence[Adapter]
 ) -> None:
-    """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
+    """Refuses flags that clash, and fills in missing ones from the adapter files' metadata."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
     if args.do_predict and args.prediction_loss_only:
@@ -121,7 +122,7 @@ def check_arguments(
 
 
 def _fill_in(model_args: AdaptedModelArguments, adapter: Adapter) -> None:
-    """Sets the flags that were not given to what an adapter says of itself."""
+    """Sets the flags that were not given from an adapter's metadata."""
     for field_name, flag_name in FROM_METADATA.items():
         value = getattr(adapter.metadata, field_name, None)
         if value is None or getattr(model_args, flag_name) is not None:
@@ -134,7 +135,7 @@ def _fill_in(model_args: AdaptedModelArguments, adapter: Adapter) -> None:
 
 
 def _targets_of(adapter: Adapter) -> list[str]:
-    """What --lora_targets would be for an adapter."""
+    """Returns the value of --lora_targets that matches an adapter."""
     try:
         targets = targets_of_modules(adapter.lora.targets)
     except ValueError as error:
@@ -143,7 +144,7 @@ def _targets_of(adapter: Adapter) -> list[str]:
             "LoRA layers for; utils/convert.py can merge it with its base"
         ) from error
     modules = list(lora_pairs(adapter.tensors, adapter.source))
-    # Where a target is not adapted in all layers that are, the modules have to be named.
+    # If a target is adapted in some of the adapted layers only, every module has to be named.
     return targets if len(modules) == len(targets) * len(_layers_of(adapter)) else modules
 
 
@@ -152,7 +153,10 @@ def _layers_of(adapter: Adapter) -> set[int | None]:
 
 
 def leave_out_missing(model_args: AdaptedModelArguments) -> None:
-    """Takes back the flags of trained weights that are not there yet: others say their shape."""
+    """Clears the flags of adapter files that do not exist yet, and warns.
+
+    An estimate takes their shapes from the other flags.
+    """
     for path in PATHS.values():
         name = getattr(model_args, path)
         if name is not None and not os.path.exists(name):
@@ -165,7 +169,7 @@ def leave_out_missing(model_args: AdaptedModelArguments) -> None:
 def keep_to_layers(
     model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
 ) -> None:
-    """Sets --lora_layers, if it was not given, to the layers of a model that an adapter adapts."""
+    """Sets --lora_layers, if not given, to the layers that an adapter adapts (unless all)."""
     for adapter in adapters:
         if adapter.kind == LORA and model_args.lora_layers is None:
             layers = _layers_of(adapter)
@@ -174,8 +178,8 @@ def keep_to_layers(
 
 
 def load_config(model_args: AdaptedModelArguments, **settings: Any) -> PretrainedConfig:
-    """The model's settings, with how it is adapted, and others of this run."""
-    # Of this run, not of the model that it starts from, which may have been trained so.
+    """Returns the model's settings, with those of its adapters and this run's `settings`."""
+    # These two belong to a run. The model's file may have those of the run that trained it.
     settings = {"reg_loss_wgt": 0.0, "masking_prob": 0.0, **settings}
     for switch, names in ADAPTATIONS.items():
         if getattr(model_args, switch):
@@ -213,10 +217,10 @@ def _where(model_args: AdaptedModelArguments) -> dict[str, Any]:
 def load_task_config(
     model_args: AdaptedModelArguments, args: TrainingArguments, adapters: Sequence[Adapter]
 ) -> PretrainedConfig:
-    """The settings of the model that a run begins with; for tasks other than classifying texts.
+    """Returns the settings of a run's model, for heads other than the sequence classifier.
 
     Raises:
-        ValueError: --cls_dropout, which these heads do not have.
+        ValueError: --cls_dropout is given, which these heads do not have.
     """
     if args.cls_dropout is not None:
         raise ValueError("--cls_dropout is for text classifiers: leave it out")
@@ -227,15 +231,16 @@ def load_task_config(
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins with, where that was trained for a task.
+    """The trained adapter or model that a run starts from, and what it says of its training.
 
     Args:
         source: the adapter's file, or the model's name.
-        labels: names of its classes in their order; none where it does not name them.
-        task: what it was trained for, if it says so.
-        texts: the columns of its training data that were a row's texts, if it says so.
-        outputs: of its head, or of the model's where it brings none; 1 gives scores.
-        is_adapter: it is an adapter's file.
+        labels: its classes' names, in order; empty if it does not name them.
+        task: the task it was trained for, if known.
+        texts: the text columns of its training data, if known.
+        outputs: the number of outputs of its head, or of the model's head if an adapter has none.
+            With 1, the head predicts a score.
+        is_adapter: whether it is an adapter's file.
     """
 
     source: str
@@ -246,13 +251,13 @@ class Origin:
     is_adapter: bool
 
     def check_named(self, what: str = "labels") -> None:
-        """Refuses what does not name its classes, where nothing else does.
+        """Checks that the classes have names. Called if the data does not name them.
 
         Args:
-            what: what the task calls them.
+            what: the task's word for classes, such as "tags".
 
         Raises:
-            ValueError: it does not.
+            ValueError: the classes have no names.
         """
         if not self.labels:
             way_out = "the --train_file that it was trained on as well"
@@ -261,10 +266,10 @@ class Origin:
             raise ValueError(f"{self.source} does not name its {what}; give {way_out}")
 
     def check_task(self, task: str | None, training: bool) -> None:
-        """Refuses to evaluate a head on another task; training may begin with it.
+        """Refuses to evaluate a head on another task; training may start from it, with a warning.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: the task is another one, and the head is not to be trained.
         """
         if not task or not self.task or task == self.task:
             return
@@ -275,11 +280,11 @@ class Origin:
         )
 
     def order_of(self, labels: Sequence[str]) -> tuple[int, ...]:
-        """Where classes are among its own, which may be in another order and case.
+        """Maps the data's labels to the head's outputs, whatever their order and case.
 
         Returns:
-            For each label the number of its output; () where they are not its classes, or it does
-            not name them.
+            For each label, the number of its output; () if the labels are not the head's classes,
+            or the head does not name its classes.
         """
         own, others = ([name.casefold() for name in names] for names in (self.labels, labels))
         if not own or sorted(own) != sorted(others) or len({*own}) < len(own):
@@ -289,10 +294,10 @@ class Origin:
     def check_labels(self, labels: tuple[str, ...], training: bool) -> None:
         """Refuses to evaluate a head on classes that it was not trained for.
 
-        Training on others begins with the head where it has as many outputs, which is warned of.
+        Training on other classes starts from the head if it has as many outputs, with a warning.
 
         Raises:
-            ValueError: they are others, or in another order.
+            ValueError: the classes or their order differ, and the head is not to be trained.
         """
         if not self.labels or not labels or self.labels == labels:
             return
@@ -308,15 +313,18 @@ class Origin:
             )
 
     def check_texts(self, columns: Sequence[str], training: bool) -> None:
-        """Refuses to evaluate a head on pairs where it was trained on single texts, and the like.
+        """Refuses to evaluate a head on text columns that differ from those of its training.
+
+        For instance, a head trained on single sentences is not evaluated on pairs. Columns with
+        other names are accepted, and logged, if there are as many.
 
         Args:
-            columns: the data's, in the order in which the model would read them.
-            training: it is to be trained on these.
+            columns: the data's text columns, in the order in which the model reads them.
+            training: whether the head is to be trained on them.
 
         Raises:
-            ValueError: they are more or fewer than those of its training, or one of those stands in
-                another's place.
+            ValueError: their number differs from that of the training, or one of the training's
+                columns is in another one's place.
         """
         moved = any(
             name in self.texts and name != own
@@ -337,7 +345,10 @@ class Origin:
 
 
 def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
-    """Labels for a message; of many, of which not all are shown, first those that others lack."""
+    """Formats labels for a message.
+
+    Long lists are shortened, so they begin with the labels that `others` lack.
+    """
     ordered = labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__)
     return in_short(ordered, width=120)
 
@@ -345,7 +356,7 @@ def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
 def origin_of(
     model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
 ) -> Origin:
-    """What a run begins with: the first adapter where there is one, else the model."""
+    """Returns what a run starts from: the first adapter or, without one, the model."""
     info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
     if info is not None and info.labels:
@@ -367,16 +378,17 @@ def open_tokenizer(
     aligned: bool = False,
     **settings: Any,
 ) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that --tokenizer_name names.
+    """Returns the model's tokenizer, or the one that --tokenizer_name names.
 
     Args:
-        model_args: name it.
+        model_args: the flags that name it.
         config: the model's settings.
-        aligned: it has to know which words and characters its tokens are of.
+        aligned: whether it must map its tokens to words and characters.
         settings: as in `load_tokenizer`.
 
     Raises:
-        ValueError: it has tokens that the model does not have, or does not know what they are of.
+        ValueError: it has tokens that the model does not have, or cannot map tokens as `aligned`
+            requires.
     """
     if aligned and not model_args.use_fast_tokenizer:
         raise ValueError(
@@ -401,19 +413,20 @@ def build_model(
     order: Sequence[int] = (),
     way_out: str = f"{WITH_ADAPTER}, or a model that is trained for the task, or --do_train",
 ) -> PreTrainedModel:
-    """The model, with the adapters in it, and frozen except what is to be trained.
+    """Returns the model with its adapters, frozen except for the parameters to train.
 
     Args:
-        auto_class: of the task's head, such as `AutoModelForSequenceClassification`.
-        model_args: name the model.
+        auto_class: the class for the task's head, such as `AutoModelForSequenceClassification`.
+        model_args: the flags that name the model.
         config: its settings.
-        adapters: what it begins with, if anything.
-        args: say whether it is to be trained, and may get a new head; and in what precision.
-        order: where the run's classes are among the head's, see `Origin.order_of`.
-        way_out: what to give where there is nothing to evaluate.
+        adapters: the adapters to load; may be empty.
+        args: the run's settings: whether it trains (then the head may be a new one), and the
+            precision.
+        order: the head's output for each of the run's classes, see `Origin.order_of`.
+        way_out: for the error message, the flags to give if the head is untrained.
 
     Raises:
-        ValueError: there is nothing to evaluate: the head is not trained.
+        ValueError: the head is not trained, and this run does not train it.
     """
     for switch in ADAPTATIONS if args.do_train else ():
         if getattr(config, switch) and not getattr(model_args, switch):
@@ -449,7 +462,7 @@ def build_model(
 
 @torch.no_grad()
 def _reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
-    """Gives a model's outputs the order of the run's classes, on which its metrics depend too."""
+    """Puts a model's outputs into the order of the run's classes, which the metrics rely on."""
     head = CARRIED[model.config.model_type].family.heads[model.head]
     for parameter in model.get_submodule(head.logits).parameters():
         parameter.copy_(parameter[list(order)])
@@ -457,14 +470,14 @@ def _reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
 
 
 def train_adapted(model: PreTrainedModel) -> None:
-    """Freezes a model except what it is adapted by and the head; all of it is trained else."""
+    """Freezes a model except for its adapters and head; without adapters, freezes nothing."""
     kinds = model.adapted_by
     if kinds:
         model.train_only(kind.part for kind in kinds)
 
 
 def untrained_model(auto_class: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """A model without trained weights, frozen except what is to be trained."""
+    """Returns a model with untrained weights, frozen except for the parameters to train."""
     model = auto_class.from_config(config)
     train_adapted(model)
     return model

@@ -12,7 +12,7 @@ from ..adapter_kinds import PATHS
 from ..configuration_utils import ADAPTER_TYPES, LORA_TARGETS
 from ..hf_argparser import flag
 
-SUFFIXES = (".csv", ".json", ".jsonl")  # of data in files
+SUFFIXES = (".csv", ".json", ".jsonl")  # of data files
 
 
 @dataclass
@@ -97,13 +97,13 @@ class AdaptedModelArguments:
 
     @property
     def sources(self) -> dict[str, str | None]:
-        """Where weights are read from, by the flag's name: folders, files and names on the hub."""
+        """Where weights are read from (folder, file or name on the hub), by flag name."""
         return {name: getattr(self, name) for name in ("model_name_or_path", *PATHS.values())}
 
 
 @dataclass
 class DataArguments:
-    """What all tasks take: files of one's own, and how much of them."""
+    """The flags of all tasks: the user's own data files, and limits on the number of examples."""
 
     overwrite_cache: bool = flag(False, "tokenize again what an earlier run has cached")
     max_train_samples: int | None = flag(None, "train on this many examples at most")
@@ -121,7 +121,7 @@ class DataArguments:
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The most examples by split."""
+        """The maximum number of examples by split."""
         return {
             "train": self.max_train_samples,
             "validation": self.max_val_samples,
@@ -129,10 +129,10 @@ class DataArguments:
         }
 
     def check_files(self) -> None:
-        """Refuses files of another kind by their names.
+        """Refuses files whose names do not end in one of `SUFFIXES`.
 
         Raises:
-            ValueError: there is one.
+            ValueError: there is such a file.
         """
         for file in filter(None, self.files.values()):
             if Path(file).suffix not in SUFFIXES:

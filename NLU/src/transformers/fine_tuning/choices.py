@@ -1,7 +1,7 @@
-"""Beginnings with several endings to choose from, from files or from the hub, and their checks.
+"""Reads and checks multiple-choice data (a context and several endings), from files or the hub.
 
-A row has the columns of SWAG: sent1, the context; sent2, how each ending begins; ending0, ending1
-and so on; and label, the number of the right one.
+A row has SWAG's columns: sent1 (the context), sent2 (the words with which every ending begins),
+ending0, ending1 and so on, and label (the number of the right ending).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _MOST_ENDINGS = 100
 
 @dataclass(frozen=True)
 class Choices:
-    """Rows by split.
+    """Multiple-choice rows by split.
 
     Args:
-        tables: columns are `CONTEXT`, `BEGINNING`, the endings and, where it is known, `LABEL`.
-        endings: names of the endings' columns in their order.
+        tables: the rows. Their columns are `CONTEXT`, `BEGINNING`, the endings and, if known,
+            `LABEL`.
+        endings: the names of the endings' columns, in order.
     """
 
     tables: dict[str, Table]
@@ -39,7 +40,7 @@ class Choices:
 
 
 def read_choices(path: str, cache_dir: str | None = None) -> Dataset:
-    """The rows of a file; a CSV's texts stay texts where they look like numbers.
+    """Reads the rows of a file; in a CSV, texts that look like numbers stay texts.
 
     Args:
         path: the file.
@@ -53,14 +54,14 @@ def read_choices(path: str, cache_dir: str | None = None) -> Dataset:
 
 
 def check_choices(tables: Mapping[str, Table]) -> Choices:
-    """The rows with what is used of them.
+    """Checks the rows, and returns them with only the columns that are used.
 
     Args:
-        tables: by split; the test set need not have labels.
+        tables: the rows by split. The test set need not have labels.
 
     Raises:
-        ValueError: a column is absent; a row has fewer endings than another one, a text that is
-            none, or a label that is not an ending's number.
+        ValueError: a column is missing, a row lacks an ending, a text is not a string, or a label
+            is not an ending's number.
     """
     first = next(iter(tables.values()))
     endings = _endings(first)
@@ -76,7 +77,7 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
         _check_endings(table, endings)
         for name in (CONTEXT, BEGINNING):
             table.check_strings(name)
-        # Endings may begin at once, without a text that they share.
+        # `BEGINNING` may be empty: endings need not share their first words.
         warn_of_empty_texts(table.source, {CONTEXT: table.column(CONTEXT)})
         if labelled:
             table = _with_numbers(table, len(endings))
@@ -86,7 +87,7 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
 
 
 def _is_labelled(table: Table) -> bool:
-    """Whether a test set has labels, and not the hub's -1 in their place."""
+    """Returns whether a test set has labels, rather than none or the hub's -1."""
     if LABEL not in table.rows.column_names:
         return False
     return not table.all_hidden(LABEL, [label == -1 for label in table.column(LABEL)])
@@ -118,7 +119,7 @@ def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
 
 
 def _with_numbers(table: Table, count: int) -> Table:
-    """The table with whole numbers as labels."""
+    """Returns the table with its labels as integers."""
     numbers = []
     for row, label in enumerate(table.column(LABEL)):
         number = int(label) if isinstance(label, str) and label.isdecimal() else label

@@ -1,7 +1,7 @@
-"""The examples of a run: the user's own files, or a data set on the hub.
+"""Loads the examples of a run, from the user's own files or a dataset on the hub.
 
-A `Table` knows where its rows come from, so that what is wrong with one can be said as
-"FILE: row 7: …". Cells of a CSV file that hold several values are JSON: ["John", "lives", "here"].
+A `Table` knows where its rows come from, so that an error can name the row: "FILE: row 7: …". In a
+CSV file, a cell with several values holds JSON: ["John", "lives", "here"].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loralib.text import first_line, quoted
 from ..data.text_files import read_table, unreported
 from .arguments import SUFFIXES, DataArguments, HubDataArguments
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 
@@ -37,14 +37,14 @@ class Table:
     source: str
 
     def wrong(self, row: int, what: str) -> ValueError:
-        """The error of a row, counted from 0 here and from 1 in its message."""
+        """Returns the error for a row, which is counted from 0 here and from 1 in the message."""
         return ValueError(f"{self.source}: row {row + 1}: {what}")
 
     def check_columns(self, names: Sequence[str], hint: str = "") -> None:
-        """Refuses a table without one of these columns.
+        """Refuses a table that lacks one of these columns.
 
         Raises:
-            ValueError: it has not.
+            ValueError: a column is missing.
         """
         for name in names:
             if name not in self.rows.column_names:
@@ -52,29 +52,29 @@ class Table:
                 raise ValueError(f"{self.source}: has no column '{name}', but {columns}{hint}")
 
     def first(self, split: str, data_args: DataArguments) -> Table:
-        """As many rows as --max_…_samples allows, see `first_rows`."""
+        """Returns the rows that --max_…_samples allows, see `first_rows`."""
         return replace(self, rows=first_rows(self.rows, split, data_args))
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column, by row."""
-        return self.rows[name][:]  # at once: one by one, they take fifty times as long
+        """Returns the values of a column, in the rows' order."""
+        return self.rows[name][:]  # one slice: reading value by value takes fifty times as long
 
     def with_column(self, name: str, values: Sequence[Any]) -> Table:
-        """The same with another column of this name."""
+        """Returns the table with a new column, which replaces any of the same name."""
         rows = self.rows
         if name in rows.column_names:
             rows = rows.remove_columns(name)
         return replace(self, rows=rows.add_column(name, values))
 
     def taking(self, names: Mapping[str, str]) -> Table:
-        """The columns that are named, under other names: {old: new}."""
+        """Returns the table with only the given columns, renamed: {old: new}."""
         rows = self.rows.select_columns(list(names))
-        # In one step, as one column's old name may be another's new one.
+        # All at once, because one column's old name may be another's new name.
         changed = {old: new for old, new in names.items() if old != new}
         return replace(self, rows=rows.rename_columns(changed))
 
     def decoded(self, *names: str) -> Table:
-        """The same with these columns' values taken out of their cells, where the file is CSV.
+        """Returns the table with these columns' cells parsed as JSON, if it is from a CSV file.
 
         Raises:
             ValueError: a cell is not JSON.
@@ -94,14 +94,14 @@ class Table:
             raise self.wrong(row, f"its {name} is not JSON: {cell!s:.40}") from error
 
     def all_hidden(self, name: str, hidden: Sequence[bool]) -> bool:
-        """Whether a test set's labels are hidden, as the hub has them.
+        """Returns whether a test set's labels are hidden, as in the hub's benchmarks.
 
         Args:
-            name: their column.
-            hidden: whether each row's are.
+            name: the labels' column.
+            hidden: for each row, whether its labels are hidden.
 
         Raises:
-            ValueError: some are, and others are not.
+            ValueError: some rows' labels are hidden and others' are not.
         """
         if any(hidden) and not all(hidden):
             raise self.wrong(
@@ -112,10 +112,10 @@ class Table:
         return any(hidden)
 
     def check_strings(self, name: str) -> None:
-        """Refuses a column that does not have a text in each row.
+        """Refuses a column in which a value is not a string.
 
         Raises:
-            ValueError: a row has none.
+            ValueError: there is such a value.
         """
         for row, value in enumerate(self.column(name)):
             if not isinstance(value, str):
@@ -130,18 +130,17 @@ def load_tables(
     read: Callable[..., Dataset] = read_table,
     whole: Sequence[str] = (),
 ) -> dict[str, Table]:
-    """The splits' examples, from files where these are given, else from the hub; cut to limits.
+    """Loads the splits' examples, from their files if given, else from the hub; cut to the limits.
 
     Args:
-        data_args: name files and data set.
-        splits: "train", "validation", "test", as far as they are needed.
-        cache_dir: where to keep what is downloaded, and what files are read into; None for the
-            usual place.
-        read: reads a file; it is called with its path and `cache_dir`.
-        whole: splits that are not cut here, as something is to be found in all of their rows.
+        data_args: the flags that name files and dataset, and limit the examples.
+        splits: the splits that are needed, of "train", "validation" and "test".
+        cache_dir: folder for downloads and for the tables made of files; None for the default.
+        read: reads a file. It is called with its path and `cache_dir`.
+        whole: splits that are not cut here, because the caller has to see all of their rows.
 
     Raises:
-        ValueError: a split is needed and not to be had, or holds nothing.
+        ValueError: a needed split is not available, or is empty.
     """
     files, tables = data_args.files, {}
     on_hub = {split for split in splits if files[split] is None}
@@ -173,27 +172,27 @@ def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str
             cache_dir,
             "give it in files (--train_file and the like), or as a folder here",
         )
-    except RuntimeError as error:  # what the library raises for a data set that is a program
+    except RuntimeError as error:  # from `datasets`, for a dataset that is a script
         raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
 
 
 def load_data_set(
     name: str, config: str | None, cache_dir: str | None, way_out: str
 ) -> Mapping[str, Dataset]:
-    """The splits of a data set of the hub, or of a folder.
+    """Loads the splits of a dataset on the hub or in a folder.
 
-    Where the hub does not answer, those that an earlier run has put into the cache.
+    If the hub does not answer, a copy that an earlier run has left in the cache is used.
 
     Args:
         name: a repository's name, or a folder.
-        config: which of its configurations; None for the only one.
-        cache_dir: where to keep what is downloaded.
-        way_out: what to do where it cannot be fetched.
+        config: the name of its configuration; None for the only one.
+        cache_dir: folder for downloads.
+        way_out: for the error message, what to do if it cannot be fetched.
 
     Raises:
-        ValueError: the name is empty, or a file's, which another flag takes.
-        OSError: there is none of that name, or it cannot be fetched.
-        RuntimeError: it is a program, which the library runs no more.
+        ValueError: the name is empty, or names a file, which another flag takes.
+        OSError: there is no such dataset, or it cannot be fetched.
+        RuntimeError: it is a script, which `datasets` no longer runs.
     """
     from datasets import config as library
     from datasets import load_dataset
@@ -201,17 +200,17 @@ def load_data_set(
     if not name:
         raise ValueError("the data set's name is empty")
     if os.path.isdir(name):
-        # As in `load_rows`: the library goes by names and times of a folder's files.
+        # As in `load_rows`: `datasets` would tell changed files by their names and times alone.
         with unreported():
             return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
     if os.path.isfile(name):
         if name.endswith(".py"):
-            return load_dataset(name)  # which says that it runs none
+            return load_dataset(name)  # raises an error, as `datasets` no longer runs scripts
         if is_a_path(name) or name.endswith(SUFFIXES):
             raise ValueError(f"{name}: is a file: give it as --train_file")
     if is_a_path(name):
         raise FileNotFoundError(f"{name}: no such folder")
-    why = why_out_of_reach(library.HF_HUB_OFFLINE)  # where HF_DATASETS_OFFLINE counts as well
+    why = why_out_of_reach(library.HF_HUB_OFFLINE)  # also true under HF_DATASETS_OFFLINE
     try:
         with _cache_alone() if why else nullcontext():
             return load_dataset(name, config, cache_dir=cache_dir)
@@ -222,7 +221,7 @@ def load_data_set(
 
 @contextmanager
 def _cache_alone() -> Iterator[None]:
-    """Keeps the library from the hub, which it would ask again and again for half a minute."""
+    """Makes `datasets` use its cache only; it would otherwise retry the hub for half a minute."""
     import datasets
     import huggingface_hub
 
@@ -238,15 +237,15 @@ def _cache_alone() -> Iterator[None]:
 
 
 def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:
-    """As many rows as --max_…_samples allows.
+    """Returns the first rows of a set, as many as --max_…_samples allows.
 
     Args:
         rows: the set.
-        split: its name, which may have a second part, as "validation_matched" has.
-        data_args: have the limits.
+        split: its name, which may have a second part, as in "validation_matched".
+        data_args: the flags with the limits.
 
     Raises:
-        ValueError: none is left.
+        ValueError: the limit is below 1, or the set is empty.
     """
     name = split.split("_")[0]
     limit = data_args.limits[name]

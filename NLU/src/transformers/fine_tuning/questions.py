@@ -1,8 +1,8 @@
-"""Questions with texts in which their answers are, from files or from the hub, and their checks.
+"""Reads, checks and scores questions whose answers are spans of a context, from files or the hub.
 
-A row has the columns of SQuAD: id, question, context, and answers, {"text": ["Paris"],
-"answer_start": [17]}. A file is JSON lines of such rows, {"data": [such rows]}, SQuAD's own, or
-CSV, where the answers' cell holds JSON.
+A row has SQuAD's columns: id, question, context, and answers, such as {"text": ["Paris"],
+"answer_start": [17]}. A file holds such rows as JSON lines, as {"data": [rows]}, in SQuAD's own
+nested format, or as CSV with JSON in the answers' cells.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ANSWERS = "answers"
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a text.
+    """A question about a context.
 
     Args:
         name: its id.
-        question, context: both texts.
-        answers: the texts of its answers; none where it has none, or they are not known.
-        span: where the first one is; None where there is none.
+        question, context: the two strings.
+        answers: its answers' strings; empty if it has none, or they are unknown.
+        span: where the first answer is in the context, or None.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Question:
 
 
 def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
-    """The rows of a file.
+    """Reads the rows of a file.
 
     Args:
         path: the file.
         cache_dir: as for `read_table`.
 
     Raises:
-        OSError, ValueError: as `read_table`; or a part of SQuAD's own form is absent.
+        OSError, ValueError: as `read_table`, or the file lacks a part of SQuAD's nested format.
     """
     whole = None if path.endswith(".csv") else _object_in(path)
     if whole is None:
@@ -71,7 +71,7 @@ def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
     rows = list(_flat(path, data)) if data and "paragraphs" in data[0] else data
     if not rows:
         raise ValueError(f"{path}: holds no examples")
-    # The library takes the first row's columns for those of all.
+    # Dataset.from_list takes the columns from the first row alone.
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
@@ -80,22 +80,22 @@ def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
 
 
 def _object_in(path: str) -> dict[str, Any] | None:
-    """What a file with one object, {"data": […]}, holds; None for one of JSON lines."""
+    """Returns the object {"data": […]} that a file holds, or None if it holds anything else."""
     check_is_file(path)
     refuse_utf16_file(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
             whole = json.load(file)
     except (ValueError, RecursionError):
-        return None  # several lines, or what read_table says is wrong
+        return None  # several lines, or an error that read_table reports
     is_one = isinstance(whole, dict) and isinstance(whole.get("data"), list)
     return whole if is_one and all(isinstance(each, dict) for each in whole["data"]) else None
 
 
 def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The questions of SQuAD's own files: articles of paragraphs of questions.
+    """Yields a row for each question of SQuAD's nested format (articles, paragraphs, questions).
 
-    Answers are None where they are not given, and the question is not said to have none.
+    The answers are None if the file gives none and does not mark the question as impossible.
     """
     for number, article in enumerate(articles, start=1):
         try:
@@ -113,20 +113,20 @@ def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _in_columns(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Answers of SQuAD's own files as a row has them."""
+    """Returns the answers of SQuAD's nested format, a list of dicts, as a dict of lists."""
     return {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}
 
 
 def check_questions(tables: Mapping[str, Table], may_have_none: bool) -> dict[str, list[Question]]:
-    """The questions by split.
+    """Checks the rows, and returns the questions by split.
 
     Args:
-        tables: by split; the test set need not have answers.
-        may_have_none: questions may have no answer.
+        tables: the rows by split. The test set need not have answers.
+        may_have_none: whether questions may have no answer.
 
     Raises:
-        ValueError: a column is absent, an id occurs twice, a text is none, or an answer is not in
-            its text.
+        ValueError: a column is missing, an id occurs twice, a question or context is not a string,
+            a question has no answer but needs one, or an answer lies outside its context.
     """
     return {split: _questions(split, table, may_have_none) for split, table in tables.items()}
 
@@ -164,7 +164,10 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
 
 
 def _check_all_or_none(table: Table, answered: Sequence[bool]) -> None:
-    """Refuses a test set that could not be scored although some of its questions have answers."""
+    """Refuses a test set in which some questions have answers and others have none.
+
+    Such a set could not be scored.
+    """
     if any(answered) and not all(answered):
         raise table.wrong(
             answered.index(False),
@@ -174,14 +177,14 @@ def _check_all_or_none(table: Table, answered: Sequence[bool]) -> None:
 
 
 def _has_answers(table: Table) -> bool:
-    """Whether a test set has answers, in some of its rows at least."""
+    """Returns whether at least one row of a test set has answers."""
     if ANSWERS not in table.rows.column_names:
         return False
     return any(answers is not None for answers in table.column(ANSWERS))
 
 
 def _names(table: Table) -> list[str]:
-    """The questions' ids; their numbers where there are none."""
+    """Returns the questions' ids or, without an id column, their row numbers."""
     if "id" not in table.rows.column_names:
         return [str(row) for row in range(len(table.rows))]
     for row, name in enumerate(given := table.column("id")):
@@ -199,7 +202,7 @@ def _names(table: Table) -> list[str]:
 def _answers(
     table: Table, row: int, context: str, answers: Any
 ) -> tuple[tuple[str, ...], Span | None]:
-    """The texts of a row's answers, and where the first one is."""
+    """Returns the strings of a row's answers, and where the first one is in the context."""
     texts = answers.get("text") if isinstance(answers, dict) else None
     starts = answers.get("answer_start") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not isinstance(starts, list):
@@ -223,20 +226,20 @@ def _answers(
 
 
 def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, stride: int) -> None:
-    """Refuses questions that leave too little room for their texts.
+    """Refuses questions that leave too little room for their contexts.
 
     Args:
         table: the questions.
-        tokenizer: of the model.
-        length: tokens of a row.
-        stride: tokens of the text that a row and the next one share.
+        tokenizer: the model's tokenizer.
+        length: the number of tokens of a sequence.
+        stride: how many tokens of the context a sequence shares with the next one.
 
     Raises:
-        ValueError: there is such a question.
+        ValueError: a question is too long.
     """
     room = length - stride - tokenizer.num_special_tokens_to_add(True)
     for row, question in enumerate(table.column("question")):
-        # Only a question of many bytes can be one of many tokens.
+        # Tokenizes only long questions: one of few bytes cannot have many tokens.
         if len(question.encode()) + 1 < room:
             continue
         ids = tokenizer(question, add_special_tokens=False, truncation=True, max_length=length)
@@ -251,12 +254,12 @@ def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, st
 def scores_of(
     questions: Sequence[Question], answers: Sequence[Answer], may_have_none: bool
 ) -> dict[str, float]:
-    """SQuAD's scores of predicted answers: those of 2.0 where questions may have none.
+    """Returns SQuAD's scores of predicted answers (SQuAD 2.0's if `may_have_none`).
 
     Args:
-        questions: with their true answers.
-        answers: one each.
-        may_have_none: questions may have no answer.
+        questions: the questions with their true answers.
+        answers: the predicted answers, one for each question.
+        may_have_none: whether questions may have no answer.
     """
     names = [question.name for question in questions]
     predictions = {name: answer.text for name, answer in zip(names, answers, strict=True)}
@@ -268,7 +271,10 @@ def scores_of(
 
 
 def names_of_scores(may_have_none: bool) -> list[str]:
-    """What `scores_of` gives of a set, where questions may have none also of such."""
+    """Returns the names of the scores that `scores_of` returns.
+
+    With `may_have_none`, they include those of a set that has questions without an answer.
+    """
     if not may_have_none:
         return list(squad_metrics({"a": ""}, {"a": ["a"]}))
     return list(squad_v2_metrics({"a": "", "b": ""}, {"a": ["a"], "b": []}, {"a": 0.0, "b": 0.0}))
@@ -277,11 +283,11 @@ def names_of_scores(may_have_none: bool) -> list[str]:
 def write_answers(
     folder: str | os.PathLike, stage: str, questions: Sequence[Question], answers: Sequence[Answer]
 ) -> None:
-    """Writes answers by their questions' ids.
+    """Writes the predicted answers by their questions' ids.
 
-    They are in ``<stage>_predictions.json``, the n best in ``<stage>_nbest_predictions.json``, and,
-    where questions may have none, how much likelier that is, in ``<stage>_null_odds.json``; else
-    that file is removed, if another run has left it.
+    The answers go into ``<stage>_predictions.json``, the n best into
+    ``<stage>_nbest_predictions.json``. If questions may have no answer, ``<stage>_null_odds.json``
+    says how much likelier "no answer" is; otherwise that file, if left by another run, is removed.
     """
     by_name = dict(zip((question.name for question in questions), answers, strict=True))
     files: dict[str, dict[str, Any]] = {

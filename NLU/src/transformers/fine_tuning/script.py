@@ -1,4 +1,4 @@
-"""From the command line to results: what a task's script does around its own data and metrics.
+"""Runs a task's script from the command line to the results, around its own data and metrics.
 
 start ─> fine_tune: open_run ─ data, model ─> train ─> report of every stage
       └> estimate:  begin_estimate ─ data or rows of one length ─> print_estimate
@@ -46,18 +46,18 @@ from .adapted_model import (
 )
 from .arguments import AdaptedModelArguments, HubDataArguments
 
-if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
 
 def parser_of(types: Sequence[type], description: str) -> HfArgumentParser:
-    """What reads a script's command line: the flags of these dataclasses, and those of training.
+    """Returns a script's argument parser, with the flags of `types` and those of training.
 
     Args:
-        types: the dataclasses of the flags for model and data.
-        description: what the script does; its first line is for --help.
+        types: the dataclasses with the flags for model and data.
+        description: what the script does; --help prints its first line.
     """
     return HfArgumentParser(
         (*types, TrainingArguments, EstimateArguments),
@@ -73,18 +73,20 @@ def start(
     fine_tune: Callable[..., None],
     estimate: Callable[..., None],
 ) -> None:
-    """Parses the command line, and does what it asks for with the output folder to itself.
+    """Parses the command line, and runs `fine_tune` or, with --estimate, `estimate`.
+
+    While `fine_tune` runs, no other run can use the output folder.
 
     Args:
-        argv: the command line; this process's where None.
+        argv: the command line's arguments; those of this process if None.
         description, types: as in `parser_of`.
-        fine_tune: called with these and the `TrainingArguments`.
-        estimate: called with the `EstimateArguments` as well, where --estimate asks for it.
+        fine_tune: called with the parsed dataclasses of `types` and the `TrainingArguments`.
+        estimate: called with the same and the `EstimateArguments`.
     """
     set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = parser_of(types, description)
-    # What a launcher adds is in the environment, too.
+    # Ignores the rank that a launcher adds; the environment has it, too.
     given = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
     if len(given) == 1 and given[0].endswith(".json"):
         *of_task, args, estimate_args = parser.parse_json_file(given[0])
@@ -102,12 +104,12 @@ def start(
 
 @dataclass
 class Prepared:
-    """What a run's model is made and trained on.
+    """The settings and the data from which a run's model is made and trained.
 
     Args:
         config: the model's settings for this run.
-        tokenizer: the model's.
-        datasets: the examples by split, as the model takes them.
+        tokenizer: the model's tokenizer.
+        datasets: the tokenized examples by split.
         collator: makes batches of them.
     """
 
@@ -122,7 +124,7 @@ class Prepared:
         args: TrainingArguments,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]],
     ) -> Trainer:
-        """What trains a model on them."""
+        """Returns a `Trainer` for a model and this data."""
         return Trainer(
             model,
             args,
@@ -137,16 +139,16 @@ class Prepared:
 def open_run(
     model_args: AdaptedModelArguments, args: TrainingArguments, head: str
 ) -> tuple[str | None, list[Adapter]]:
-    """The checkpoint to resume from, if there is one, and the adapters that the flags name.
+    """Returns the checkpoint to resume from, or None, and the adapters that the flags name.
 
     Args:
         model_args, args: the flags.
-        head: the task's, such as "token_classification".
+        head: the head of the task, such as "token_classification".
     """
     set_up_datasets(model_args.cache_dir)
     check_sources_kept(args, model_args.sources)
     checkpoint = find_checkpoint(args)
-    if not args.do_train:  # else the summary before the training says it
+    if not args.do_train:  # training logs it in its own summary
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)
     check_heads(adapters, head)
@@ -155,29 +157,29 @@ def open_run(
 
 
 def needed_splits(args: TrainingArguments) -> list[str]:
-    """Names of the splits that a run uses."""
+    """Returns the names of the splits that a run uses."""
     stages = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
     return [name for name, wanted in stages.items() if wanted]
 
 
 def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
-    """Refuses to look for the best model by what is neither a score of the task nor the loss.
+    """Refuses a --metric_for_best_model that is neither one of the task's scores nor the loss.
 
-    Else a run would find out at its first evaluation.
+    Otherwise a run would fail only at its first evaluation.
 
     Args:
         args: the settings.
         scores: the names of the task's scores.
 
     Raises:
-        TrainingError: it is none.
+        TrainingError: there is no such metric.
     """
     if args.do_train and args.load_best_model_at_end:
         check_best_metric(args, ["loss", *([] if args.prediction_loss_only else scores)])
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
-    """Trains, from a checkpoint on where there is one; writes the model, the state, the metrics."""
+    """Trains (or resumes from `checkpoint`), and writes the model, the state and the metrics."""
     args = trainer.args
     if trainer.model.config.apply_lora and not args.rate_is_given:
         logger.warning(
@@ -192,7 +194,7 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
 
 
 def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Sized) -> None:
-    """Logs and writes a stage's metrics, with how many examples they are of, and the epoch."""
+    """Logs and writes a stage's metrics, with the number of examples and the epoch."""
     metrics[f"{stage}_samples"] = len(examples)
     if trainer.state.epoch is not None:
         metrics["epoch"] = round(trainer.state.epoch, 2)
@@ -203,10 +205,10 @@ def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Si
 def begin_estimate(
     model_args: AdaptedModelArguments, args: TrainingArguments, head: str
 ) -> list[Adapter]:
-    """The adapters whose shapes an estimate takes over; the arguments are those of `open_run`.
+    """Reads the adapters whose shapes an estimate uses; the arguments are those of `open_run`.
 
     Raises:
-        ValueError: nothing is to be trained, an adapter is another task's, or flags clash.
+        ValueError: nothing is to be trained, an adapter is for another head, or flags clash.
     """
     if not args.do_train:
         raise ValueError("--estimate says what training takes: add --do_train")
@@ -228,16 +230,18 @@ def estimate_task(
     prepare: Callable[..., Prepared],
     example: Callable[[int], dict[str, Any]],
 ) -> None:
-    """Prints what training would take; reads data in files, and neither weights nor the hub's data.
+    """Prints an estimate of what training takes, without reading weights or the hub's data.
 
     Args:
-        auto_class: of the task's head.
+        auto_class: the class for the task's head.
         model_args, data_args, args, estimate_args: the flags.
-        prepare: called with the first three, the adapters and the splits that are needed.
-        example: makes one of a length, for where no data is read.
+        prepare: prepares the data of --train_file. Called with `model_args`, `data_args`, `args`,
+            the adapters and the names of the splits.
+        example: makes an example of the given length. Used with --estimate_length, which reads no
+            data.
 
     Raises:
-        ValueError: there is no file to read, and no length given.
+        ValueError: neither --train_file nor --estimate_length is given.
     """
     adapters = begin_estimate(model_args, args, auto_class.role)
     new_model = partial(untrained_model, auto_class)
@@ -264,7 +268,7 @@ def print_estimate(
     args: TrainingArguments,
     *about: Any,
 ) -> None:
-    """Prints what training would take; the other arguments are those of `estimate_run`."""
+    """Prints an estimate of what training takes; the arguments are those of `estimate_run`."""
     taken = estimate_run(new_model, config, args, *about)
     if args.is_main_process:
         print(taken)

@@ -1,4 +1,4 @@
-"""Sentences of tagged words, from files or from the hub: which columns, and what is wrong in them.
+"""Finds and checks the columns of sentences of tagged words, from files or the hub.
 
 A row has words and as many tags: {"tokens": ["John", "lives"], "ner_tags": ["B-PER", "O"]}.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS, TAGS = "words", "tags"
-# Names of columns that say what they are, and are not where such columns are looked for.
+# Column names that tell words from tags. They serve to notice columns in the wrong order.
 _NAMES_OF_WORDS = ("words", "tokens")
 _ENDS_WITH_TAGS = re.compile(r"(.*[^a-z])?(tags?|labels?)", re.IGNORECASE)  # and not hashtags
 _SAY_OTHERS = "name the columns with --text_column_name and --label_column_name"
@@ -32,8 +32,9 @@ class TaggedWords:
     """Sentences by split.
 
     Args:
-        tables: columns are `WORDS` and, but for a test set without them, `TAGS`, as numbers.
-        labels: names of the tags in the order of their numbers.
+        tables: the sentences. Their columns are `WORDS` and `TAGS` (numbers); a test set may lack
+            the latter.
+        labels: the tags' names, in the order of their numbers.
     """
 
     tables: dict[str, Table]
@@ -47,18 +48,18 @@ def check_sentences(
     task: str,
     known: tuple[str, ...],
 ) -> TaggedWords:
-    """Sentences with tags as numbers.
+    """Checks the sentences, and returns them with their tags as numbers.
 
     Args:
-        tables: by split; the test set need not have tags.
-        words: the words' column; where None, "tokens", or the first one.
-        tags: the tags' column; where None, <task>_tags, or the second one.
-        task: such as "ner".
-        known: the tags of a model that is already trained; they keep their order.
+        tables: the sentences by split. The test set need not have tags.
+        words: the words' column. If None: "tokens" or, without such a column, the first one.
+        tags: the tags' column. If None: <task>_tags or, without such a column, the second one.
+        task: the task's name, such as "ner".
+        known: the tags of an already trained model. They keep their order.
 
     Raises:
-        ValueError: a column is absent, or they do not say which one is which; a row's words are not
-            words, its tags are not as many, or one of them is unknown.
+        ValueError: a column is missing, words and tags cannot be told apart, a word is empty or no
+            string, a row has more or fewer tags than words, or a tag is unknown.
     """
     first = next(iter(tables.values()))
     words, tags = _columns(first, words, tags, task)
@@ -90,7 +91,10 @@ def check_sentences(
 
 
 def _are_hidden(table: Table, name: str) -> bool:
-    """Whether a test set's tags are hidden, as the hub has them: -1, or, beside such, none."""
+    """Returns whether a test set's tags are hidden: the hub has -1 in their place.
+
+    Next to rows of -1, rows without any tags count as hidden, too.
+    """
     rows = table.column(name)
     hidden = [isinstance(tags, list) and -1 in tags for tags in rows]
     if any(hidden):
@@ -103,15 +107,15 @@ def _are_none(tags: Any) -> bool:
 
 
 def _columns(table: Table, words: str | None, tags: str | None, task: str) -> tuple[str, str]:
-    """The columns of words and tags: those that are named, else the usual ones, or by their place.
+    """Returns the columns of words and tags: those given, else by usual name, else by position.
 
     Raises:
-        ValueError: one would be both, or one's name says that it is the other.
+        ValueError: both are the same column, or a column's name says that it is the other kind.
     """
     words_at = words or _usual(table, "tokens", 0)
     tags_at = tags or _usual(table, f"{task}_tags", 1)
     if tags is None and tags_at == words_at:
-        tags_at = f"{task}_tags"  # it is absent, and the words are in its place
+        tags_at = f"{task}_tags"  # missing (which is reported later); the second column has words
     swapped = (words is None and _ENDS_WITH_TAGS.fullmatch(words_at) is not None) or (
         tags is None and tags_at in _NAMES_OF_WORDS
     )
@@ -124,7 +128,10 @@ def _columns(table: Table, words: str | None, tags: str | None, task: str) -> tu
 
 
 def _usual(table: Table, name: str, place: int) -> str:
-    """A column's usual name, or, where there is none, the one in its usual place."""
+    """Returns `name` if there is such a column, else the name of the column at `place`.
+
+    If there is no column at `place` either, returns `name`, which the caller reports as missing.
+    """
     names = table.rows.column_names
     return name if name in names or place >= len(names) else names[place]
 
@@ -156,7 +163,10 @@ def _check_counts(table: Table, words: str, tags: str) -> None:
 
 
 def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...]:
-    """The tags in the model's order; else in the data set's own; else those that occur, sorted."""
+    """Returns the tags in the model's order, else in the dataset's, else those that occur, sorted.
+
+    The model's order is used only if the model knows all of the data's tags.
+    """
     train = tables.get("train")
     if train is None:
         if not known:
@@ -176,13 +186,13 @@ def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...
 
 
 def _names_in(features: Features) -> tuple[str, ...]:
-    """The names of a data set's tags where it has numbers for them."""
+    """Returns the tags' names if the dataset stores tags as numbers (ClassLabel), else ()."""
     inner = getattr(features[TAGS], "feature", None)
     return tuple(getattr(inner, "names", None) or ())
 
 
 def _number(table: Table, labels: tuple[str, ...]) -> Table:
-    """The table with tags as numbers."""
+    """Returns the table with its tags as numbers."""
     named = _names_in(table.rows.features)
     numbers = {label: number for number, label in enumerate(labels)}
     numbered = []

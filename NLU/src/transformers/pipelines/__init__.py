@@ -1,10 +1,9 @@
-"""Pipelines: from texts to answers with a fine-tuned model.
+"""Pipelines, which turn texts into answers with a fine-tuned model.
 
     classify = pipeline("sentiment-analysis", model="output/sst2")
     classify(["a good film", "a bad one"])    # [{"label": "positive", "score": 0.98}, …]
 
-`pipeline` opens the model and its tokenizer; a model that is given may have adapters in it, LoRA or
-others.
+`pipeline` loads the model and its tokenizer. It also takes a model object, which may have adapters.
 """
 
 import os
@@ -58,7 +57,7 @@ SUPPORTED_TASKS: dict[str, dict[str, Any]] = {
     },
     "fill-mask": {"impl": FillMaskPipeline, "pt": AutoModelForMaskedLM},
 }
-# Other names of these tasks, which later versions of upstream have.
+# Other names of these tasks, from later versions of transformers.
 _ALIASES = {"text-classification": "sentiment-analysis", "token-classification": "ner"}
 
 
@@ -78,20 +77,20 @@ def pipeline(
     Args:
         task: "sentiment-analysis" (or "text-classification"), "ner" (or "token-classification"),
             "question-answering" or "fill-mask".
-        model: a model, or where it is: a folder or a name on the hub.
-        config: its settings, or where they are, if not with the model.
-        tokenizer: a tokenizer, or where it is, if not with the model.
-        framework: "pt", the only one there is.
-        revision: branch, tag or commit of a model on the hub.
-        use_fast: open the fast tokenizer; for question answering it is opened in any case, since
-            the other one, of the same ids, knows no places in a text.
+        model: a model, or its folder or name on the hub.
+        config: its settings, or their folder or name, if not the model's.
+        tokenizer: a tokenizer, or its folder or name, if not the model's.
+        framework: "pt", the only one supported.
+        revision: the branch, tag or commit of a model on the hub.
+        use_fast: load the fast tokenizer. Question answering always does, because the slow one,
+            which gives the same ids, does not map tokens to characters.
         model_kwargs: further arguments of the model's `from_pretrained`.
-        kwargs: those of the task's class, such as `device` or `top_k`.
+        kwargs: arguments of the task's class, such as `device` or `top_k`.
 
     Raises:
-        KeyError: a task that this fork has no pipeline for.
-        ValueError: there is no model, or nothing that says which tokenizer is its.
-        PipelineException: a model with another head than the task needs, or an untrained one.
+        KeyError: this fork has no pipeline for the task.
+        ValueError: there is no model, or its tokenizer is unknown.
+        PipelineException: the model has another head than the task needs, or an untrained one.
     """
     name = _ALIASES.get(task, task)
     if name not in SUPPORTED_TASKS:

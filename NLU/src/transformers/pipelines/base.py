@@ -1,8 +1,8 @@
-"""What all pipelines share: from texts to rows of ids, and from those to what a model says of them.
+"""The base class of all pipelines, which encodes texts and runs the model on them.
 
     texts ─ encode ─> rows of ids ─ forward ─> rows of numbers, in the texts' order ─ …
 
-Batches have rows of about one length, the longest first, and no padding is computed.
+Batches have rows of about the same length, the longest first. The model skips padding.
 """
 
 import os
@@ -29,10 +29,10 @@ ROWS_A_BATCH = 32
 
 
 class PipelineException(Exception):
-    """A pipeline cannot work with this model, or on this text.
+    """Raised when a pipeline cannot use this model or this text.
 
     Args:
-        task: the pipeline's.
+        task: the pipeline's task.
         model: the model's name.
         reason: what is wrong.
     """
@@ -44,25 +44,25 @@ class PipelineException(Exception):
 
 
 class ArgumentHandler(ABC):
-    """Makes one form of the many in which a pipeline's inputs can be given."""
+    """Converts a pipeline's inputs, which can be given in several forms, to one form."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The inputs in that form."""
+        """Returns the inputs in that form."""
 
 
 class Pipeline(ABC):
-    """A model, its tokenizer, and what is done before and after.
+    """A model and its tokenizer, with the processing before and after the model.
 
     Args:
-        model: with the head that the task needs; it is moved to `device`.
-        tokenizer: the model's.
+        model: a model with the head that the task needs. It is moved to `device`.
+        tokenizer: the model's tokenizer.
         modelcard: kept as an attribute.
         framework: "pt".
         task: the task's name.
-        args_parser: makes one form of the inputs, for tasks that have several.
+        args_parser: converts the inputs to one form, for tasks that accept several.
         device: -1 for the CPU, or a GPU's number.
-        binary_output: kept as an attribute; what a pipeline gives does not depend on it.
+        binary_output: kept as an attribute, without effect.
 
     Raises:
         PipelineException: the model has another head.
@@ -104,14 +104,14 @@ class Pipeline(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The answers for the inputs."""
+        """Returns the answers for the inputs."""
 
     def transform(self, X: Any) -> Any:
-        """The same, under scikit-learn's name."""
+        """Calls the pipeline, under scikit-learn's name."""
         return self(X)
 
     def predict(self, X: Any) -> Any:
-        """The same, under scikit-learn's name."""
+        """Calls the pipeline, under scikit-learn's name."""
         return self(X)
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
@@ -121,7 +121,7 @@ class Pipeline(ABC):
 
     @contextmanager
     def device_placement(self) -> Iterator[None]:
-        """Within this block, tensors are made on the pipeline's device."""
+        """Creates tensors on the pipeline's device within the block."""
         with self.device:
             yield
 
@@ -129,15 +129,15 @@ class Pipeline(ABC):
 
     @property
     def longest(self) -> int | None:
-        """Tokens that a row can have at most; None where there is no limit."""
+        """The maximum number of tokens in a row, or None if there is no limit."""
         return self.model.config.longest_sequence
 
     def encode(self, texts: list[Any], **settings: Any) -> BatchEncoding:
-        """The texts' rows, cut to what the model takes; the first cut is warned of.
+        """Encodes texts, truncated to what the model takes; warns at the first truncation.
 
         Args:
-            texts: texts, or all pairs of texts.
-            settings: of the tokenizer's call.
+            texts: a list of texts, or a list of pairs of texts.
+            settings: further arguments of the tokenizer's call.
         """
         first, second = texts, None
         if texts and not isinstance(texts[0], str):
@@ -163,13 +163,13 @@ class Pipeline(ABC):
     # ---- rows of ids -> rows of numbers ----
 
     def forward(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[np.ndarray, ...]]:
-        """What the model says of each row: a tuple of arrays, in float32.
+        """Runs the model, and returns for each row a tuple of float32 arrays.
 
         Args:
-            rows: dicts of lists of one length, which the model's forward takes by these names.
+            rows: a dict for each row with arguments of the model's forward: lists of equal length.
         """
         order, size = range(len(rows)), len(rows)
-        if not is_by_row():  # where rows have adapters of their own, their order says which
+        if not is_by_row():  # otherwise each row has its own adapter, chosen by the rows' order
             order = sorted(order, key=lambda index: -len(rows[index]["input_ids"]))
             size = ROWS_A_BATCH
         said: list[tuple[np.ndarray, ...]] = [()] * len(rows)
@@ -184,7 +184,7 @@ class Pipeline(ABC):
         return said
 
     def _forward_batch(self, rows: list[Mapping[str, Any]]) -> tuple[list[np.ndarray], ...]:
-        """What the model says of a batch: for each output a list of the rows' arrays."""
+        """Runs the model on a batch, and returns for each output a list of the rows' arrays."""
         lengths = [len(row["input_ids"]) for row in rows]
         names = [name for name in ("input_ids", "token_type_ids", "labels") if name in rows[0]]
         batch = {
@@ -199,25 +199,25 @@ class Pipeline(ABC):
         output = self.model(**batch, packed_rows=packed, return_dict=True, **self.forward_settings)
         return self.by_row(output, lengths)
 
-    # What rows of a batch are filled up with.
+    # The values of the padding.
     _FILL: ClassVar[dict[str, int]] = {"token_type_ids": 0, "labels": -100}
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
-        """A batch's logits, row by row."""
+        """Returns a batch's logits, row by row."""
         return (list(output.logits.float().cpu().numpy()),)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Probabilities over the last axis."""
+    """Returns the probabilities over the last axis."""
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
 def as_list(inputs: Any, name: str) -> list[Any]:
-    """One text, or several, as a list.
+    """Returns one or several texts as a list.
 
     Raises:
-        ValueError: there is none, or something is not a text.
+        ValueError: there is no text, or something is not a string.
     """
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list | tuple) or not texts:
@@ -229,7 +229,7 @@ def as_list(inputs: Any, name: str) -> list[Any]:
 
 
 def rows_of(encoded: BatchEncoding) -> list[dict[str, list[int]]]:
-    """An encoded batch as rows for `Pipeline.forward`."""
+    """Returns an encoded batch as rows for `Pipeline.forward`."""
     names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
     return [
         dict(zip(names, row, strict=True))

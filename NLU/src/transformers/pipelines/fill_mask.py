@@ -1,4 +1,4 @@
-"""Filling a mask: a text with one hidden token -> the tokens that it may be."""
+"""The fill-mask pipeline, which finds the likeliest tokens for a masked one."""
 
 from typing import Any, ClassVar
 
@@ -14,12 +14,12 @@ class FillMaskPipeline(Pipeline):
     """Finds tokens for a text's mask.
 
     Args:
-        top_k: how many.
+        top_k: the number of tokens.
         others: see `Pipeline`.
     """
 
     head = "masked_lm"
-    forward_settings: ClassVar[dict[str, Any]] = {"targets_only": True}  # the masks' logits alone
+    forward_settings: ClassVar[dict[str, Any]] = {"targets_only": True}  # only the masks' logits
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class FillMaskPipeline(Pipeline):
         top_k: int | None = None,
         **kwargs: Any,
     ) -> list[dict[str, Any]] | list[list[dict[str, Any]]]:
-        """The likeliest tokens of each text's mask; those of a single text as they are.
+        """Returns the likeliest tokens for the mask of each text.
 
         Args:
             inputs: a text with one mask token, or several texts.
-            targets: words to choose from; of one that is several tokens, the first is taken, which
-                is warned of. All are given, whatever `top_k`.
-            top_k: how many tokens, where other than the pipeline's.
-            kwargs: without effect, as in 4.4.
+            targets: the words to choose from. All are returned, regardless of `top_k`. For a word
+                of several tokens, the first token is used, with a warning.
+            top_k: the number of tokens, if other than the pipeline's.
+            kwargs: without effect, as in transformers 4.4.
 
         Returns:
-            For each text, from the likeliest on, ``sequence`` (the text with the token), ``score``,
-            ``token`` (its id) and ``token_str``.
+            For each text, a list of dicts, the likeliest first: ``sequence`` (the text with the
+            token), ``score``, ``token`` (its id) and ``token_str``. For a single text, its list.
 
         Raises:
             PipelineException: a text has no mask, or several.
@@ -75,7 +75,7 @@ class FillMaskPipeline(Pipeline):
         return index == self.tokenizer.mask_token_id
 
     def ensure_exactly_one_mask_token(self, input_ids: list[int]) -> None:
-        """Checks that a row has one mask.
+        """Checks that a row has exactly one mask.
 
         Raises:
             PipelineException: it has none, or several.
@@ -86,10 +86,10 @@ class FillMaskPipeline(Pipeline):
             raise self._exception(f"a text has {found}: write {self.tokenizer.mask_token} once")
 
     def _target_ids(self, targets: str | list[str]) -> np.ndarray:
-        """The words' ids.
+        """Returns the ids of the words' first tokens.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no word, or an empty one.
         """
         words = [targets] if isinstance(targets, str) else list(targets)
         if not words or not all(words):

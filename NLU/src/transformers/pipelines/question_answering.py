@@ -1,9 +1,9 @@
-"""Question answering: a question and a text -> the span of the text that answers it.
+"""The question-answering pipeline, which finds the span of a text that answers a question.
 
 A text that is too long is read in overlapping parts, each with the question before it:
 
-    question + part ─ model ─> start and end of each token ─ softmax over the part's own tokens
-      ─> the products of all short spans ─> the best of all parts
+    question + part ─ model ─> start and end logits of each token ─ softmax over the part's tokens
+      ─> start · end for all short spans ─> the best spans of all parts
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,24 +19,24 @@ from ..file_utils import ModelOutput
 from .base import ArgumentHandler, Pipeline, rows_of, softmax
 
 Answer = dict[str, Any]  # score, start, end (characters of the text), answer
-# The logit of a token that no answer has.
+# The logit of a token at which no answer can start or end.
 _IMPOSSIBLE = -10_000.0
 
 
 class QuestionAnsweringArgumentHandler(ArgumentHandler):
-    """Questions with their texts, in whatever form they are given, as `SquadExample`s.
+    """Converts questions with their contexts to `SquadExample`s, from any of these forms.
 
-    By position, or as ``question`` and ``context``: two texts, or lists of them, where one text may
-    stand for all questions. By position, or as ``X`` or ``data``: a dict of these two, an example,
-    or a list of such.
+    Two arguments, by position or as ``question`` and ``context``, are two strings or two lists of
+    strings; a single context may stand for all questions. One argument, by position or as ``X`` or
+    ``data``, is a dict of question and context, a `SquadExample`, or a list of these.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[SquadExample]:
-        """The examples.
+        """Returns the examples.
 
         Raises:
-            KeyError: a dict without a question or without a context.
-            ValueError: one of them is empty, or it is none of these forms.
+            KeyError: a dict lacks a question or a context.
+            ValueError: a question or context is empty, or the arguments have none of these forms.
         """
         named = {"question", "context"} & kwargs.keys()
         if len(args) == 2:
@@ -56,10 +56,10 @@ class QuestionAnsweringArgumentHandler(ArgumentHandler):
         return [self.normalize(item) for item in given]
 
     def normalize(self, item: SquadExample | Mapping[str, Any]) -> SquadExample:
-        """One example.
+        """Converts one item to an example.
 
         Raises:
-            KeyError, ValueError: as on a call.
+            KeyError, ValueError: as in `__call__`.
         """
         if isinstance(item, SquadExample):
             return item
@@ -76,7 +76,7 @@ class QuestionAnsweringArgumentHandler(ArgumentHandler):
 
 
 def _pairs(question: Any, context: Any) -> list[dict[str, Any]]:
-    """Questions and texts as dicts."""
+    """Pairs questions with their contexts, as dicts."""
     questions = [question] if isinstance(question, str | None) else question
     if not isinstance(questions, list):
         raise ValueError(f"question is a text or a list of texts, not {question!r:.40}")
@@ -92,10 +92,10 @@ class QuestionAnsweringPipeline(Pipeline):
     """Finds answers in texts.
 
     Args:
-        others: see `Pipeline`; the tokenizer is a fast one.
+        others: see `Pipeline`. The tokenizer has to be a fast one.
 
     Raises:
-        ValueError: the tokenizer is not fast, and so does not know where its tokens are in a text.
+        ValueError: the tokenizer is not fast, so it cannot map tokens to characters.
     """
 
     default_input_names = "question,context"
@@ -120,7 +120,7 @@ class QuestionAnsweringPipeline(Pipeline):
     def create_sample(
         question: str | list[str], context: str | list[str]
     ) -> SquadExample | list[SquadExample]:
-        """An example of a question and its text, or one of each."""
+        """Returns an example for a question and its context, or a list of examples for lists."""
         examples = QuestionAnsweringArgumentHandler()(question, context)
         return examples if isinstance(question, list) else examples[0]
 
@@ -136,26 +136,29 @@ class QuestionAnsweringPipeline(Pipeline):
         padding: str = "longest",
         **kwargs: Any,
     ) -> Answer | list[Answer]:
-        """The best answers to each question, in one list; a single one as it is.
+        """Returns the best answers to all questions in one list, or a single answer by itself.
 
         Args:
             args: see `QuestionAnsweringArgumentHandler`.
-            topk: answers to a question.
-            doc_stride: tokens that neighbouring parts of a text share; half of a part where a part
-                has no more than these.
-            max_answer_len: tokens of an answer at most.
-            max_seq_len: tokens of the question with a part; at most those the model takes.
-            max_question_len: without effect, as in 4.4 with a fast tokenizer: only texts are cut.
-            handle_impossible_answer: an empty answer, "there is none", may be among them.
-            padding: without effect, as no padding is computed.
+            topk: the number of answers per question.
+            doc_stride: the number of tokens that neighboring parts of a text share. If a part has
+                no more tokens than that, they share half a part.
+            max_answer_len: the maximum number of tokens in an answer.
+            max_seq_len: the number of tokens of the question and a part, at most what the model
+                takes.
+            max_question_len: without effect, as in transformers 4.4 with a fast tokenizer:
+                questions are not truncated.
+            handle_impossible_answer: allow an empty answer, which means that there is none.
+            padding: without effect, because the model skips padding.
             kwargs: see `QuestionAnsweringArgumentHandler`.
 
         Returns:
-            ``score``, ``start`` and ``end`` (characters) and ``answer``, whole words of the text.
+            For each answer ``score``, ``start`` and ``end`` (in characters) and ``answer``, which
+            has whole words of the text.
 
         Raises:
-            KeyError, ValueError: as in `QuestionAnsweringArgumentHandler`; a number is too small;
-                a question leaves no room for a text.
+            KeyError, ValueError: as in `QuestionAnsweringArgumentHandler`; or a number is too
+                small, or a question leaves no room for its text.
         """
         examples = self._args_parser(*args, **kwargs)
         for name, value in (("topk", topk), ("max_answer_len", max_answer_len)):
@@ -177,10 +180,11 @@ class QuestionAnsweringPipeline(Pipeline):
     def _parts(
         self, examples: list[SquadExample], max_seq_len: int, doc_stride: int, may_be_none: bool
     ) -> Iterator[tuple[SquadExample, list["_Part"]]]:
-        """Each example with the parts of its text, in their order.
+        """Yields each example with the parts of its text, in order.
 
-        The softmax is over the text's tokens, and over the first one, which stands for "no answer".
-        As in 4.4, RoBERTa's, whose id is 0, is left out where there has to be an answer.
+        The softmax is over the text's tokens and the first token, which stands for "no answer". If
+        there has to be an answer, the first token is left out for RoBERTa, whose id for it is 0, as
+        in transformers 4.4.
         """
         windows = list(self._windows(examples, max_seq_len, doc_stride))
         said = self.forward([row for _, row, _ in windows])
@@ -197,10 +201,10 @@ class QuestionAnsweringPipeline(Pipeline):
     def _windows(
         self, examples: list[SquadExample], max_seq_len: int, doc_stride: int
     ) -> Iterator[tuple[int, dict[str, list[int]], Encoding]]:
-        """The rows of each question with the parts of its text: the example's number, row, tokens.
+        """Yields, for each part of each example's text, the example's number, the row, the tokens.
 
         Raises:
-            ValueError: a question leaves no room for a text.
+            ValueError: a question leaves no room for its text.
         """
         limit = max_seq_len if self.longest is None else min(max_seq_len, self.longest)
         frame = self.tokenizer.num_special_tokens_to_add(pair=True)
@@ -224,7 +228,7 @@ class QuestionAnsweringPipeline(Pipeline):
                 yield number, row, encoding
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
-        """A batch's logits of start and end, row by row, without padding."""
+        """Returns a batch's start and end logits, row by row, without padding."""
         both = (output.start_logits, output.end_logits)
         return tuple(
             [
@@ -237,15 +241,15 @@ class QuestionAnsweringPipeline(Pipeline):
     def decode(
         self, start: np.ndarray, end: np.ndarray, topk: int, max_answer_len: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The likeliest spans: their first and last tokens, and their scores.
+        """Returns the first tokens, the last tokens and the scores of the likeliest spans.
 
         Args:
             start, end: (tokens,), probabilities.
-            topk: how many spans, fewer where there are not as many.
-            max_answer_len: tokens of a span at most.
+            topk: the number of spans; fewer are returned if there are not as many.
+            max_answer_len: the maximum number of tokens in a span.
         """
         start, end = start.reshape(-1), end.reshape(-1)
-        # Of span (first, length - 1) the probability of its end, 0 beyond the row.
+        # ends[i, n] is the probability that a span from token i ends at i + n; 0 beyond the row.
         ends = sliding_window_view(np.pad(end, (0, max_answer_len - 1)), max_answer_len)
         scores = start[:, None] * ends
         best = np.argsort(-scores, axis=None, kind="stable")[:topk]
@@ -255,16 +259,16 @@ class QuestionAnsweringPipeline(Pipeline):
         return firsts, firsts + more, scores.reshape(-1)[best]
 
     def _answers(self, part: "_Part", text: str, topk: int, max_answer_len: int) -> list[Answer]:
-        """The best answers in a part of `text`, widened to whole words."""
+        """Returns the best answers in a part of `text`, widened to whole words."""
         start, end = part.start.copy(), part.end.copy()
-        start[0] = end[0] = 0.0  # "no answer" is none
+        start[0] = end[0] = 0.0  # the first token stands for "no answer"
         spans = zip(*self.decode(start, end, topk, max_answer_len), strict=True)
         answers = []
         for first, last, score in spans:
             if score > 0:
                 begin, after = part.word(first)[0], part.word(last)[1]
                 word = text[begin:after]
-                answer = word.lstrip() or word  # in SentencePiece, a word has the space before
+                answer = word.lstrip() or word  # SentencePiece's words include the space before
                 begin = after - len(answer)
                 values = {"score": float(score), "start": begin, "end": after, "answer": answer}
                 answers.append(values)
@@ -273,11 +277,11 @@ class QuestionAnsweringPipeline(Pipeline):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a text, and what the model says of it.
+    """A part of a text, and the model's predictions for it.
 
     Args:
         encoding: the question and the part.
-        start, end: (tokens,), probabilities that an answer starts and ends there.
+        start, end: (tokens,), the probabilities that the answer starts and ends at each token.
     """
 
     encoding: Encoding
@@ -286,9 +290,9 @@ class _Part:
 
     @property
     def no_answer(self) -> float:
-        """How likely it is that the part has no answer."""
+        """The probability that the part has no answer."""
         return self.start[0].item() * self.end[0].item()
 
     def word(self, token: int) -> tuple[int, int]:
-        """The characters of a token's word."""
+        """Returns the start and end characters of a token's word."""
         return self.encoding.word_to_chars(self.encoding.token_to_word(int(token)), 1)

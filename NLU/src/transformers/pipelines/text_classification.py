@@ -1,4 +1,4 @@
-"""Text classification: a text, or a pair of them -> its label."""
+"""The text-classification pipeline, for texts or pairs of texts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from .base import Pipeline, as_list, rows_of, softmax
 
 
 class TextClassificationPipeline(Pipeline):
-    """Classifies texts; a regressor's number becomes a score by the logistic function.
+    """Classifies texts; the logistic function maps the output of a regression model to a score.
 
     Args:
-        return_all_scores: give all labels, rather than the likeliest.
-        kwargs: those of `Pipeline`.
+        return_all_scores: return all labels instead of the likeliest one.
+        kwargs: arguments of `Pipeline`.
     """
 
     head = "sequence_classification"
@@ -23,17 +23,17 @@ class TextClassificationPipeline(Pipeline):
         self.return_all_scores = return_all_scores
 
     def __call__(self, inputs: Any) -> list[Any]:
-        """The label of each text.
+        """Returns the label of each text.
 
         Args:
-            inputs: a text, or a list of texts, or of pairs of texts as lists of two.
+            inputs: a text, a list of texts, or a list of pairs of texts (lists of two).
 
         Returns:
-            For each text ``{"label", "score"}``; with `return_all_scores` a list of them.
+            For each text ``{"label", "score"}``, or with `return_all_scores` a list of these.
 
         Raises:
-            ValueError: there is no text, or something is not a text; or the model was trained on
-                pairs and these are none, or the reverse.
+            ValueError: there is no text, something is not a string, or the inputs are single texts
+                although the model was trained on pairs, or the reverse.
         """
         texts = _texts_or_pairs(inputs)
         _check_number(texts[0], self.model.config.text_columns)
@@ -48,7 +48,7 @@ class TextClassificationPipeline(Pipeline):
 
 
 def _texts_or_pairs(inputs: Any) -> list[Any]:
-    """The inputs as a list of texts, or of pairs."""
+    """Returns the inputs as a list of texts or of pairs."""
     if not isinstance(inputs, list | tuple) or not any(isinstance(x, list | tuple) for x in inputs):
         return as_list(inputs, "input")
     for index, pair in enumerate(inputs):
@@ -59,7 +59,7 @@ def _texts_or_pairs(inputs: Any) -> list[Any]:
 
 
 def _check_number(first: Any, columns: Sequence[str] | None) -> None:
-    """Checks a text or a pair against the columns that the model was trained on, where known."""
+    """Checks that a text or pair has as many texts as the model's training data, if known."""
     count = 1 if isinstance(first, str) else 2
     if columns is not None and len(columns) != count:
         raise ValueError(

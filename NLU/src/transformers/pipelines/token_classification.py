@@ -1,4 +1,4 @@
-"""Token classification: a text -> its named entities, token by token or put together."""
+"""The token-classification pipeline, which finds named entities, token by token or grouped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ Offsets = list[tuple[int, int]]
 
 
 class Entity(TypedDict, total=False):
-    """A token with an entity's label, or several with one: ``entity_group`` for ``entity``.
+    """A token labeled ``entity``, or a group of tokens labeled ``entity_group``.
 
-    ``start`` and ``end`` are characters of the text, None where the tokenizer does not know them;
-    ``index`` is the token's number in its row.
+    ``start`` and ``end`` are characters of the text, or None if the tokenizer does not know them.
+    ``index`` is the token's position in its row.
     """
 
     entity: str
@@ -31,13 +31,13 @@ class Entity(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text's row.
+    """The tokens of a text.
 
     Args:
-        text, ids: the text and its tokens.
-        is_special: 1 for each token that is not text.
-        offsets: the tokens' characters, None where they are not known.
-        words: the index of each token's word, None likewise.
+        text, ids: the text and its tokens' ids.
+        is_special: 1 for each special token.
+        offsets: each token's start and end characters, or None if unknown.
+        words: the index of each token's word, or None if unknown.
     """
 
     text: str
@@ -47,19 +47,19 @@ class Tokens:
     words: Sequence[int | None] | None
 
     def place(self, index: int) -> tuple[int, int] | tuple[None, None]:
-        """A token's characters, without the space that SentencePiece puts before a word."""
+        """Returns a token's characters, without the space that SentencePiece puts before a word."""
         if self.offsets is None:
             return None, None
         start, end = map(int, self.offsets[index])
         characters = self.text[start:end]
-        return end - len(characters.lstrip() or characters), end  # some are nothing but a space
+        return end - len(characters.lstrip() or characters), end  # some tokens are only a space
 
     def goes_on(self, index: int) -> bool:
-        """Whether a token is a later one of its word."""
+        """Returns whether a token continues the word of the token before it."""
         return self.words is not None and index > 0 and self.words[index] == self.words[index - 1]
 
     def labels_by_word(self, labels: list[int]) -> list[int]:
-        """The tokens' labels, where a word's later tokens have that of its first one."""
+        """Returns the tokens' labels, with each word's first label for all of its tokens."""
         of_words: list[int] = []
         for index, label in enumerate(labels):
             of_words.append(of_words[-1] if self.goes_on(index) else label)
@@ -67,15 +67,15 @@ class Tokens:
 
 
 class TokenClassificationArgumentHandler(ArgumentHandler):
-    """A list of texts, and of their tokens' offsets where these are given."""
+    """Converts texts, and their tokens' offsets if given, to lists."""
 
     def __call__(
         self, inputs: str | list[str], offset_mapping: Any = None
     ) -> tuple[list[str], list[Offsets] | None]:
-        """Both as lists of one length.
+        """Returns the texts and the offsets (or None) as lists of equal length.
 
         Raises:
-            ValueError: there is no text, or not one list of offsets for each.
+            ValueError: there is no text, or not one list of offsets for each text.
         """
         texts = as_list(inputs, "input")
         if offset_mapping:
@@ -90,11 +90,11 @@ class TokenClassificationPipeline(Pipeline):
     """Finds named entities.
 
     Args:
-        ignore_labels: labels that are no entity.
-        grouped_entities: put tokens of one entity together.
-        ignore_subwords: within a group, a word's later tokens belong to the one before, whatever
-            their label, and do not count in the score. (4.4 took some of RoBERTa's first tokens for
-            later ones.) Needs a fast tokenizer.
+        ignore_labels: the labels of tokens outside entities.
+        grouped_entities: group the tokens of each entity.
+        ignore_subwords: when grouping, a word's later tokens belong to its first one, whatever
+            their label, and do not count in the score. Needs a fast tokenizer. (Transformers 4.4
+            took some of RoBERTa's first tokens for later ones.)
         others: see `Pipeline`.
 
     Raises:
@@ -129,15 +129,15 @@ class TokenClassificationPipeline(Pipeline):
         self.ignore_subwords = ignore_subwords
 
     def __call__(self, inputs: str | list[str], **kwargs: Any) -> list[Entity] | list[list[Entity]]:
-        """The entities of each text; those of a single text as they are.
+        """Returns a list of entities for each text, or that list itself for a single text.
 
         Args:
-            inputs: a text, or several.
-            kwargs: ``offset_mapping``: for each text, its tokens' characters, instead of the
-                tokenizer's.
+            inputs: one text or several.
+            kwargs: ``offset_mapping``: for each text, its tokens' start and end characters, instead
+                of the tokenizer's.
 
         Raises:
-            ValueError: there is no text, or something is not a text.
+            ValueError: there is no text, or something is not a string.
         """
         texts, offsets = self._args_parser(inputs, **kwargs)
         is_fast = self.tokenizer.is_fast
@@ -160,16 +160,16 @@ class TokenClassificationPipeline(Pipeline):
         return answers[0] if len(answers) == 1 else answers
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
-        """A batch's logits (tokens, labels), row by row, without padding."""
+        """Returns a batch's logits (tokens, labels), row by row, without padding."""
         logits = output.logits.float().cpu().numpy()
         return ([row[:length] for row, length in zip(logits, lengths, strict=True)],)
 
     def _entities(self, tokens: "Tokens", scores: np.ndarray) -> list[Entity]:
-        """A text's tokens that have an entity's label; `scores` are (tokens, labels)."""
+        """Returns a text's tokens that have an entity's label; `scores` is (tokens, labels)."""
         entities: list[Entity] = []
         by_word = self.grouped_entities and self.ignore_subwords
         labels = scores.argmax(axis=-1).tolist()
-        # Models are trained on words' first tokens: what they say of others means nothing.
+        # Models are trained on words' first tokens, so their outputs for others have no meaning.
         for index, label in enumerate(tokens.labels_by_word(labels) if by_word else labels):
             name = self.model.config.id2label[label]
             if name in self.ignore_labels or tokens.is_special[index]:
@@ -192,7 +192,7 @@ class TokenClassificationPipeline(Pipeline):
         return entities
 
     def group_entities(self, entities: list[Entity]) -> list[Entity]:
-        """Neighbouring tokens of one entity as one: of one kind, up to the next label with B-."""
+        """Groups neighboring tokens of the same kind of entity; a label with B- begins a group."""
         groups: list[list[Entity]] = []
         for entity in entities:
             if groups and self._continues(groups[-1][-1], entity):
@@ -210,7 +210,7 @@ class TokenClassificationPipeline(Pipeline):
         return not begins and _kind(entity) == _kind(last)
 
     def group_sub_entities(self, entities: list[Entity]) -> Entity:
-        """One entity of several tokens, which follow one another; its score is their mean."""
+        """Makes one entity of several neighboring tokens; its score is the mean of theirs."""
         first, *others = entities
         counted = [e for e in others if not (self.ignore_subwords and e["is_subword"])]
         return {
@@ -223,7 +223,7 @@ class TokenClassificationPipeline(Pipeline):
 
 
 def _kind(entity: Entity) -> str:
-    """ "B-PER" -> "PER"."""
+    """Returns the kind of entity in a label: "PER" for "B-PER"."""
     return entity["entity"].split("-")[-1]
 
 

@@ -1,11 +1,11 @@
-"""Small helpers that no model owns."""
+"""Helpers for scripts and logging."""
 
 
 def check_min_version(min_version: str) -> None:
-    """Checks that this package is as new as a script needs it, as 4.4's scripts do at their head.
+    """Checks that this package is new enough for a script; scripts of 4.4 call it when they start.
 
     Raises:
-        ImportError: it is older.
+        ImportError: the package is older than `min_version`.
     """
     from packaging import version
 

@@ -1,4 +1,4 @@
-"""What the scripts share: logging, errors as one line, and checks of what they are given."""
+"""Helpers of the scripts: logging, one-line errors, and checks of folders and lengths."""
 
 import atexit
 import functools
@@ -44,34 +44,35 @@ from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-# Files of weights that a run may be started from, and that it saves or removes.
+# Weight files that a run may start from, and that it writes or deletes.
 _WEIGHT_FILES = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
 
-# Tokens that texts are cut to by default.
+# The number of tokens to which texts are truncated by default.
 DEFAULT_LENGTH = 128
 
 
 def set_up_logging(level: str | None = None) -> None:
-    """Shows messages on the console, see `process.set_up_logging`.
+    """Shows messages on the console; see `process.set_up_logging`.
 
     Args:
-        level: --log_level; None for info.
+        level: the value of --log_level; None for info.
     """
     process.set_up_logging(level or "info")
-    # For a file that it cannot read, its log only repeats the error that it raises.
+    # When `datasets` cannot read a file, it logs the same error that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
 def set_up_datasets(cache_dir: str | None = None) -> None:
-    """Turns off the progress bars of datasets, except the main process's on a terminal.
+    """Sets up the `datasets` library: its progress bars, its messages and its cache.
 
-    Its messages are shown as the project's are, once. Where its cache cannot be written to, as in
-    a container whose user has no home folder, tables are kept in a temporary folder.
+    Progress bars are shown only by the main process on a terminal. Messages are shown once, in the
+    project's format. If the default cache is not writable, as in a container whose user has no home
+    folder, a temporary folder is used.
 
-    It imports that library, so it is called after the command line has been checked.
+    Call it after the command line has been checked, because it imports the library.
 
     Args:
-        cache_dir: the folder that the script gives it for a cache, if it does.
+        cache_dir: the cache folder that the user has given, if any.
 
     Raises:
         OSError: `cache_dir` cannot be written to.
@@ -79,7 +80,7 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
     with process.without_collector():
         import datasets
 
-    # Messages go to the root logger's handlers; the libraries' own would show them a second time.
+    # The root logger's handlers show the messages, and the libraries' own would repeat them.
     for library in ("datasets", "huggingface_hub"):
         logging.getLogger(library).handlers.clear()
     if launched.rank() != 0 or not is_terminal(sys.stderr):
@@ -97,9 +98,9 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
 
 
 def _can_be_written_to(folder: str | os.PathLike) -> bool:
-    """Whether there is such a folder, or it can be made, and takes files."""
+    """Returns whether files can be written to a folder, which is created if missing."""
     folder = os.path.expanduser(folder)
-    if folder.startswith("~"):  # nobody knows the user's home folder
+    if folder.startswith("~"):  # the user's home folder is unknown
         return False
     try:
         os.makedirs(folder, exist_ok=True)
@@ -111,17 +112,17 @@ def _can_be_written_to(folder: str | os.PathLike) -> bool:
 
 @functools.cache
 def _temporary_cache() -> Path:
-    """A folder that goes when the process ends."""
+    """Creates a folder that is deleted when the process ends."""
     folder = tempfile.mkdtemp(prefix="datasets-")
-    # Windows removes no file that is mapped, as tables are.
+    # Errors are ignored, because Windows cannot delete memory-mapped files, such as tables.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
-    """Makes the output folder, and keeps other runs out of it within the block.
+    """Creates the output folder, and keeps other runs out of it within the block.
 
-    See `output_folder`, and what it raises. To be called by all processes of a run.
+    All processes of a run have to call this. See `output_folder`, also for further errors.
 
     Raises:
         NotADirectoryError: the output folder is a file.
@@ -133,20 +134,21 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
 
 
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
-    """Refuses to begin a training that would write over what it starts from.
+    """Refuses runs that would overwrite the weights that they start from.
 
-    An evaluation, which writes results alone, may put them beside adapters and into the folder of a
-    run's model, not among the files of another one: a base, or what utils/convert.py has merged.
-    To be called before `find_checkpoint`, whose error proposes to overwrite a folder. A run that
-    resumes has begun already.
+    An evaluation writes only results. It may write them next to adapters and into the folder of a
+    trained run, but not into the folder of any other model, such as a base or the output of
+    utils/convert.py. A run that resumes is not checked.
+
+    Call it before `find_checkpoint`, whose error message suggests --overwrite_output_dir.
 
     Args:
-        args: say whether there is training, and where it writes.
-        sources: where weights are read from, by the flag's name: paths, names on the hub or None.
+        args: the run's settings.
+        sources: where weights are read from (a path, a name on the hub or None), by flag name.
 
     Raises:
-        ValueError: one is the output folder, a file that is saved there, or a checkpoint in it; or,
-            without training, the model is the output folder.
+        ValueError: a source is the output folder, a file that is saved there, or a checkpoint in
+            it; or, without training, the output folder is that of a model no run has written.
     """
     if not args.do_train:
         _check_model_kept(args, sources)
@@ -180,13 +182,13 @@ def _check_model_kept(args: TrainingArguments, sources: Mapping[str, str | None]
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
-    """The checkpoint to resume from: the last one in the output folder, which must be ours.
+    """Returns the checkpoint to resume from, the last one in the output folder, or None.
 
-    A launcher gives every attempt the first one's command: --overwrite_output_dir is for that one.
-    To be called by all processes of a run.
+    All processes of a run have to call this. When a launcher restarts a run, it repeats the first
+    attempt's command, so --overwrite_output_dir then applies only to older checkpoints.
 
     Raises:
-        ValueError: training would write into a folder that holds something, but no checkpoint.
+        ValueError: training would write into a folder that is not empty but has no checkpoint.
     """
     folder = Path(args.output_dir)
     if not args.do_train:
@@ -213,10 +215,10 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Refuses texts that are longer than the model has positions for.
+    """Refuses a --max_seq_length below 1 or beyond the model's positions.
 
     Raises:
-        ValueError: they are, or there is not even one token in them.
+        ValueError: the length is out of that range.
     """
     longest = config.longest_sequence
     if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
@@ -231,17 +233,19 @@ def choose_length(
     is_pair: bool,
     usual: int = DEFAULT_LENGTH,
 ) -> int:
-    """The number of tokens that texts are cut to: --max_seq_length, or what fits the model.
+    """Returns the number of tokens to which texts are truncated.
+
+    That is --max_seq_length or, if it is not given, `usual`, reduced to the model's positions.
 
     Args:
-        given: the flag; None where it was not given.
+        given: the value of --max_seq_length, or None.
         config: the model's settings.
         tokenizer: its tokenizer.
-        is_pair: there are pairs of texts.
-        usual: the length where the flag was not given and the model takes so many.
+        is_pair: whether there are pairs of texts.
+        usual: the default length.
 
     Raises:
-        ValueError: the model has fewer positions, or special tokens leave no room in them.
+        ValueError: the model has fewer positions, or special tokens leave too little room.
     """
     if given is None:
         length = min(usual, config.longest_sequence or usual)
@@ -254,18 +258,18 @@ def choose_length(
 
 
 def check_room(length: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool) -> None:
-    """Refuses rows that have no room for a text, or for each of a pair.
+    """Refuses a length that leaves no room for a text, or for both texts of a pair.
 
     Args:
-        length: --max_seq_length.
-        tokenizer: what makes the rows.
-        is_pair: there are pairs of texts.
+        length: the number of tokens in a row.
+        tokenizer: the tokenizer, which adds special tokens.
+        is_pair: whether there are pairs of texts.
 
     Raises:
-        ValueError: special tokens leave less than two tokens for each.
+        ValueError: special tokens leave less than two tokens for each text.
     """
     special = tokenizer.num_special_tokens_to_add(is_pair)
-    # The first token of a text can be no more than the space before it.
+    # Two tokens for each text, because the first one may be only the space before it.
     needed = special + 2 * (1 + is_pair)
     if length < needed:
         what = "a pair of texts" if is_pair else "a text"
@@ -282,22 +286,22 @@ def cut_rows(
     length: int,
     **how: Any,
 ) -> list[bool]:
-    """Whether each row's texts were longer than what was kept of them.
+    """Returns for each row whether its texts were truncated.
 
     Args:
-        tokenizer: what made the rows.
-        texts: one list of texts, or two of as many: the first and the second of each pair.
+        tokenizer: the tokenizer that made the rows.
+        texts: one list of texts, or two lists with the first and second text of each pair.
         masks: each row's attention mask, 1 for a token and 0 for padding.
-        length: the most tokens that a row has.
-        how: how the rows were made, beyond that, such as ``is_split_into_words=True``.
+        length: the maximum number of tokens in a row.
+        how: further arguments with which the rows were made, such as ``is_split_into_words=True``.
     """
-    # A row that is not full was not cut. The others are encoded again with room for one more token:
-    # those that were cut fill it.
+    # A row that is not full was not truncated. Full rows are encoded again with room for one more
+    # token, which those that were truncated fill.
     full = [row for row, mask in enumerate(masks) if sum(mask) >= length]
     was_cut = [False] * len(masks)
     if full:
         known = tokenizer.model_max_length
-        tokenizer.model_max_length = max(known, length + 1)  # silences the warning of its length
+        tokenizer.model_max_length = max(known, length + 1)  # avoids a warning about the length
         try:
             longer = tokenizer(
                 *([column[row] for row in full] for column in texts),
@@ -313,11 +317,11 @@ def cut_rows(
 
 
 def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
-    """Says how many texts were cut, in one line for all sets; nothing where none was.
+    """Logs in one line how many texts of each set were truncated, if any.
 
     Args:
-        cut: how many rows were cut, of how many, by the set's name.
-        length: the most tokens that a row has.
+        cut: for each set, by name, how many rows were truncated and how many it has.
+        length: the maximum number of tokens in a row.
     """
     said = [f"{rows} of {total} in {name}" for name, (rows, total) in cut.items() if rows]
     if said and launched.rank() == 0:
@@ -327,20 +331,21 @@ def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
 def load_tokenizer(
     name: str, config: PretrainedConfig, of_words: bool = False, **settings: Any
 ) -> PreTrainedTokenizerBase:
-    """A model's tokenizer.
+    """Loads a model's tokenizer.
 
     Args:
         name: the tokenizer's folder, or its name on the hub.
         config: the model's settings.
-        of_words: it is to take texts as lists of words.
-        settings: where to look for it, and its own settings, over those in its files.
+        of_words: whether texts will be given as lists of words.
+        settings: further arguments of `from_pretrained`, such as where to look for it, and settings
+            that override those in its files.
 
     Raises:
         ValueError: it has tokens that the model does not have.
     """
     tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
     if of_words and not getattr(tokenizer, "add_prefix_space", True):
-        # Else each word would be taken for a text's first.
+        # Otherwise, each word would be tokenized as the first word of a text.
         settings["add_prefix_space"] = True
         tokenizer = AutoTokenizer.from_pretrained(name, config=config, **settings)
     if len(tokenizer) > config.vocab_size:
@@ -352,11 +357,11 @@ def load_tokenizer(
 
 
 def _model_of(source: str) -> str:
-    """What --model_name_or_path takes: a folder, also where one of its files is named."""
+    """Returns the value of --model_name_or_path for a source: for a file, the folder it is in."""
     return str(Path(source).parent) if os.path.isfile(source) else source
 
 
-# What the scripts' users can do about the library's errors.
+# Errors of the library -> the flags or scripts that resolve them.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: f"--apply_lora --lora_path {error.source}",
     AlphaError: "--lora_alpha",
@@ -381,13 +386,11 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
 def run_script(
     main: Callable[[], None], ways_out: Mapping[type[CheckpointError], WayOut] | None = None
 ) -> None:
-    """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
-
-    Errors of the library get the flags that resolve them.
+    """Runs a script's `main` with `process.run`, and adds to the library's errors what to do.
 
     Args:
-        main: the script.
-        ways_out: those of its own, in place of `WAYS_OUT`'s.
+        main: the script's main function.
+        ways_out: the script's own entries, which override those of `WAYS_OUT`.
     """
     with_ways_out = adding_ways_out({**WAYS_OUT, **(ways_out or {})})(main)
     process.run(with_ways_out, timeout="--ddp_timeout")

@@ -1,8 +1,8 @@
-"""The package's loggers: all below ``transformers``, so that one call sets their level.
+"""The package's loggers, all below ``transformers``, so that one call sets their level.
 
-The level is WARNING, or that of the environment's TRANSFORMERS_VERBOSITY: debug, info, warning,
-error or critical. Where the root logger has handlers, they show the messages; else a handler of the
-package does, on standard error.
+The default level is WARNING. The environment variable TRANSFORMERS_VERBOSITY sets another one:
+debug, info, warning, error or critical. If the root logger has handlers, they show the messages.
+Otherwise, the package's own handler shows them on standard error.
 """
 
 import logging
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import (  # noqa: F401 - importable from here, too
+from logging import (  # noqa: F401 - can be imported from here, too
     CRITICAL,
     DEBUG,
     ERROR,
@@ -35,14 +35,14 @@ log_levels = {
 
 
 class _DefaultHandler(logging.StreamHandler):
-    """Shows on standard error what no handler of the root logger will show."""
+    """Shows messages on standard error if the root logger has no handler to show them."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:
-        """Standard error as it is now: it may have been redirected since."""
+        """The current standard error, which may have been redirected since the import."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -55,7 +55,7 @@ _default_handler = _DefaultHandler()
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """The logger of a module of this package, or the package's own."""
+    """Returns the logger of a module of this package, or the package's own."""
     return logging.getLogger(name or _PACKAGE)
 
 
@@ -63,7 +63,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def get_verbosity() -> int:
-    """The level of the package's loggers, such as `WARNING`."""
+    """Returns the level of the package's loggers, such as `WARNING`."""
     return get_logger().getEffectiveLevel()
 
 
@@ -78,12 +78,12 @@ def set_verbosity_debug() -> None:
 
 
 def set_verbosity_info() -> None:
-    """Shows what the package does."""
+    """Shows info messages and above."""
     set_verbosity(INFO)
 
 
 def set_verbosity_warning() -> None:
-    """Shows what a user should look into."""
+    """Shows warnings and errors."""
     set_verbosity(WARNING)
 
 
@@ -94,10 +94,10 @@ def set_verbosity_error() -> None:
 
 @contextmanager
 def errors_only() -> Iterator[None]:
-    """Within this block the package shows errors only.
+    """Makes the package show only errors within the block.
 
-    For a model whose head comes from an adapter: a warning that its own is newly initialized would
-    mislead.
+    Used when a model's head comes from an adapter: the warning that the model's own head is newly
+    initialized would mislead.
     """
     level = get_logger().level
     set_verbosity_error()
@@ -111,42 +111,42 @@ def errors_only() -> Iterator[None]:
 
 
 def enable_default_handler() -> None:
-    """Messages are shown on standard error again, after `disable_default_handler`."""
+    """Shows messages on standard error again, after `disable_default_handler`."""
     add_handler(_default_handler)
 
 
 def disable_default_handler() -> None:
-    """The package itself shows no messages."""
+    """Stops the package from showing messages itself."""
     remove_handler(_default_handler)
 
 
 def add_handler(handler: logging.Handler) -> None:
-    """Messages go to a handler as well."""
+    """Adds a handler for the package's messages."""
     get_logger().addHandler(handler)
 
 
 def remove_handler(handler: logging.Handler) -> None:
-    """Messages go to a handler no more."""
+    """Removes a handler of the package's messages."""
     get_logger().removeHandler(handler)
 
 
 def enable_propagation() -> None:
-    """Messages go to the root logger's handlers, as they do by default."""
+    """Passes messages on to the root logger's handlers, as by default."""
     get_logger().propagate = True
 
 
 def disable_propagation() -> None:
-    """Messages go to the package's own handlers alone."""
+    """Shows messages only through the package's own handlers."""
     get_logger().propagate = False
 
 
 def enable_explicit_format() -> None:
-    """The package's handlers show level, file, line and time of each message."""
+    """Makes the package's handlers show level, file, line and time of each message."""
     _set_format(logging.Formatter(_EXPLICIT))
 
 
 def reset_format() -> None:
-    """The package's handlers show messages alone."""
+    """Makes the package's handlers show only the messages."""
     _set_format(None)
 
 
@@ -156,10 +156,10 @@ def _set_format(formatter: logging.Formatter | None) -> None:
 
 
 def _set_up() -> None:
-    """What importing the package does."""
+    """Sets the level from the environment and adds the default handler, at import."""
     level = os.environ.get(_VARIABLE, "warning")
     set_verbosity(log_levels.get(level.lower(), WARNING))
-    add_handler(logging.NullHandler())  # without any, Python itself would show warnings
+    add_handler(logging.NullHandler())  # without a handler, Python itself would show warnings
     enable_default_handler()
     if level.lower() not in log_levels:
         known = ", ".join(log_levels)
