@@ -49,7 +49,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "lora_init": ("initialization", "default"),
     "lora_freeze_A": ("freeze_A", False),
 }
-# Names of files of weights, and files in the folder of an upstream Trainer that match but hold none.
+# Names of files of weights, and files of an upstream Trainer that match them but hold no weights.
 _WEIGHTS = ("model*.pt", "*.bin", "*.safetensors")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _PATTERNS = {"lora_rank_pattern": "rank", "lora_alpha_pattern": "alpha"}

@@ -27,9 +27,9 @@ _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Returns the tensors of a GPT-2 file under this model's names.
 
-    Names may have the prefix ``transformer.`` or ``module.transformer.``, may be those of a compiled
-    model, and may end in ``.g``, ``.b`` and ``.w`` as in GPT-2's first files. The head, which is
-    tied to the embedding, is left out.
+    Names may have the prefix ``transformer.`` or ``module.transformer.``, may be those of a
+    compiled model, and may end in ``.g``, ``.b`` and ``.w`` as in GPT-2's first files. The head,
+    which is tied to the embedding, is left out.
 
     Raises:
         CheckpointError: a tensor has two names in the file, or the head differs from the embedding.
