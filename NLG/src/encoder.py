@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), on the tokenizers library.
+"""Encodes text by GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), using tokenizers.
 
 encoder = get_encoder("vocab")            # a folder, or a name on the hub such as "gpt2"
 ids = encoder.encode(" a small text")

@@ -8,9 +8,9 @@ Rows with the same context (or the same key in --ref_unique_file) are one group:
 are its references, the prediction for its first row is its prediction. Groups come in the order in
 which they first appear in the input.
 
---ref_type e2e writes one file of references, one a line, with a blank line after each group.
+--ref_type e2e writes one file of references, one per line, with a blank line after each group.
 webnlg and dart write a folder with the files reference0 … reference{N-1}, N being --ref_num, with
-a line for each group; a group with fewer references repeats its first. A folder that holds more
+one line for each group. A group with fewer references repeats its first. A folder that holds more
 such files, for example from an earlier call with a larger --ref_num, is an error.
 """
 

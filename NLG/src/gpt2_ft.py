@@ -9,8 +9,8 @@ A step is one batch. These files are written to --work_dir:
                        model after the last one (without LoRA, always the full model)
     metrics.jsonl      one line every --log_interval steps, and one for each evaluation
     resume.pt          the state that --resume resumes from
-    runs/              the same figures for TensorBoard, and
-    learning_curves.png    as a picture at the end; see --report_to
+    runs/              the same figures for TensorBoard; see --report_to
+    learning_curves.png    the same figures as a picture, at the end of the run
 """
 
 import argparse
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         show_beginning(run, progress.step)
     best_ppl = take_steps(run, ddp_model, progress, metrics)
     write_model(run, run.last_step, lora_only=args.save_lora_only)
-    curves = metrics.draw()  # before the run counts as finished, and is left alone
+    curves = metrics.draw()  # before the run counts as finished, since --resume then does nothing
     write_finished(work_dir, dist_env, run.identity, run.last_step)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:

@@ -107,7 +107,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replaces a parameter, which stays frozen if it is one of LoRA's, or a buffer."""
+    """Replaces a parameter or a buffer; LoRA's frozen parameters stay frozen."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, last)
