@@ -1,13 +1,13 @@
-"""What a LoRA step costs in upstream's own models: under `loralib.add_lora`, and under PEFT.
+"""Measures a LoRA step in upstream's own models, under `loralib.add_lora` and under PEFT.
 
     python benchmarks/any_model_step.py --peers_python .venv-peers/bin/python
 
-RoBERTa-base's shape with a classification head, and a decoder of Llama's kind with 12 layers, with
-random weights; batches of 8 rows as long as RTE's, padded to the longest; LoRA or DoRA of rank 8 on
-query and value or on all linear layers. Both sides run upstream's Transformers, in the environment
-of the peers, and the same step: forward, backward, clipping, AdamW. Each contestant runs in a fresh
-process; they take turns, in an order that rotates from round to round, on the same batches.
-workers/ has their steps. Prints Markdown; README.md says how to read it.
+The models have random weights: one of RoBERTa-base's shape with a classification head, and a
+decoder like Llama with 12 layers. Batches have 8 rows as long as RTE's, padded to the longest. LoRA
+or DoRA of rank 8 is on query and value, or on all linear layers. Both sides run upstream's
+Transformers in the peers' environment, and the same step: forward, backward, clipping, AdamW. Each
+contestant runs in a fresh process. They take turns on the same batches, in an order that rotates
+from round to round. Their steps are in workers/. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from rte_lengths import QUANTILES, count_tokens, draw_batches
 from steps import WARMUP
 
 BATCH = 8
-HALF = "bfloat16"  # a model that is in float16 throughout cannot be trained
-PASSES = 2  # through the weights: forward, and backward to the inputs
+HALF = "bfloat16"  # because a model held in float16 throughout cannot be trained
+PASSES = 2  # products with the weights: forward, and backward to the inputs
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Model:
     """One of upstream's models.
 
     Args:
-        shape: its configuration's settings.
-        gated: its feed-forward layers have three matrices, not two.
-        targets: by name, which modules are adapted: ends of their names.
-        modules_to_train: its new head.
-        lora_dropout: of its rows with dropout; PEFT's examples have the same.
+        shape: the settings of its configuration.
+        gated: whether its feed-forward layers have three matrices instead of two.
+        targets: sets of adapted modules by name, each given by the ends of the modules' names.
+        modules_to_train: the modules of its new head.
+        lora_dropout: LoRA's dropout in rows that have dropout, as in PEFT's examples.
     """
 
     shape: dict[str, Any]
@@ -85,9 +85,9 @@ class Contestant(contest.Contestant):
 
     Args:
         model: a name in `MODELS`.
-        adapted: a name among its targets.
+        adapted: a name in the model's `targets`.
         variant: "lora" or "dora".
-        lora_dropout: on the input of the updates.
+        lora_dropout: dropout on the input of the updates.
     """
 
     model: str = ""
@@ -97,7 +97,7 @@ class Contestant(contest.Contestant):
 
 
 def settings() -> list[dict[str, Any]]:
-    """What is trained of which model: the fields in which contestants of one baseline agree."""
+    """Returns what is trained in which model: the fields that contestants of a baseline share."""
     every = [
         {"model": name, "adapted": adapted, "variant": variant, "lora_dropout": model.lora_dropout}
         for name, model in MODELS.items()
@@ -112,12 +112,12 @@ def settings() -> list[dict[str, Any]]:
 
 
 def contestants() -> list[Contestant]:
-    """All that take part."""
+    """Returns all contestants."""
     return [one for fields in settings() for one in _with(fields)]
 
 
 def _with(fields: dict[str, Any]) -> list[Contestant]:
-    """Both sides with these settings, in all their precisions."""
+    """Returns the contestants of both sides with these settings, in all their precisions."""
     kind = {"lora": "LoRA", "dora": "DoRA"}[fields["variant"]]
     dropout = f"dropout {fields['lora_dropout']}" if fields["lora_dropout"] else "no dropout"
     name = f"{fields['model']}, {fields['adapted']}, {kind}, {dropout}"
@@ -131,14 +131,14 @@ def _with(fields: dict[str, Any]) -> list[Contestant]:
 
 
 def baseline_of(contestant: Contestant) -> Contestant:
-    """loralib's row of the same settings and dtype."""
+    """Returns loralib's contestant with the same settings and dtype."""
     name = contestant.name.rpartition(": ")[0]
     own = {"name": f"{name}: loralib", "worker": "loralib"}
     return replace(contestant, **own, weights=contestant.dtype, autocast=None)
 
 
 def gflop(contestant: Contestant, batch: list[int], shape: dict[str, Any]) -> float:
-    """Billions of multiplications and additions in a step, by the formula of README.md."""
+    """Returns billions of multiplications and additions per step, by the formula of README.md."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     gated = MODELS[contestant.model].gated
     weights = 4 * hidden**2 + (3 if gated else 2) * hidden * inner
@@ -149,7 +149,7 @@ def gflop(contestant: Contestant, batch: list[int], shape: dict[str, Any]) -> fl
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
     smaller = QUICK if args.quick else {}
 

@@ -1,4 +1,4 @@
-"""A benchmark's table as a bar chart: each contestant's time, with this project's as 1."""
+"""Draws a benchmark's table as a bar chart of times, relative to this project's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS, OTHERS = "#c2650c", "#6b7f95"
-# From this quotient of the longest and the shortest bar on, lengths are logarithms.
+# If the longest bar is more than this many times as long as the shortest, the axis is logarithmic.
 WIDE = 30
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A contestant.
+    """A contestant's bar.
 
     Args:
-        label: its name and precision.
-        value: "times ours", the length.
+        label: the contestant's name and precision.
+        value: its "times ours", which is the bar's length.
         says: its time, as text.
-        is_ours: whether it is this project's.
-        group: what it is compared with; the bars of a group are next to each other.
+        is_ours: whether the contestant is this project's.
+        group: the contestant that it is compared with; bars of a group are next to each other.
     """
 
     label: str
@@ -36,18 +36,21 @@ class Bar:
 
 
 def in_order(bars: Sequence[Bar]) -> list[Bar]:
-    """Groups as they come; in each the fastest first, which puts the closest peer next to ours."""
+    """Sorts bars by group, as groups first occur, and in each by time, the fastest first.
+
+    This puts the closest peer next to this project.
+    """
     groups = list(dict.fromkeys(bar.group for bar in bars))
     return sorted(bars, key=lambda bar: (groups.index(bar.group), bar.value))
 
 
 def draw(title: str, bars: Sequence[Bar], footer: str) -> Figure:
-    """The chart.
+    """Draws the chart.
 
     Args:
         title: what was measured.
-        bars: at least one.
-        footer: on what machine.
+        bars: the bars, at least one.
+        footer: the machine that it was measured on.
     """
     bars = in_order(bars)
     lengths = [bar.value for bar in bars]
@@ -62,7 +65,7 @@ def draw(title: str, bars: Sequence[Bar], footer: str) -> Figure:
     panel.invert_yaxis()
     if max(lengths) > WIDE * min(lengths):
         panel.set_xscale("log")
-    # What the bars are on their left, how long they are on their right: no text meets a bar.
+    # Labels are on the left of the bars and times on the right, so that no text overlaps a bar.
     for side, texts in (
         (panel, [bar.label for bar in bars]),
         (panel.secondary_yaxis("right"), [bar.says for bar in bars]),

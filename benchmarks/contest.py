@@ -1,10 +1,11 @@
-"""What the benchmarks share: the command line, contestants that take turns, and the table.
+"""Runs the benchmarks' contestants in turns, and prints their results as a table.
 
-A benchmark is a `Benchmark`: its flags, and a function that says who runs what on which batches;
-`main` does the rest. Each contestant runs in a fresh process, ``workers/NAME_ours.py`` in this
-environment, ``workers/NAME_peers.py`` in that of the peers or ``workers/NAME_loralib.py``, which
-has this project's `loralib` besides. They take turns, in an order that rotates from round to round,
-on the same batches, so that a busy machine slows all.
+A script defines a `Benchmark` with its flags, and a function that returns the contestants and the
+batches of each. `main` does the rest. Each contestant runs in a fresh process:
+``workers/NAME_ours.py`` in this environment, ``workers/NAME_peers.py`` in the peers' environment,
+or ``workers/NAME_loralib.py`` in the peers' environment with this project's `loralib`. They take
+turns on the same batches, in an order that rotates from round to round, so that a busy machine
+slows all of them.
 """
 
 import argparse
@@ -30,21 +31,21 @@ from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import check_can_save, save_figure
 
 ROOT = Path(__file__).resolve().parent
-# Its modules import each other by plain name.
+# The modules in this folder import each other by plain name.
 NLG = ROOT.parent / "NLG" / "src"
-# What a CPU says of itself that decides how fast it multiplies.
+# The flags in /proc/cpuinfo that affect how fast a CPU multiplies.
 CPU_FLAGS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "i8mm")
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of the table. The fields go into the worker's plan; benchmarks add theirs.
+    """One row of the table. Its fields go into the worker's plan; benchmarks add their own.
 
     Args:
-        name: what the row is called.
-        worker: "ours" or "peers"; or "loralib", this project's layers in the peers' environment.
-        weights: dtype that (frozen) weights are held in.
-        autocast: dtype of the products, where it is another.
+        name: the row's name.
+        worker: "ours" or "peers", or "loralib" for this project's layers in the peers' environment.
+        weights: the dtype in which (frozen) weights are held.
+        autocast: the dtype of the products, if it differs.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Contestant:
 
     @property
     def dtype(self) -> str:
-        """What most products are computed in."""
+        """The dtype of most products."""
         return self.autocast or self.weights
 
     @property
@@ -66,21 +67,21 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """Its name and precision."""
+        """The contestant's name and precision."""
         return f"{self.name}, {self.precision}"
 
 
-# Of each contestant and round: what its worker wrote, the timed batches, and the machine's rate.
+# For each contestant and round: what its worker wrote, the timed batches, and the machine's rate.
 Results = dict[Contestant, list[dict]]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What a table says of the batches.
+    """The columns of a table that are computed from the batches.
 
     Args:
-        time: the title of the time's column.
-        unit: how many of its units make a second.
+        time: the title of the column of times.
+        unit: how many units of that column make a second.
         per: batch -> what its seconds are divided by.
         gflop: contestant, batch -> billions of multiplications and additions.
         counts: columns of sums over all timed batches: title -> (contestant, batch -> number).
@@ -96,23 +97,23 @@ class Columns:
 # A contestant, and the number of the round -> the plan of its worker (workers/timing.py).
 PlanOf = Callable[[Contestant, int], dict]
 
-# Of a layer: (rows, in, out) of a product with a weight, and how many there are.
+# The products with weights in a layer: (rows, in, out, number of such products).
 Products = Sequence[tuple[int, int, int, int]]
-# How fast the machine multiplied, in GFLOP/s, before and after each run, by dtype.
+# The machine's speed at these products in GFLOP/s, before and after each run, by dtype.
 Rates = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Who runs what.
+    """The contestants of a benchmark, what each runs, and the columns of the table.
 
     Args:
-        contestants: all that take part; those of the peers are left out without `--peers_python`.
-        baseline_of: the contestant that another one's times are divided by.
-        plan_of: what each of them runs.
-        columns: of the table.
-        products: what most of a step's arithmetic is; the table then says what share of the
-            machine's rate at these a contestant has. Empty, it does not.
+        contestants: all contestants; the peers' are left out without `--peers_python`.
+        baseline_of: contestant -> the contestant that its times are divided by.
+        plan_of: contestant, round -> what it runs.
+        columns: the columns of the table.
+        products: the products that are most of a step's arithmetic. If there are any, the table
+            shows each contestant's speed as a share of the machine's speed at these.
     """
 
     contestants: Sequence[Contestant]
@@ -124,11 +125,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CountFlag:
-    """A flag of a benchmark's own, an integer from 1.
+    """A flag of one benchmark, an integer from 1.
 
     Args:
-        names: such as ``--steps``.
-        default: its value.
+        names: the flag's names, such as ``--steps``.
+        default: its default.
         help: what it counts.
     """
 
@@ -142,16 +143,16 @@ STEPS = CountFlag(("--steps",), 6, "timed steps a turn")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What sets a benchmark apart.
+    """A benchmark.
 
     Args:
-        name: the script's and its workers'.
+        name: the name of the script, with which the names of its workers begin.
         description: the script's docstring.
-        data_help: what `--data_dir` is.
-        rounds: how many there are by default.
-        flags: of its own.
-        measure: the parsed flags -> who runs what.
-        needs_peers: whether nobody can run without the peers' environment.
+        data_help: the help of `--data_dir`.
+        rounds: the default number of rounds.
+        flags: the flags that only this benchmark has.
+        measure: the parsed flags -> the measurement.
+        needs_peers: whether all contestants need the peers' environment.
     """
 
     name: str
@@ -164,17 +165,17 @@ class Benchmark:
 
 
 def by_dtype(baselines: Mapping[str, Contestant]) -> Callable[[Contestant], Contestant]:
-    """The `Measurement.baseline_of` by which contestants of one dtype have one baseline."""
+    """Returns a `Measurement.baseline_of` that has one baseline for each dtype."""
     return lambda contestant: baselines[contestant.dtype]
 
 
 def half_dtypes(device: str) -> list[str]:
-    """The half precisions that are measured on `device`."""
+    """Returns the half precisions that are measured on `device`."""
     return ["bfloat16"] if device == "cpu" else ["bfloat16", "float16"]
 
 
 def has_dtype(device: str, dtype: str) -> bool:
-    """Whether products of a dtype are measured: not where a GPU emulates it, as T4 and V100 do."""
+    """Returns whether a dtype is measured: not if a GPU emulates it, as T4 and V100 do."""
     if (device, dtype) != ("cuda", "bfloat16"):
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -186,24 +187,24 @@ def has_dtype(device: str, dtype: str) -> bool:
 
 
 def main(benchmark: Benchmark, argv: list[str] | None = None) -> int:
-    """Parses the flags, measures all contestants and prints; 1 where a contestant failed."""
+    """Parses the flags, measures all contestants and prints; returns 1 if a contestant failed."""
     args = parse(benchmark, argv)
     return compete(benchmark.name, benchmark.measure(args), args)
 
 
 def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> int:
-    """Measures all contestants, prints the table and what it was measured on.
+    """Measures all contestants, and prints the table and the machine.
 
     Args:
-        name: the benchmark's.
-        measurement: who runs what.
+        name: the benchmark's name.
+        measurement: the contestants and what they run.
         args: the flags of `parse`.
 
     Returns:
-        The exit status: 1 where a contestant failed.
+        The exit status: 1 if a contestant failed.
 
     Raises:
-        SystemExit: ``--only`` names nobody.
+        SystemExit: no contestant matches ``--only``.
     """
     load = os.getloadavg()[0]
     takes_part = [one for one in measurement.contestants if has_dtype(args.device, one.dtype)]
@@ -238,17 +239,17 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
 def take_turns(
     name: str, runners: Sequence[Contestant], measurement: Measurement, args: argparse.Namespace
 ) -> tuple[Results, Rates, dict[str, str]]:
-    """Runs every contestant once a round.
+    """Runs every contestant once per round.
 
     Args:
-        name: the benchmark's.
+        name: the benchmark's name.
         runners: the contestants.
         measurement: what each of them runs.
         args: the flags of `parse`.
 
     Returns:
-        The results of those that ran to the end, the machine's rates where they could be measured,
-        and what failed, by label, and why.
+        The results of the contestants that never failed, the machine's rates that could be
+        measured, and the errors by the label of what failed.
     """
     results, failed = {contestant: [] for contestant in runners}, {}
     rates = {one.dtype: [] for one in runners} if measurement.products else {}
@@ -283,7 +284,7 @@ def take_turns(
         around = rates.get(contestant.dtype, ())[-2:]
         run |= {
             "batches": plan["batches"][plan["warmup"] :],
-            # A machine that others use as well may be faster or slower a minute later.
+            # A shared machine may be faster or slower a minute later.
             "rate": fmean(around) if around else None,
         }
         results[contestant].append(run)
@@ -291,17 +292,22 @@ def take_turns(
 
 
 def matrix_rate(dtype: str, products: Products, args: argparse.Namespace) -> float:
-    """GFLOP/s at these products, now, in the best way that this project has for each."""
+    """Measures the machine's GFLOP/s at these products, with loralib's fastest way for each."""
     plan = {"worker": "ours", "seed": 0, "threads": args.threads, "device": args.device}
     plan |= {"dtype": dtype, "products": products}
     return run_worker(sys.executable, "matrix_rate_ours", plan)["gflops"]
 
 
 def run_worker(python: str, name: str, plan: dict) -> dict:
-    """What the worker wrote. Raises RuntimeError, which says how, where it failed."""
+    """Runs a worker, and returns what it wrote.
+
+    Raises:
+        RuntimeError: the worker failed; the message says how.
+    """
     environment = dict(os.environ)
     given_path = environment.pop("PYTHONPATH", None)
-    if plan["worker"] == "ours":  # for peers it may lead to this project's transformers
+    # Peers get no PYTHONPATH, because it may contain this project's transformers.
+    if plan["worker"] == "ours":
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(NLG), given_path]))
     elif plan["worker"] == "loralib":
         environment["PYTHONPATH"] = str(ROOT.parent)
@@ -327,17 +333,17 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a contestant in the end.
+    """A contestant's results over all rounds.
 
     Args:
-        contestant: who.
-        baseline: whose times its own are divided by.
-        time: the median, in the columns' unit.
-        times_ours: the median of the quotients of the batches that both have run.
-        counts: the sums of the columns that count.
-        gflops: the median.
-        share: the median of its runs' parts of the machine's rate; None where one is not known.
-        peak_gib: the most of all rounds.
+        contestant: the contestant.
+        baseline: the contestant that its times are divided by.
+        time: the median time, in the columns' unit.
+        times_ours: the median quotient of both times, over the batches that both have run.
+        counts: the sums of `Columns.counts`.
+        gflops: the median GFLOP/s.
+        share: the median over runs of its share of the machine's rate; None if a rate is unknown.
+        peak_gib: the largest peak of all rounds.
     """
 
     contestant: Contestant
@@ -350,7 +356,7 @@ class Row:
     peak_gib: float
 
     def cells(self, shares: bool) -> list[str]:
-        """Those of the table, which has a column of shares or not."""
+        """Returns the row's cells in the table, with a column of shares or without."""
         return [
             self.contestant.name,
             self.contestant.precision,
@@ -363,7 +369,7 @@ class Row:
         ]
 
     def bar(self, columns: Columns) -> Bar:
-        """That of the chart."""
+        """Returns the row's bar in the chart."""
         one = self.contestant
         return Bar(
             label=one.label,
@@ -375,7 +381,7 @@ class Row:
 
 
 def rows_of(results: Results, measurement: Measurement) -> list[Row]:
-    """A row for each contestant whose baseline ran to the end."""
+    """Returns a row for each contestant whose baseline did not fail."""
     rows = []
     for one, runs in results.items():
         baseline = measurement.baseline_of(one)
@@ -423,7 +429,7 @@ def _row(
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
-    """The Markdown table."""
+    """Returns the Markdown table."""
     titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
     shares = any(row.share is not None for row in rows)
     titles += ["GFLOP/s", *(["of the machine's"] if shares else []), "peak GiB"]
@@ -436,7 +442,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _quotient(value: float) -> str:
-    """Two decimals, or as many as it takes to tell a small one from zero."""
+    """Formats with two decimals, or two significant digits below 0.1."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
@@ -448,12 +454,12 @@ def _times(run: dict, columns: Columns) -> list[float]:
 
 
 def machine(results: Results, load: float, is_quick: bool) -> str:
-    """What was measured on, and with which versions, as a Markdown list.
+    """Returns the machine and the versions of packages as a Markdown list.
 
     Args:
-        results: of all contestants.
-        load: the system's, before the run.
-        is_quick: it was a trial in a tiny shape, whose figures mean nothing.
+        results: the results of all contestants.
+        load: the system's load before the run.
+        is_quick: whether it was a trial in a tiny shape, whose figures mean nothing.
     """
     info = Path("/proc/cpuinfo")
     known = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
@@ -478,7 +484,7 @@ def machine(results: Results, load: float, is_quick: bool) -> str:
 
 
 def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
-    """The command line; ends the process where flags do not fit."""
+    """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=benchmark.description.split("\n")[0])
     add, rounds = parser.add_argument, benchmark.rounds
     add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
@@ -506,7 +512,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     if args.peers_python and not shutil.which(args.peers_python):
         parser.error(f"--peers_python: {args.peers_python} is not a program")
     if args.plot:
-        try:  # before hours of measuring
+        try:  # now, not after hours of measuring
             check_can_save(args.plot)
         except (OSError, ValueError) as error:
             parser.error(f"--plot: {error}")
@@ -514,7 +520,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """A flag's integer, from 1."""
+    """Returns the value of a flag that is an integer from 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")

@@ -1,9 +1,9 @@
-"""What a LoRA step of DeBERTa-v2 costs per real token: this project, and PEFT.
+"""Measures a LoRA step of DeBERTa-v2 per real token: this project and PEFT.
 
     python benchmarks/deberta_step.py --peers_python .venv-peers/bin/python
 
-DeBERTa-v3-base's shape with random weights; all else is as in roberta_step.py. Prints Markdown;
-README.md says how to read it.
+The model has DeBERTa-v3-base's shape and random weights. All else is as in roberta_step.py. Prints
+Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -35,9 +35,10 @@ QUICK = {**DEBERTA_V3_BASE, "hidden_size": 96, "num_hidden_layers": 2, "intermed
 
 
 def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
-    """Billions of multiplications and additions in a step, by the formula of README.md."""
+    """Returns billions of multiplications and additions per step, by the formula of README.md."""
     tokens, is_ours = computed(contestant, batch), contestant.worker == "ours"
-    rows = 2 * shape["position_buckets"]  # of the distances' embedding, which upstream takes whole
+    # Upstream multiplies with all rows of the relative positions' embedding.
+    rows = 2 * shape["position_buckets"]
     distances = sum(n * (2 * n - 1 if is_ours else rows) for n in tokens)
     terms = len(shape["pos_att_type"].split("|"))
     return roberta_step.arithmetic(
@@ -46,9 +47,10 @@ def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags.
+    """Returns the measurement that the flags ask for.
 
-    Nobody is padded to 512: upstream's attention would hold more than most machines have.
+    No contestant pads to 512 tokens, because upstream's attention would need more memory than most
+    machines have.
     """
     shape = QUICK if args.quick else DEBERTA_V3_BASE
     taking_part = [one for one in contestants(args.device) if not one.pad_to]

@@ -1,12 +1,12 @@
-"""What evaluating and predicting cost a text: this project, PEFT on upstream's Transformers.
+"""Measures evaluation and prediction per text: this project, and PEFT on upstream's Transformers.
 
     python benchmarks/evaluation.py --peers_python .venv-peers/bin/python
 
-RoBERTa-base's shape with random weights, sets of pairs of texts as long as RTE's, LoRA of rank 8 on
-query and value: the Trainer's evaluation of a tokenized set, and what predict.py does from texts to
-answers, with four adapters. The peers compute rows from the longest to the shortest, as this
-project does by itself. `contestants` lists who takes part, workers/ has what they do. Prints
-Markdown; README.md says how to read it.
+The model has RoBERTa-base's shape and random weights, with LoRA of rank 8 on query and value. Sets
+have pairs of texts as long as RTE's. Measured are the Trainer's evaluation of a tokenized set, and
+all that predict.py does from texts to answers, with four adapters. The peers compute rows from the
+longest to the shortest, as this project does by itself. `contestants` lists who takes part, and
+workers/ has what they run. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from vocab import vocab_files
 
 ROWS, ADAPTERS = 32, 4
 WARMUP = 1
-HALF = "bfloat16"  # prediction has no other, on a GPU either
+HALF = "bfloat16"  # the only half precision of prediction, also on a GPU
 WORKS = ("evaluation", "predict.py")
 
-# A pair of texts, and the tokens of its row.
+# A pair of texts, and the number of tokens in its row.
 Row = tuple[list[str], int]
 
 
@@ -35,7 +35,7 @@ class Contestant(contest.Contestant):
 
     Args:
         work: one of `WORKS`.
-        order: of a peer's rows, "by length" or "as it comes".
+        order: the order of a peer's rows, "by length" or "as it comes".
     """
 
     work: str = WORKS[0]
@@ -43,7 +43,7 @@ class Contestant(contest.Contestant):
 
 
 def ours(work: str) -> list[Contestant]:
-    """This project in all its precisions."""
+    """Returns this project's contestants, in all precisions."""
     in_each = ({}, {"weights": HALF, "autocast": HALF})
     return [
         Contestant(f"this project, {work}", "ours", **precision, work=work) for precision in in_each
@@ -51,20 +51,20 @@ def ours(work: str) -> list[Contestant]:
 
 
 def peers(work: str, order: str = "by length") -> list[Contestant]:
-    """PEFT in each natural precision."""
+    """Returns PEFT's contestants, in each precision that it is usually run in."""
     in_each = ({}, {"weights": HALF}, {"weights": HALF, "autocast": HALF}, {"autocast": HALF})
     name = f"PEFT, {work}, {order}"
     return [Contestant(name, "peers", **precision, work=work, order=order) for precision in in_each]
 
 
 def contestants() -> list[Contestant]:
-    """All that take part; one who does not sort in the quickest precisions alone."""
+    """Returns all contestants; PEFT without sorted rows only in its fastest precisions."""
     sorted_ones = [one for work in WORKS for side in (ours, peers) for one in side(work)]
     return sorted_ones + peers(WORKS[0], "as it comes")[:2]
 
 
 def baseline_of(contestant: Contestant) -> Contestant:
-    """This project in the same work and dtype."""
+    """Returns this project's contestant with the same work and dtype."""
     return next(one for one in ours(contestant.work) if one.dtype == contestant.dtype)
 
 
@@ -74,7 +74,7 @@ def baseline_of(contestant: Contestant) -> Contestant:
 
 
 def read_rows(args: argparse.Namespace) -> list[Row]:
-    """RTE's pairs; without its file, letters that are as many tokens as its quantiles say."""
+    """Reads RTE's pairs; without its file, makes up texts with RTE's numbers of tokens."""
     if args.data_dir:
         pairs = read_pairs(args.data_dir)
         return list(zip(pairs, count_tokens(args.data_dir, args.vocab), strict=True))
@@ -82,7 +82,7 @@ def read_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def made_up(length: int) -> list[str]:
-    """Two texts of letters, each of which is a token, in a row of `length` with 4 special ones."""
+    """Makes up two texts of one-token letters, for a row of `length` with 4 special tokens."""
     rng = random.Random(length)
     letters = "".join(rng.choices(string.ascii_letters, k=length - 4))
     middle = max(1, len(letters) * 3 // 4)
@@ -90,14 +90,14 @@ def made_up(length: int) -> list[str]:
 
 
 def make_entry(rows: list[Row]) -> dict:
-    """What is timed at once: a set, whose texts have the adapters in turn."""
+    """Returns a set, which is timed as a whole; its texts have the adapters in turn."""
     pairs, lengths = zip(*rows, strict=True)
     adapters = [f"task{number % ADAPTERS}" for number in range(len(rows))]
     return {"pairs": list(pairs), "lengths": list(lengths), "adapters": adapters}
 
 
 def computed(contestant: Contestant, entry: dict) -> list[int]:
-    """Tokens computed for each row: the real ones here, the padded ones elsewhere."""
+    """Returns the tokens computed for each row: only real ones here, padded ones elsewhere."""
     lengths = entry["lengths"]
     if contestant.worker == "ours":
         return lengths
@@ -115,13 +115,13 @@ def computed(contestant: Contestant, entry: dict) -> list[int]:
 
 
 def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
-    """Billions of multiplications and additions in a set, by the formula of README.md."""
+    """Returns billions of multiplications and additions per set, by the formula of README.md."""
     tokens, is_ours = computed(contestant, entry), contestant.worker == "ours"
     return roberta_step.arithmetic(tokens, shape, 1, 1, is_ours)
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     rows = read_rows(args)
     shape = roberta_step.QUICK if args.quick else roberta_step.ROBERTA_BASE
     vocab = list(map(str, vocab_files(args.vocab))) if args.vocab else None

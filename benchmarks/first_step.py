@@ -1,11 +1,11 @@
-"""How long training scripts take from their start to the end of their first step, on a CPU.
+"""Measures how long training scripts take from start to the end of their first step, on a CPU.
 
     python benchmarks/first_step.py --data_dir GLUE --vocab VOCAB
 
-LoRA on RoBERTa-base's and GPT-2 small's shapes, with random weights read from disk: run_glue.py on
-SST-2, with a set of texts that is new and again, when its tokens are found, and gpt2_ft.py on as
-many rows as E2E has. Every run is a fresh process, ended after its step; the first round is not
-counted. Prints Markdown; README.md says how to read it.
+The models have RoBERTa-base's and GPT-2 small's shapes and LoRA, and random weights that are read
+from disk. run_glue.py trains on SST-2, once with new texts and once when their tokens are cached.
+gpt2_ft.py trains on as many rows as E2E has. Every run is a fresh process, ended after its first
+step. The first round is not counted. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -45,9 +45,9 @@ class Start:
     """A command that is timed.
 
     Args:
-        label: its row of the table.
-        command: after the interpreter.
-        is_new: its texts' tokens are not found in a cache.
+        label: the name of its row in the table.
+        command: the arguments of the interpreter.
+        is_new: whether the cache of its texts' tokens is removed before.
     """
 
     label: str
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         turns = [(number, start) for number in range(1 + args.rounds) for start in starts]
         for number, start in tqdm(turns, unit="run"):
             found = seconds_of(start, Path(folder, "cache"))
-            if number > 0:  # the files are not in memory yet
+            if number > 0:  # in round 0, files are not yet in the page cache
                 seconds[start.label].append(found)
     measured_on = {contest.Contestant("this project", "ours"): [about()]}
     print(table(seconds), contest.machine(measured_on, load, args.quick), sep="\n\n")
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def about() -> dict:
-    """What a worker would say of itself."""
+    """Returns versions, threads and GPU, as a worker's result has them."""
     import torch
 
     import loralib
@@ -82,7 +82,7 @@ def about() -> dict:
 
 
 def table(seconds: dict[str, list[float]]) -> str:
-    """The Markdown table: of each command the median, the least and the most seconds."""
+    """Returns the Markdown table: each command's median, least and most seconds."""
     lines = ["| from its start to the end of the first step | s | least | most |"]
     lines += ["|---|---:|---:|---:|"]
     for label, found in seconds.items():
@@ -92,14 +92,14 @@ def table(seconds: dict[str, list[float]]) -> str:
 
 
 def seconds_of(start: Start, cache: Path) -> float:
-    """The time of a command until it says that its first step is done; it is ended then.
+    """Times a command until it logs its first step, and then ends it.
 
     Args:
         start: the command.
-        cache: a folder for its caches, of which one is of texts' tokens.
+        cache: a folder for its caches, one of which is that of texts' tokens.
 
     Raises:
-        SystemExit: it ended before.
+        SystemExit: the command ended before its first step.
     """
     tokens = cache / "tokens"
     if start.is_new:
@@ -128,7 +128,7 @@ def seconds_of(start: Start, cache: Path) -> float:
 
 @contextmanager
 def ended(process: subprocess.Popen):
-    """Ends a process after the block, whatever it is doing."""
+    """Kills a process after the block, whatever it is doing."""
     with process:
         try:
             yield process
@@ -142,7 +142,7 @@ def ended(process: subprocess.Popen):
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> list[Start]:
-    """Writes models and data into a folder; the commands to be timed."""
+    """Writes models and data into a folder; returns the commands to time."""
     base, gpt2, rows = folder / "base", folder / "gpt2.pt", folder / "rows.jsonl"
     glue = args.data_dir or folder / "glue"
     if args.data_dir is None:
@@ -186,7 +186,7 @@ IMPORT_ALONE = "import sys, torch; print('step 1 of 1', file=sys.stderr)"
 
 
 def write_texts(folder: Path, count: int) -> None:
-    """A task in SST-2's files, of random words."""
+    """Writes a task of random words in the format of SST-2."""
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(4000)]
     folder.mkdir(parents=True)
@@ -199,7 +199,7 @@ def write_texts(folder: Path, count: int) -> None:
 
 
 def write_vocabulary(folder: Path, vocab: Path | None, glue: Path) -> None:
-    """A byte-level BPE in RoBERTa's files: the given one, or one of the texts' words."""
+    """Writes a byte-level BPE as RoBERTa's files: the given one, or one trained on the texts."""
     from tokenizers import ByteLevelBPETokenizer
 
     folder.mkdir()
@@ -215,7 +215,7 @@ def write_vocabulary(folder: Path, vocab: Path | None, glue: Path) -> None:
 
 
 def write_models(base: Path, gpt2: Path, quick: bool) -> None:
-    """Random weights of RoBERTa-base, in a folder, and of GPT-2 small, in a file."""
+    """Writes random weights of RoBERTa-base to a folder, and of GPT-2 small to a file."""
     import roberta_step
     import torch
 
@@ -230,7 +230,7 @@ def write_models(base: Path, gpt2: Path, quick: bool) -> None:
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Random rows as long as E2E's, as gpt2_encode.py writes them."""
+    """Writes random rows as long as E2E's, in the format of gpt2_encode.py."""
     chance = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -240,7 +240,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; ends the process where flags do not fit."""
+    """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--data_dir", type=Path, help="a folder of GLUE with SST-2; without: random words")

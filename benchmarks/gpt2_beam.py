@@ -1,11 +1,11 @@
-"""What beam search costs per line of E2E's test file: this project, upstream's, line by line.
+"""Measures beam search per line of E2E's test file: this project, upstream, and line by line.
 
     python benchmarks/gpt2_beam.py --peers_python .venv-peers/bin/python
 
-GPT-2 small's shape with random weights, the release's settings for E2E: beam 10, 64 tokens, length
-penalty 0.8, no repeated 4-grams. End tokens are suppressed, so that every search makes all steps.
-`contestants` lists who takes part, workers/ has their searches. Prints Markdown; README.md says how
-to read it.
+The model has GPT-2 small's shape and random weights. The settings are the release's for E2E: beam
+10, 64 tokens, length penalty 0.8, no repeated 4-grams. End tokens are suppressed, so that every
+search makes all steps. `contestants` lists who takes part, and workers/ has their searches. Prints
+Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -25,10 +25,11 @@ class Contestant(contest.Contestant):
     """One row of the table.
 
     Args:
-        way: "tree", this project's, or upstream's "generate", or "line by line".
-        lines: which lines of the sample it searches: "all", where it knows repeated prompts itself;
-            "distinct", one line a prompt, for the others' sake too; "some", spread over the sample.
-        cache: keys and values of the tokens seen are kept.
+        way: "tree", this project's search, or upstream's "generate", or "line by line".
+        lines: the lines of the sample that it gets: "all", if it searches repeated prompts only
+            once by itself; "distinct", one line per prompt, which stands for all of the prompt's
+            lines; "some", spread over the sample.
+        cache: whether the keys and values of previous tokens are kept.
     """
 
     way: str = "tree"
@@ -37,12 +38,12 @@ class Contestant(contest.Contestant):
 
 
 class Work(NamedTuple):
-    """What a search computes.
+    """The amount of work in a search.
 
     Attributes:
-        tokens: taken through the layers.
-        pairs: of a token and one that it looks at.
-        logits: rows of logits.
+        tokens: number of tokens that go through the layers.
+        pairs: number of pairs of a token and one that it attends to.
+        logits: number of rows of logits.
     """
 
     tokens: int
@@ -51,13 +52,13 @@ class Work(NamedTuple):
 
 
 def baselines(device: str) -> dict[str, Contestant]:
-    """This project, by dtype, which all others are compared with."""
+    """Returns this project's contestants by dtype, which all others are compared with."""
     dtypes = ["float32", *contest.half_dtypes(device)]
     return {dtype: Contestant("this project", "ours", weights=dtype) for dtype in dtypes}
 
 
 def contestants(device: str) -> list[Contestant]:
-    """Those that run on `device`."""
+    """Returns the contestants that run on `device`."""
     ours = baselines(device)
     upstream = {
         "generate, every line": {"way": "generate", "lines": "some"},
@@ -77,13 +78,13 @@ def contestants(device: str) -> list[Contestant]:
 
 
 def make_entry(contestant: Contestant, groups: list[Group], eval_len: int, one: int) -> dict:
-    """What a contestant searches, and how many lines of the file that stands for.
+    """Returns a contestant's prompts, and the number of the file's lines that they stand for.
 
     Args:
-        contestant: who.
-        groups: the sample's prompts and the numbers of their lines.
-        eval_len: tokens to generate.
-        one: how many lines are searched line by line.
+        contestant: the contestant.
+        groups: the sample's prompts, each with its number of lines.
+        eval_len: the number of tokens to generate.
+        one: the number of lines that are searched line by line.
     """
     lines = [prompt for prompt, count in groups for _ in range(count)]
     if contestant.lines == "some":
@@ -95,13 +96,13 @@ def make_entry(contestant: Contestant, groups: list[Group], eval_len: int, one: 
 
 
 def work(contestant: Contestant, entry: dict) -> Work:
-    """What the search of an entry computes, by its lengths."""
+    """Returns the amount of work in a contestant's search, from the prompts' lengths."""
     prompts = entry["prompts"]
     if contestant.way == "tree":
         prompts = {tuple(prompt) for prompt in prompts}
     lengths = [len(prompt) for prompt in prompts]
     copies = 1
-    if contestant.way == "generate":  # reads the prompt for every beam, padded
+    if contestant.way == "generate":  # computes the padded prompt once per beam
         lengths, copies = [max(lengths)] * len(lengths), SEARCH["beam"]
     tokens, pairs = sum(lengths) * copies, sum(n**2 for n in lengths) * copies
     logits = len(lengths) * copies
@@ -116,14 +117,14 @@ def work(contestant: Contestant, entry: dict) -> Work:
 
 
 def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
-    """Billions of multiplications and additions in a search, by the formula of README.md."""
+    """Returns billions of multiplications and additions per search, by README.md's formula."""
     width, done = shape["n_embd"], work(contestant, entry)
     layers = shape["n_layer"] * (24 * width**2 * done.tokens + 4 * width * done.pairs)
     return (layers + 2 * width * shape["vocab_size"] * done.logits) / 1e9
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     groups = read_groups(args.data_dir, args.vocab) if args.data_dir else make_groups(seed=0)
     shape = QUICK if args.quick else GPT2_SMALL
     eval_len = QUICK_EVAL_LEN if args.quick else EVAL_LEN

@@ -1,6 +1,6 @@
-"""GPT-2 small's shape, and how long the rows of E2E are, with its files or without.
+"""Defines GPT-2 small's shape, and reads or makes up prompts and lengths of rows of E2E.
 
-As in the release's preparation of E2E, <|endoftext|> ends context and completion.
+As in the release's preparation of E2E, both context and completion end in <|endoftext|>.
 """
 
 import random
@@ -21,12 +21,12 @@ QUICK = {**GPT2_SMALL, "n_embd": 96, "n_layer": 2}
 END_OF_TEXT = 50256
 BATCH = 8
 
-# (context, completion)
+# The numbers of tokens in (context, completion).
 Row = tuple[int, int]
-# A prompt, and how many lines of the test file have it.
+# A prompt, and the number of lines of the test file that have it.
 Group = tuple[list[int], int]
 
-# Tokens of E2E's 4,672 validation rows at the quantiles 0.01, 0.03, … 0.99 of their sum.
+# E2E's 4,672 validation rows, ordered by number of tokens, at the quantiles 0.01, 0.03, … 0.99.
 # fmt: off
 ROWS = [
     (15, 14), (18, 13), (18, 16), (18, 19), (18, 21), (21, 20), (21, 22), (21, 24), (26, 20),
@@ -36,7 +36,7 @@ ROWS = [
     (37, 31), (37, 32), (36, 34), (34, 37), (38, 33), (37, 35), (37, 36), (37, 37), (37, 38),
     (41, 35), (37, 41), (41, 39), (41, 41), (41, 45),
 ]
-# Lines that share a prompt, and its tokens, at 40 quantiles of the 630 prompts of E2E's test file.
+# (lines with a prompt, the prompt's tokens) at 40 quantiles of the 630 prompts of E2E's test file.
 PROMPTS = [
     (1, 22), (2, 16), (2, 42), (4, 15), (4, 36), (4, 40), (4, 45), (5, 39), (6, 23), (6, 30),
     (6, 31), (6, 35), (6, 36), (6, 36), (6, 38), (6, 39), (6, 39), (6, 39), (6, 40), (6, 42),
@@ -48,7 +48,7 @@ PROMPTS = [
 
 
 def count_rows(data_dir: Path, vocab: Path) -> list[Row]:
-    """Tokens of each row of train.txt or, where that is not there, of valid.txt.
+    """Counts the tokens of each row of train.txt or, if that is missing, of valid.txt.
 
     Args:
         data_dir: a folder with E2E's files, lines ``context||completion``.
@@ -65,7 +65,7 @@ def count_rows(data_dir: Path, vocab: Path) -> list[Row]:
 
 
 def read_groups(data_dir: Path, vocab: Path) -> list[Group]:
-    """The prompts of test.txt, in its order, each with the number of lines in a row that have it.
+    """Reads the prompts of test.txt in order, each with the number of consecutive lines of it.
 
     Args:
         data_dir: a folder with E2E's files.
@@ -82,14 +82,14 @@ def read_groups(data_dir: Path, vocab: Path) -> list[Group]:
 
 
 def _read(path: Path) -> list[tuple[str, str]]:
-    """Contexts and completions, without white space around them."""
+    """Reads contexts and completions, without white space around them."""
     lines = path.read_text(encoding="utf-8").rstrip().split("\n")
     parts = (line.partition("||") for line in lines)
     return [(context.strip(), completion.strip()) for context, _, completion in parts]
 
 
 def make_groups(seed: int) -> list[Group]:
-    """Random prompts, as long as E2E's, in random order."""
+    """Makes up random prompts, as long as E2E's, in random order."""
     rng = random.Random(seed)
     sizes = rng.sample(PROMPTS, k=len(PROMPTS))
     return [
@@ -99,15 +99,16 @@ def make_groups(seed: int) -> list[Group]:
 
 
 def draw_batches(rows: list[Row], count: int, seed: int) -> list[list[Row]]:
-    """The rows' lengths of `count` batches, sampled at random."""
+    """Samples the lengths of the rows of `count` batches."""
     rng = random.Random(seed)
     return [rng.choices(rows, k=BATCH) for _ in range(count)]
 
 
 def draw_run(groups: list[Group], count: int, seed: int) -> list[Group]:
-    """`count` groups that follow each other, or all of them where there are no more.
+    """Samples `count` consecutive groups; returns all groups if there are no more.
 
-    Sampled from the tenth of all such segments whose lines per prompt are closest to the average.
+    They are sampled from the tenth of all such runs of groups whose number of lines per prompt is
+    closest to the average.
     """
     share = sum(lines for _, lines in groups) / len(groups)
 

@@ -1,11 +1,11 @@
-"""What a LoRA step of GPT-2 costs per example: this project, PEFT, and the release's setting.
+"""Measures a LoRA step of GPT-2 per example: this project, PEFT, and the release's setting.
 
     python benchmarks/gpt2_step.py --peers_python .venv-peers/bin/python
 
-GPT-2 small's shape with random weights, batches of 8 rows as long as E2E's, LoRA of rank 4 on the
-attention's query and value with dropout 0.1, label smoothing 0.1. A step is forward, backward,
-AdamW. steps.py lists who takes part, workers/ has their steps. Prints Markdown; README.md says how
-to read it.
+The model has GPT-2 small's shape and random weights, with LoRA of rank 4 and dropout 0.1 on the
+attention's query and value. Batches have 8 rows as long as E2E's, and the loss has label smoothing
+0.1. A step is forward, backward, AdamW. steps.py lists who takes part, and workers/ has their
+steps. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from steps import (
 
 
 def computed(contestant: Contestant, batch: list[Row]) -> list[int]:
-    """Tokens computed for each row: up to its last target here, the padded ones elsewhere."""
+    """Returns the tokens computed for each row: up to its last target here, padded elsewhere."""
     lengths = [context + completion for context, completion in batch]
     if contestant.worker == "ours":
         return [length - 1 for length in lengths]
@@ -33,7 +33,7 @@ def computed(contestant: Contestant, batch: list[Row]) -> list[int]:
 
 
 def gflop(contestant: Contestant, batch: list[Row], shape: dict) -> float:
-    """Billions of multiplications and additions in a step, by the formula of README.md."""
+    """Returns billions of multiplications and additions per step, by the formula of README.md."""
     width, layers = shape["n_embd"], shape["n_layer"]
     lengths = computed(contestant, batch)
     tokens = targets = sum(lengths)
@@ -47,7 +47,7 @@ def gflop(contestant: Contestant, batch: list[Row], shape: dict) -> float:
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     rows = count_rows(args.data_dir, args.vocab) if args.data_dir else ROWS
     shape = QUICK if args.quick else GPT2_SMALL
 

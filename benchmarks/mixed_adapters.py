@@ -1,11 +1,12 @@
-"""What many LoRA adapters on one base cost in prediction: this project's bank, PEFT.
+"""Measures prediction with many LoRA adapters on one base: this project's bank and PEFT.
 
     python benchmarks/mixed_adapters.py --peers_python .venv-peers/bin/python
 
-RoBERTa-base's shape with random weights, batches of 32 rows as long as RTE's, adapters of rank 8 on
-query and value, each with a head of its own. A batch has no adapter, or the rows have 1, 4 or 16 of
-them in turn; or nothing is computed, and it is switched from adapter to adapter. `contestants`
-lists who takes part, workers/ has what they do. Prints Markdown; README.md says how to read it.
+The model has RoBERTa-base's shape and random weights. Adapters have rank 8, on query and value, and
+a head of their own. A batch has 32 rows as long as RTE's, without an adapter, or with 1, 4 or 16
+adapters that its rows have in turn. Measured is also the switch from one adapter to another,
+without computing anything. `contestants` lists who takes part, and workers/ has what they run.
+Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import steps
 from rte_lengths import QUANTILES, count_tokens, draw_batches
 
 BATCH = 32
-# What is measured of both, and the contestants' fields that bring it about.
+# What is measured for each side -> the fields of its contestants.
 MEASURED = {
     "plain batch": {},
     "1 adapter": {"adapters": 1},
@@ -26,7 +27,7 @@ MEASURED = {
     "16 adapters": {"adapters": 16},
     "a switch": {"adapters": 16, "way": "switch"},
 }
-HALF = "bfloat16"  # prediction has no other, on a GPU either
+HALF = "bfloat16"  # the only half precision of prediction, also on a GPU
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Contestant(contest.Contestant):
     """One row of the table.
 
     Args:
-        adapters: how many the rows of a batch have in turn, or are switched among; 0 for none.
-        way: "batch", or "switch": from adapter to adapter, without computing.
+        adapters: the number of adapters that a batch's rows have in turn, or that are switched
+            among; 0 for none.
+        way: "batch", or "switch" from adapter to adapter, without computing anything.
     """
 
     adapters: int = 0
@@ -43,32 +45,32 @@ class Contestant(contest.Contestant):
 
 
 def ours(measured: str) -> list[Contestant]:
-    """This project in all its precisions."""
+    """Returns this project's contestants, in all precisions."""
     in_each = ({}, {"weights": HALF, "autocast": HALF})
     name, fields = f"this project, {measured}", MEASURED[measured]
     return [Contestant(name, "ours", **fields, **precision) for precision in in_each]
 
 
 def peers(measured: str) -> list[Contestant]:
-    """PEFT in all its precisions; without adapters upstream's model alone."""
+    """Returns PEFT's contestants, in all precisions; without adapters, upstream's model only."""
     fields = MEASURED[measured]
     name = f"{'PEFT' if fields else 'upstream'}, {measured}"
     return [Contestant(name, "peers", **fields, weights=dtype) for dtype in ("float32", HALF)]
 
 
 def in_upstream(measured: str) -> list[Contestant]:
-    """This project's bank on upstream's model, in all precisions."""
+    """Returns contestants with this project's bank on upstream's model, in all precisions."""
     name, fields = f"loralib in upstream's model, {measured}", MEASURED[measured]
     return [Contestant(name, "loralib", **fields, weights=dtype) for dtype in ("float32", HALF)]
 
 
 def baselines() -> dict[str, Contestant]:
-    """This project's plain batch, by dtype, which all others are compared with."""
+    """Returns this project's plain batch by dtype, which all others are compared with."""
     return {one.dtype: one for one in ours("plain batch")}
 
 
 def contestants() -> list[Contestant]:
-    """All that take part."""
+    """Returns all contestants."""
     adapted = [measured for measured, fields in MEASURED.items() if fields]
     return [
         *(one for side in (ours, peers) for measured in MEASURED for one in side(measured)),
@@ -77,20 +79,20 @@ def contestants() -> list[Contestant]:
 
 
 def make_entry(contestant: Contestant, lengths: list[int], switches: int) -> dict:
-    """What is timed at once: a batch of rows of these lengths, or so many switches."""
+    """Returns what is timed as a whole: a batch with these lengths, or `switches` switches."""
     if contestant.way == "switch":
         return {"lengths": [], "repeats": switches}
     return {"lengths": lengths, "repeats": 1}
 
 
 def computed(contestant: Contestant, entry: dict) -> list[int]:
-    """Tokens computed for each row: the real ones here, the padded ones elsewhere."""
+    """Returns the tokens computed for each row: only real ones here, padded ones elsewhere."""
     lengths = entry["lengths"]
     return lengths if contestant.worker == "ours" else [max(lengths, default=0)] * len(lengths)
 
 
 def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
-    """Billions of multiplications and additions in a batch, by the formula of README.md."""
+    """Returns billions of multiplications and additions per batch, by the formula of README.md."""
     if contestant.way == "switch":
         return 0.0
     tokens, is_ours = computed(contestant, entry), contestant.worker == "ours"
@@ -98,7 +100,7 @@ def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
     shape = roberta_step.QUICK if args.quick else roberta_step.ROBERTA_BASE
 

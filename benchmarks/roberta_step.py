@@ -1,12 +1,12 @@
-"""What a LoRA step costs per real token: this project, PEFT, and the release's setting.
+"""Measures a LoRA step of RoBERTa per real token: this project, PEFT, and the release's setting.
 
     python benchmarks/roberta_step.py --peers_python .venv-peers/bin/python
 
-RoBERTa-base's shape with random weights, batches of 16 rows as long as RTE's, dropout on, LoRA of
-rank 8 on query and value, the head trained. A step is forward, backward, clipping, AdamW. Each
-contestant runs in a fresh process; they take turns, in an order that rotates from round to round,
-on the same batches, so that a busy machine slows all. steps.py lists them, workers/ has their
-steps. Prints Markdown; README.md says how to read it.
+The model has RoBERTa-base's shape, random weights and dropout, with LoRA of rank 8 on query and
+value and a trained head. Batches have 16 rows as long as RTE's. A step is forward, backward,
+clipping, AdamW. Each contestant runs in a fresh process. They take turns on the same batches, in an
+order that rotates from round to round, so that a busy machine slows all of them. steps.py lists
+them, and workers/ has their steps. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -39,12 +39,12 @@ QUICK = {**ROBERTA_BASE, "hidden_size": 96, "num_hidden_layers": 2, "intermediat
 
 
 def computed(contestant: Contestant, batch: list[int]) -> list[int]:
-    """Tokens computed for each row: the real ones here, the padded ones elsewhere."""
+    """Returns the tokens computed for each row: only real ones here, padded ones elsewhere."""
     return batch if contestant.worker == "ours" else contestant.padded(batch)
 
 
 def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
-    """Billions of multiplications and additions in a step, by the formula of README.md."""
+    """Returns billions of multiplications and additions per step, by the formula of README.md."""
     tokens, is_ours = computed(contestant, batch), contestant.worker == "ours"
     return arithmetic(tokens, shape, contestant.passes, 3, is_ours)
 
@@ -57,15 +57,17 @@ def arithmetic(
     first_only: bool,
     distances: int = 0,
 ) -> float:
-    """The formula of README.md.
+    """Computes the formula of README.md, in billions of multiplications and additions.
 
     Args:
-        tokens: computed ones of each row.
-        shape: the model's.
-        passes: through the weights.
-        attention_passes: through attention.
-        first_only: the last layer is computed for the first token, but for keys and values.
-        distances: pairs of a token and a distance that are multiplied in a pass through attention.
+        tokens: the number of tokens computed for each row.
+        shape: the model's settings.
+        passes: how often a step multiplies with the weights.
+        attention_passes: how often it computes as much as attention's forward pass.
+        first_only: whether the last layer computes only keys and values for all tokens, and the
+            rest for each row's first token.
+        distances: pairs of a token and a relative position that a pass through attention
+            multiplies.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     weights = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"]
@@ -78,7 +80,7 @@ def arithmetic(
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
-    """Who runs what, with these flags."""
+    """Returns the measurement that the flags ask for."""
     shape = QUICK if args.quick else ROBERTA_BASE
     return measure_shape(args, shape, contestants(args.device), gflop)
 
@@ -89,11 +91,11 @@ def measure_shape(
     taking_part: list[Contestant],
     gflop: Callable[[Contestant, list[int], dict], float],
 ) -> contest.Measurement:
-    """Who runs what on batches of RTE's lengths.
+    """Returns the measurement of some contestants on batches with RTE's lengths.
 
     Args:
         args: the flags.
-        shape: the model's.
+        shape: the model's settings.
         taking_part: the contestants.
         gflop: contestant, batch, shape -> billions of multiplications and additions in a step.
     """

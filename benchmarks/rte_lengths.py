@@ -1,4 +1,4 @@
-"""How long the rows of RTE are, with its files or without."""
+"""Reads RTE's pairs of texts, counts their tokens, and samples batches of such lengths."""
 
 import random
 import sys
@@ -8,7 +8,8 @@ from vocab import open_vocab
 
 BATCH, LONGEST = 16, 512
 
-# Tokens of RTE's 2,490 training pairs at the quantiles 0.01, 0.03, … 0.99, specials included.
+# The numbers of tokens in RTE's 2,490 training pairs at the quantiles 0.01, 0.03, … 0.99, special
+# tokens included.
 # fmt: off
 QUANTILES = [
     23, 28, 30, 32, 33, 35, 36, 38, 39, 40, 42, 42, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55,
@@ -19,10 +20,10 @@ QUANTILES = [
 
 
 def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
-    """Tokens of each pair in `data_dir`/RTE/train.tsv, specials included, cut at 512.
+    """Counts the tokens of each pair in `data_dir`/RTE/train.tsv, with special ones, up to 512.
 
     Args:
-        data_dir: a folder of GLUE's.
+        data_dir: a folder with GLUE's tasks.
         vocab: a folder with a byte-level BPE.
     """
     pairs, tokenizer = read_pairs(data_dir), open_vocab(vocab)
@@ -32,7 +33,7 @@ def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
 
 
 def read_pairs(data_dir: Path) -> list[list[str]]:
-    """The pairs of texts in `data_dir`/RTE/train.tsv."""
+    """Reads the pairs of texts in `data_dir`/RTE/train.tsv."""
     train = data_dir / "RTE" / "train.tsv"
     if not train.is_file():
         sys.exit(f"{train} is missing: --data_dir takes a folder of GLUE")
@@ -41,6 +42,6 @@ def read_pairs(data_dir: Path) -> list[list[str]]:
 
 
 def draw_batches(lengths: list[int], count: int, seed: int, rows: int = BATCH) -> list[list[int]]:
-    """The lengths of the `rows` rows of `count` batches, sampled at random."""
+    """Samples the lengths of the rows of `count` batches with `rows` rows each."""
     rng = random.Random(seed)
     return [rng.choices(lengths, k=rows) for _ in range(count)]

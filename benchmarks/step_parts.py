@@ -1,10 +1,10 @@
-"""Where the time of this project's LoRA step goes on a CPU, by PyTorch's profiler.
+"""Profiles where the time of this project's LoRA step goes on a CPU.
 
     python benchmarks/step_parts.py gpt2_step --data_dir E2E --vocab VOCAB
 
 The steps are those of roberta_step.py, deberta_step.py or gpt2_step.py, in a fresh process for each
-precision: every batch is computed twice, first timed and then profiled, so that kernels compiled
-for it are in the timed step alone. Prints Markdown; README.md says how to read it.
+precision. Every batch is computed twice, first timed and then profiled, so that only the timed step
+includes the compilation of kernels for it. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from loralib.nn.fast_paths import are_fast_paths_off
 
 MODULES = (roberta_step, deberta_step, gpt2_step)
 STEPS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
-# What a worker's parts do not add up to: Python's part of the step.
+# The part of a step that is in none of the worker's parts: Python.
 BETWEEN = "between operations"
-# Copies, calls, masks, additions: what fewer or larger operations could save some of.
+# Copies, calls, masks, additions, some of which fewer or larger operations could save.
 RESTS = ("attention, the rest", "dropout outside of it, the rest", "the rest", BETWEEN)
-# Of whole steps, below their parts.
+# The rows of whole steps, below those of their parts.
 KERNELS, PROFILED, TIMED = "kernels: all but rests", "a step, profiled", "a step"
 AT_THE_RATE = "its arithmetic at the machine's rate"
-# Below them, that time as a share of a step's, and of its kernels'.
+# Below them, the last one as a share of a step's time, and of its kernels' time.
 SHARES = {"as a share of a step": TIMED, "as a share of its kernels": KERNELS}
 
 
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
 def measure(
     contestant: steps.Contestant, measurement: contest.Measurement, args: argparse.Namespace
 ) -> tuple[dict[str, float], dict]:
-    """A column of the table, and what the worker wrote.
+    """Measures a contestant; returns its column of the table, and what the worker wrote.
 
     Raises:
-        RuntimeError: a worker failed; the message is how.
+        RuntimeError: a worker failed; the message says how.
     """
     plan = {"seed": 0, "threads": args.threads, "device": "cpu", "step": args.step}
     plan |= {**asdict(contestant), **measurement.plan_of(contestant, 0)}
@@ -72,7 +72,7 @@ def measure(
 
 
 def column(run: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step by part, largest first; then of all of it, profiled and not.
+    """Returns a step's seconds by part, largest first, then those of whole steps.
 
     Args:
         run: what the worker wrote.
@@ -87,10 +87,10 @@ def column(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """The Markdown table of a step's milliseconds, and of each part's share.
+    """Returns the Markdown table of a step's milliseconds, and of each part's share.
 
     Args:
-        columns: of each precision, what `column` returns.
+        columns: for each precision, what `measure` returns as its column.
     """
     order = dict.fromkeys(name for found in columns.values() for name in found)
     lines = [f"| ms | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
@@ -110,7 +110,7 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; ends the process where flags do not fit."""
+    """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("step", choices=sorted(STEPS), help="whose steps")

@@ -1,4 +1,4 @@
-"""Who takes part where training steps are measured."""
+"""Defines the contestants and columns of the benchmarks of training steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 import contest
 
 WARMUP, WARMUP_PADDED = 2, 1
-# In half precision, oneDNN compiles a kernel for each size of product that it meets: most of them
-# in a run's first ten steps, up to an eighth of whose time goes into that (GPT-2, with AMX).
+# In half precision, oneDNN compiles a kernel for each size of product that it meets, most of them
+# in a run's first ten steps, where it takes up to an eighth of the time (GPT-2, with AMX).
 WARMUP_IN_HALF = 10
 LONGEST = 512
 
@@ -18,8 +18,8 @@ class Contestant(contest.Contestant):
     """One row of the table.
 
     Args:
-        full: every weight is trained, no LoRA.
-        pad_to: tokens that each row is padded to; by default the longest of its batch.
+        full: whether every weight is trained, without LoRA.
+        pad_to: the length that rows are padded to; by default that of the batch's longest row.
     """
 
     full: bool = False
@@ -27,23 +27,23 @@ class Contestant(contest.Contestant):
 
     @property
     def passes(self) -> int:
-        """How often weights are multiplied with: forward, to inputs and, in full, to weights."""
+        """The products per weight: forward, gradients of inputs and, if full, of weights."""
         return 3 if self.full else 2
 
     def padded(self, lengths: list[int]) -> list[int]:
-        """The rows' lengths after padding."""
+        """Returns the rows' lengths after padding."""
         return [self.pad_to or max(lengths)] * len(lengths)
 
 
 def baselines(device: str) -> dict[str, Contestant]:
-    """This project's LoRA, by the dtype of its products, which all others are compared with."""
+    """Returns this project's LoRA by dtype of its products, which all others are compared with."""
     name, halves = "this project, LoRA", contest.half_dtypes(device)
     in_half = {half: Contestant(name, "ours", weights=half, autocast=half) for half in halves}
     return {"float32": Contestant(name, "ours"), **in_half}
 
 
 def contestants(device: str) -> list[Contestant]:
-    """Those that run on `device`."""
+    """Returns the contestants that run on `device`."""
     return [
         *baselines(device).values(),
         Contestant("this project, full fine-tuning", "ours", full=True),
@@ -56,15 +56,15 @@ def contestants(device: str) -> list[Contestant]:
 
 
 def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
-    """The plan's warm-up and batches; the timed ones are all contestants' alike.
+    """Returns a plan's warm-up and batches; all contestants have the same timed batches.
 
-    Padded to the longest, steps take ten times as long and more: a third of them has to do, the
-    first ones of the others, and less warm-up.
+    Contestants with `pad_to` take ten times as long per step and more. They get only the first
+    third of the timed batches, and less warm-up.
 
     Args:
-        contestant: who.
-        batches: WARMUP_IN_HALF more than there are steps.
-        steps: timed ones.
+        contestant: the contestant.
+        batches: WARMUP_IN_HALF more batches than there are timed steps.
+        steps: the number of timed steps.
     """
     warmup = WARMUP if contestant.dtype == "float32" else WARMUP_IN_HALF
     if contestant.pad_to:
@@ -76,12 +76,12 @@ def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
 
 
 def layer_products(rows: int, hidden: int, inner: int, fused: bool = False) -> contest.Products:
-    """The products of a transformer layer with its weights.
+    """Returns the products of a transformer layer with its weights.
 
     Args:
-        rows: tokens of a batch.
-        hidden, inner: widths of the layer and of its feed-forward.
-        fused: query, key and value are one product.
+        rows: the number of tokens in a batch.
+        hidden, inner: the widths of the layer and of its feed-forward part.
+        fused: whether query, key and value are one product.
     """
     attention = [(rows, hidden, 3 * hidden, 1), (rows, hidden, hidden, 1)]
     return [
@@ -98,13 +98,13 @@ def columns(
     computed: Callable[[Contestant, Any], list[int]],
     gflop: Callable[[Contestant, Any], float],
 ) -> contest.Columns:
-    """What a table says of training steps.
+    """Returns the columns of a table of training steps.
 
     Args:
-        time: the title of the time's column, in ms.
+        time: the title of the column of times, in ms.
         per: batch -> what its time is divided by.
-        real: batch -> its tokens, without padding.
-        computed: contestant, batch -> the tokens computed for each row.
+        real: batch -> its number of tokens without padding.
+        computed: contestant, batch -> the number of tokens computed for each row.
         gflop: contestant, batch -> billions of multiplications and additions.
     """
     counts = {

@@ -1,4 +1,4 @@
-"""A byte-level BPE, for counting tokens."""
+"""Opens a byte-level BPE, for counting tokens."""
 
 import sys
 from pathlib import Path
@@ -11,18 +11,18 @@ FILES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 
 
 def open_vocab(folder: Path) -> "ByteLevelBPETokenizer":
-    """The tokenizer in a folder; see `vocab_files`."""
+    """Opens the tokenizer in a folder; see `vocab_files`."""
     from tokenizers import ByteLevelBPETokenizer
 
     return ByteLevelBPETokenizer(*map(str, vocab_files(folder)))
 
 
 def vocab_files(folder: Path) -> tuple[Path, Path]:
-    """A tokenizer's vocabulary and its merges.
+    """Returns the paths of a tokenizer's vocabulary and merges.
 
     Args:
-        folder: has RoBERTa's vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe,
-            which split text in the same way.
+        folder: a folder with RoBERTa's vocab.json and merges.txt, or GPT-2's encoder.json and
+            vocab.bpe, which split text in the same way.
     """
     pairs = [(folder / a, folder / b) for a, b in FILES if (folder / a).is_file()]
     if not pairs:

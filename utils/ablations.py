@@ -1,16 +1,16 @@
-"""The paper's ablations on a small scale: projections (table 5), ranks (table 6), variants.
+"""Runs the paper's ablations on a small scale: projections (table 5), ranks (table 6), variants.
 
     bash quickstart.sh                                     makes the base and its task
     OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 300 times
 
-    OUTPUT_DIR/ablations.md       a table per question
+    OUTPUT_DIR/ablations.md       one table per question
     OUTPUT_DIR/ablations.png      the same as a picture
-    OUTPUT_DIR/runs.jsonl         a line per finished run; the same command continues after them
+    OUTPUT_DIR/runs.jsonl         one line per finished run; the same command continues after them
 
-A row of the tables is one choice of run_glue.py's flags, and trains as run_glue.py does. Otherwise
-rows differ only in the learning rate, which is chosen for each row: each of --learning_rates is
-tried once on four fifths of the training set, and the lowest loss on the last fifth wins. Then the
-row is trained on the full training set, once per seed, and measured on the development set.
+A row of the tables is one choice of run_glue.py's flags, and trains as run_glue.py does. Rows also
+differ in the learning rate, which is chosen for each row: each of --learning_rates is tried once on
+four fifths of the training set, and the lowest loss on the last fifth wins. Then the row is trained
+on the full training set, once per seed, and measured on the development set.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RUNS_NAME = "runs.jsonl"
 
 
 def choose_rate(row: Row, rates: Sequence[float], result: Callable[[Trial], Results]) -> float:
-    """The learning rate with the least loss on the fifth of the training set that is left out."""
+    """Returns the learning rate with the lowest loss on the held-out fifth of the training set."""
     if len(rates) == 1:
         return rates[0]
     return min(rates, key=lambda rate: result(Trial(row, rate, seed=0, tuning=True)).loss)
@@ -49,7 +49,7 @@ def measure(
     rates: Sequence[float],
     seeds: Sequence[int],
 ) -> dict[str, Outcome]:
-    """The rows' outcomes, by the same keys; only what is not in `runs` is run."""
+    """Returns the rows' outcomes, by the same keys; runs only what is not yet in `runs`."""
     tried = len(rates) if len(rates) > 1 else 0
     with tqdm(total=len(rows) * (tried + len(seeds)), unit="run", disable=None) as progress:
 
@@ -60,14 +60,15 @@ def measure(
 
         chosen = {key: choose_rate(row, rates, result) for key, row in rows.items()}
         results: dict[str, list[Results]] = {key: [] for key in rows}
-        for seed in seeds:  # outside: what is cut off has all rows with the first seeds
+        # Seeds are the outer loop, so that an interrupted study has all rows with the first seeds.
+        for seed in seeds:
             for key, row in rows.items():
                 results[key].append(result(Trial(row, chosen[key], seed, tuning=False)))
     return {key: Outcome(chosen[key], results[key]) for key in rows}
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line.
+    """Reads the command line.
 
     Raises:
         ValueError: a value is out of its range.
@@ -119,11 +120,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs what is not run yet, and reports."""
+    """Runs what has not been run yet, and writes the report."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
-    set_verbosity_error()  # every run would warn that its head is new
+    set_verbosity_error()  # else every run warns that its head is newly initialized
     import_figure()
     experiment = Experiment(args.quickstart_dir, args.num_train_epochs, args.output_dir)
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Convert a LoRA adapter: this project's format, the release's, PEFT's; or merge it into its base.
+"""Convert a LoRA adapter between this project's, the release's and PEFT's format, or merge it.
 
     python utils/convert.py IN --info
     python utils/convert.py output/rte rte_peft --to peft
@@ -6,19 +6,19 @@
     python utils/convert.py lora_mnli.bin mnli.safetensors --to lora --lora_alpha 16
     python utils/convert.py model.26290.pt e2e_merged --to merged --base gpt2-medium
 
-IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
-checkpoint with LoRA, the adapter is extracted. A checkpoint of GPT-2 that was trained without LoRA
-is written as it is, with --to merged and without --base. OUT is
+IN is an adapter of any format: a file, a folder, or a name on the hub. From a full checkpoint with
+LoRA, the adapter is extracted. A checkpoint of GPT-2 that was trained without LoRA is written as it
+is, with --to merged and without --base. --to says what OUT is:
 
-    lora      a .safetensors file, which says rank, alpha, targets, base, task, labels, and the
+    lora      a .safetensors file, which records rank, alpha, targets, base, task, labels, and the
               columns of the texts that it was trained on
     release   a .bin or .pt file as microsoft/LoRA's scripts read it
-    peft      a new folder, which PEFT opens on the base
-    merged    a new folder with base and adapter in one, which upstream Transformers opens
+    peft      a new folder, which PEFT loads onto the base
+    merged    a new folder of the base with the adapter merged, which upstream Transformers loads
 
-For lora and release OUT may also be a folder. Without --to, OUT's name says which of the two it is,
-so that `convert.py old.bin new.bin` gives the release's first DeBERTa files their later names. What
-a format cannot hold is listed. Existing files are never overwritten.
+For lora and release OUT may also be a folder. Without --to, the suffix of OUT chooses one of these
+two, so `convert.py old.bin new.bin` gives the tensors in the release's first DeBERTa files their
+later names. What the format cannot hold is listed. Existing files are never overwritten.
 """
 
 import argparse
@@ -61,7 +61,7 @@ from loralib.training import process
 from split_lora import extract
 from transformers.weight_files import WEIGHTS_NAMES as FULL_NAMES
 
-# What this script's users can do about the library's errors.
+# The flag or advice that resolves each of the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: (
         f"IN is the adapter, --base {error.base or 'that model'}; where IN was trained on both, "
@@ -70,18 +70,18 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AlphaError: "--lora_alpha",
     WrongBaseError: "--base",
 }
-# Formats that are folders.
+# The formats that are always folders.
 _FOLDERS = ("peft", "merged")
-# What is still true of an adapter once it is merged.
+# The parts of an adapter's description that still hold after merging.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 def read_source(source: str, lora_alpha: float | None) -> Adapter:
-    """The adapter that IN is, or that is in it where it is a full model's checkpoint.
+    """Reads the adapter IN, or extracts it if IN is the checkpoint of a full model.
 
     Raises:
-        CheckpointError, OSError: as `read_adapter`.
+        CheckpointError, OSError: as for `read_adapter`.
     """
     try:
         if not _is_full_folder(Path(source)):
@@ -92,17 +92,17 @@ def read_source(source: str, lora_alpha: float | None) -> Adapter:
 
 
 def _is_full_folder(path: Path) -> bool:
-    """Whether a folder holds a full model's weights, and no adapter beside them."""
+    """Returns whether a folder holds the weights of a full model, and no adapter."""
     of_adapters = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
     has_adapter = any((path / name).exists() for name in of_adapters)
     return not has_adapter and any((path / name).is_file() for name in FULL_NAMES)
 
 
 def format_named(path: Path) -> str:
-    """The format that OUT's name says.
+    """Returns the format that OUT's suffix stands for.
 
     Raises:
-        CheckpointError: it does not tell.
+        CheckpointError: OUT has no suffix, or one of no format.
     """
     if not path.suffix:
         raise CheckpointError(
@@ -116,8 +116,8 @@ def check_target(path: Path, format: str, source: str) -> None:
     """Checks that OUT can be written, before anything is read.
 
     Raises:
-        CheckpointError: it is there already, it is not a folder's name, or it is a folder with
-            another adapter than IN, `source`.
+        CheckpointError: OUT exists, is not the name of a folder, or is a folder with another
+            adapter than IN, `source`.
     """
     if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
         raise CheckpointError(f"{path}: the format {format} is a folder; give it a folder's name")
@@ -134,7 +134,7 @@ def check_target(path: Path, format: str, source: str) -> None:
 
 
 def _check_no_other(folder: Path, source: str) -> None:
-    """Checks that a folder holds no adapter that would be read in the place of the written one."""
+    """Checks that a folder holds no adapter that would be read instead of the written one."""
     for name in (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES):
         file = folder / name
         is_own = name in LORA.files and Path(source).resolve() in (folder.resolve(), file.resolve())
@@ -146,17 +146,18 @@ def _check_no_other(folder: Path, source: str) -> None:
 
 
 def _written(path: Path, format: str) -> Path:
-    """The file that OUT stands for, or PEFT's folder."""
+    """Returns the path that is written: OUT, or the adapter's file if OUT is a folder."""
     if format in _FOLDERS or path.suffix:
         return path
     return path / LORA.files[FORMATS.index(format)]
 
 
 def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
-    """Checks that all is known that the format needs.
+    """Checks that everything is known that the format needs.
 
     Raises:
-        CheckpointError: something is missing; or its base is needed, and no such model is read.
+        CheckpointError: something is missing; or merging needs a base of a family that is unknown
+            here.
     """
     metadata = adapter.metadata
     if metadata is None and format != "release":
@@ -178,7 +179,7 @@ def convert(
     """Writes an adapter to `path` in a format, or merged.
 
     Returns:
-        What was written, as `describe` has it; and what a user has to know of it, a line each.
+        A description of what was written, as by `describe`; and remarks for the user.
     """
     if base is not None:
         adapter = with_base(adapter, base)
@@ -190,7 +191,7 @@ def convert(
     to_merge = "--to merged" if family_of(adapter.tensors) else IN_PYTHON
     with adding_ways_out({NeedsMergingError: to_merge}):
         remarks = write_adapter(path, adapter, format)
-    # What it says of itself, and not what it was made from.
+    # Describes what the written file records, not the adapter it was made from.
     return describe(read_adapter(_written(path, format))), remarks
 
 
@@ -235,7 +236,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @adding_ways_out(WAYS_OUT)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, and does what is asked for."""
+    """Parses the command line, then describes or converts."""
     args = parse_args(argv)
     if args.info:
         adapter = read_source(args.source, args.lora_alpha)
@@ -245,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Reads, checks, converts, and says what was written."""
+    """Reads, checks and converts IN, and prints what was written."""
     format = args.to or format_named(args.target)
     check_target(args.target, format, args.source)
     if format == "merged" and is_whole_gpt2(args.source):
@@ -266,7 +267,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_on_whole(args: argparse.Namespace) -> None:
-    """The same where IN is no adapter, but a GPT-2 that was trained without LoRA."""
+    """Converts IN if it is a GPT-2 that was trained without LoRA, and prints what was written."""
     flags = ("base", "lora_alpha", "task", "labels")
     given = [f"--{flag}" for flag in flags if getattr(args, flag) is not None]
     if given:
@@ -279,7 +280,10 @@ def run_on_whole(args: argparse.Namespace) -> None:
 
 
 def _unsaid(adapter: Adapter, args: argparse.Namespace) -> list[str]:
-    """What a user named that is not written, as nothing is of an adapter whose alpha is unknown."""
+    """Returns remarks on the user's task and labels if they are not written.
+
+    They are not if the adapter has no metadata, because its alpha is unknown.
+    """
     if adapter.metadata is not None:
         return []
     named = {"task": args.task, "labels": tuple(args.labels or ())}
@@ -289,7 +293,7 @@ def _unsaid(adapter: Adapter, args: argparse.Namespace) -> list[str]:
 
 
 def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> None:
-    """Prints what an adapter is, and what a user has to know of it."""
+    """Prints a title, a description, and remarks."""
     print(painted(first, "bold", sys.stdout))
     print(table(said.items(), indent="  ", stream=sys.stdout))
     for remark in remarks:

@@ -2,10 +2,9 @@
 
     python utils/download_glue_data.py --data_dir glue_data --tasks all
 
-Each task becomes a folder of TSV files in --data_dir, complete or not there at all: the files are
-put together in a hidden folder, their rows are counted, and only then is the folder renamed.
-A download that stops is kept as FILE.part and continued by the next run; a task that is complete
-is skipped.
+Each task becomes a folder of TSV files in --data_dir, which is complete if it exists: the files are
+written to a hidden folder, their rows are counted, and only then is the folder renamed. A download
+that stops is kept as FILE.part and continued by the next run. A complete task is skipped.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from transformers.data.processors.utils import read_tsv
 logger = logging.getLogger("download_glue_data")
 
 BASE_URL = "https://dl.fbaipublicfiles.com/glue/data"
-SENTEVAL = "../../senteval/senteval_data"  # seen from BASE_URL
+SENTEVAL = "../../senteval/senteval_data"  # relative to BASE_URL
 MRPC_TRAIN = "msr_paraphrase_train.txt"
 MRPC_TEST = "msr_paraphrase_test.txt"
 MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
@@ -53,11 +52,11 @@ NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPExc
 
 @dataclass(frozen=True)
 class Release:
-    """What is published of a task.
+    """The published files of a task.
 
     Args:
-        files: addresses below --base_url.
-        rows: number of rows of each split.
+        files: the files' addresses relative to --base_url.
+        rows: the number of rows in each split.
     """
 
     files: tuple[str, ...]
@@ -96,18 +95,18 @@ RELEASES = {
 
 
 def _known() -> str:
-    """The tasks by GLUE's own names, those of their folders."""
+    """Returns the tasks by GLUE's own names, which are those of their folders."""
     return ", ".join(glue_task(key).folder for key in RELEASES)
 
 
 def parse_tasks(names: str) -> dict[str, GlueTask]:
-    """The tasks of a list, separated by commas or blanks, or all of them.
+    """Parses a list of tasks, separated by commas or blanks, or "all".
 
     Returns:
         {key of `RELEASES`: task}, without duplicates, in the order given.
 
     Raises:
-        ValueError: a name that is not one of GLUE's, or an empty list.
+        ValueError: a name is not one of GLUE's tasks, or the list is empty.
     """
     published = {glue_task(key).name: key for key in RELEASES}
     wanted = list(RELEASES) if names.strip().lower() == "all" else names.replace(",", " ").split()
@@ -124,7 +123,7 @@ def parse_tasks(names: str) -> dict[str, GlueTask]:
 
 
 def find_fault(task: GlueTask, rows: Mapping[str, int], data_dir: Path) -> str | None:
-    """What is wrong with the first bad file of a task's folder in `data_dir`; None if nothing."""
+    """Returns what is wrong with a task's folder in `data_dir`; None if nothing is."""
     for split, expected in rows.items():
         file = f"{task.folder}/{task.files[split]}"
         if not (data_dir / file).is_file():
@@ -139,18 +138,19 @@ def find_fault(task: GlueTask, rows: Mapping[str, int], data_dir: Path) -> str |
 
 
 def install(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path | None) -> None:
-    """Bring one task's folder into `data_dir`, unless it is there.
+    """Downloads one task's folder to `data_dir`, unless it exists.
 
     Args:
         key: the task's key in `RELEASES`.
-        task: its row of the table of GLUE's files.
-        data_dir: folder that is to hold the task's folder.
-        base_url: address of the folder with the zips.
-        mrpc: folder with the files of the Microsoft Research paraphrase corpus, if at hand.
+        task: the task.
+        data_dir: the folder in which the task's folder is made.
+        base_url: the address of the folder with the zips.
+        mrpc: a folder with the files of the Microsoft Research paraphrase corpus, if given.
 
     Raises:
         OSError: the network, the server or the disk failed.
-        ValueError: what came is not the task's data, or what is there is not complete.
+        ValueError: the downloaded files are not the task's data, or the existing folder is not
+            complete.
     """
     release, folder = RELEASES[key], data_dir / task.folder
     if not folder.exists():
@@ -193,7 +193,7 @@ def _download(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Pat
 
 
 def _own_files(folder: Path) -> dict[str, Path]:
-    """The user's files of the paraphrase corpus: {published name: path}."""
+    """Returns the user's files of the paraphrase corpus: {published name: path}."""
     files = {name: folder / name for name in (MRPC_TRAIN, MRPC_TEST)}
     for path in files.values():
         if not path.is_file():
@@ -224,7 +224,7 @@ def _remove(paths: Sequence[Path]) -> None:
 def assemble(
     task: GlueTask, rows: Mapping[str, int], sources: Sequence[Path], data_dir: Path
 ) -> None:
-    """Make a task's folder out of its downloaded files, atomically.
+    """Makes a task's folder from its downloaded files, atomically.
 
     Raises:
         ValueError: a source is damaged, or the folder would not hold the task's rows.
@@ -251,7 +251,7 @@ def assemble(
 
 
 def unpack(archive: Path, folder: str, target: Path) -> None:
-    """Unpack one folder of a zip file into `target`, after checking the whole file.
+    """Unpacks one folder of a zip file into `target`, after checking the whole file.
 
     Raises:
         ValueError: the zip is truncated or damaged, or names a path outside of `target`.
@@ -275,13 +275,13 @@ def _leads_outside(name: str) -> bool:
 
 
 def convert_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
-    """Write MRPC's train.tsv, dev.tsv and test.tsv from the paraphrase corpus.
+    """Writes MRPC's train.tsv, dev.tsv and test.tsv from the paraphrase corpus.
 
     Args:
-        train: the corpus's training part; its rows whose ids are listed become the dev split.
+        train: the corpus's training part; rows whose ids are in `dev_ids` become the dev split.
         test: the corpus's test part; its labels are left out.
-        dev_ids: two ids a row, without a header.
-        folder: where to write.
+        dev_ids: a file with two ids per row, without a header.
+        folder: the folder to write to.
 
     Raises:
         ValueError: a file has another layout.
@@ -300,10 +300,10 @@ def convert_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
 
 
 def fetch(url: str, target: Path) -> None:
-    """Download a file, continuing an earlier partial download of it.
+    """Downloads a file, continuing an earlier partial download of it.
 
-    What has come so far lies in `target`.part and what identifies it (the server's ETag or date)
-    in `target`.part.etag. An existing `target` is taken as it is.
+    A partial download is `target`.part, and what identifies its file (the server's ETag or date) is
+    in `target`.part.etag. An existing `target` is kept as it is.
 
     Raises:
         ConnectionError: the network failed `ATTEMPTS` times.
@@ -331,9 +331,9 @@ def fetch(url: str, target: Path) -> None:
 
 
 def _fetch_rest(url: str, part: Path) -> None:
-    """One request for what `part` still lacks.
+    """Requests the bytes that `part` still lacks, and appends them.
 
-    If-Range makes the server send the full file where it is no longer the one `part` began.
+    If the file has changed since `part` was begun, If-Range makes the server send all of it.
     """
     etag = _etag_file(part).read_text("utf-8") if _etag_file(part).exists() else ""
     start = part.stat().st_size if etag and part.exists() else 0
@@ -342,7 +342,7 @@ def _fetch_rest(url: str, part: Path) -> None:
         with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
             _append(response, part, start)
     except HTTPError as error:
-        if error.code == 416:  # the file is not longer than the part: start over
+        if error.code == 416:  # the file is not longer than `part`, so start over
             part.unlink(missing_ok=True)
         raise
 
@@ -366,10 +366,11 @@ def _append(response: HTTPResponse, part: Path, start: int) -> None:
             unit="B",
             unit_scale=True,
             leave=False,
-            disable=None,  # where there is no terminal
+            disable=None,  # disabled if there is no terminal
         ) as bar,
     ):
-        # only now: an ETag next to older bytes would pass them off as its own
+        # Only after `part` is opened, which truncates it if start is 0: an ETag next to the bytes
+        # of an older file would claim that they are the new file's.
         _etag_file(part).write_text(_identity(response), "utf-8")
         while chunk := response.read(CHUNK):
             file.write(chunk)
@@ -384,7 +385,7 @@ def _etag_file(part: Path) -> Path:
 
 
 def _identity(response: HTTPResponse) -> str:
-    """What If-Range may hold: a strong ETag, else the date of change, else nothing."""
+    """Returns a value for If-Range: a strong ETag, else the date of change, else nothing."""
     etag = response.headers.get("ETag", "")
     return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
 
@@ -406,7 +407,7 @@ def _url(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and download; 0 if every task is complete, else 1."""
+    """Parses the command line and downloads; returns 0 if every task is complete, else 1."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
     parser = ArgumentParser(description="Download the tasks of the GLUE benchmark.")
     parser.add_argument(
@@ -446,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(key, task, args.data_dir, args.base_url, args.path_to_mrpc)
         except (OSError, ValueError) as error:
             logger.error("%s: %s", task.folder, error_in_words(error))
-            if isinstance(error, ConnectionError):  # the other tasks would wait in vain, too
+            if isinstance(error, ConnectionError):  # the other tasks would fail in the same way
                 return 1
             failed = True
     return int(failed)

@@ -1,10 +1,10 @@
-"""Draws the pictures of the documentation that come from this repository's own files.
+"""Draws pictures of the documentation from files of this repository.
 
     python utils/draw_pictures.py lora      docs/pictures/lora.svg, the low-rank update
     python utils/draw_pictures.py speed     docs/pictures/speed.png, the tables of benchmarks/
 
-The learning curves, docs/pictures/quickstart.png, are those that quickstart.sh leaves as
-quickstart_output/learning_curves.png.
+docs/pictures/quickstart.png is not drawn here. It is quickstart_output/learning_curves.png, which
+quickstart.sh writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 
 
 def draw_lora(folder: Path) -> Path:
-    """Draws the low-rank update; returns the file."""
+    """Draws the low-rank update; returns the file's path."""
     path = folder / "lora.svg"
     with atomic_write(path) as temporary:
         temporary.write_text(low_rank_update.draw(), encoding="utf-8")
@@ -31,7 +31,7 @@ def draw_lora(folder: Path) -> Path:
 
 
 def draw_speed(folder: Path) -> Path:
-    """Draws the speeds, which are kept in the picture as text, too; returns the file."""
+    """Draws the speeds, and adds them to the picture as text, too; returns the file's path."""
     path = folder / "speed.png"
     check_can_save(path)
     speeds = speed.read_speeds(speed.README.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ PICTURES: Mapping[str, Callable[[Path], Path]] = {"lora": draw_lora, "speed": dr
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draws what is asked for, and prints the files' names."""
+    """Draws the pictures asked for, and prints the files' paths."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

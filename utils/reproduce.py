@@ -1,4 +1,4 @@
-"""Runs the paper's GLUE and NLG tables over several seeds, and compares the results with them.
+"""Runs the recipes of the paper's GLUE and NLG tables with several seeds, and compares the results.
 
     python utils/reproduce.py "roberta-base LoRA"             a row of a table: all its recipes
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
@@ -6,20 +6,20 @@
     python utils/reproduce.py "roberta-base LoRA" --estimate  only what each recipe would take
     python utils/reproduce.py --study                         a small-scale study; see --study -h
 
-Each run is the recipe itself, a program of its own that writes into a folder of its own:
+Each run executes a recipe as a separate program, with a folder of its own:
 
     OUTPUT_DIR/results.md             the table, rewritten after every run
-    OUTPUT_DIR/learning_curves.png    a panel per recipe, a line per seed
+    OUTPUT_DIR/learning_curves.png    one panel per recipe, one line per seed
     OUTPUT_DIR/RECIPE/seedN/          log.txt; the recipe's output/; error.txt if it failed
 
-The same command continues where an earlier one was stopped: what is finished is not run again, and
-a run that was cut off resumes from its last checkpoint.
+If it is stopped, the same command continues: finished runs are not repeated, and a run that was
+interrupted resumes from its last checkpoint.
 
 GLUE's recipes get additional flags: to end with the evaluation that was best on the development set
-(after an epoch for RoBERTa, after some steps for DeBERTa, as the recipe has it), and to keep no
-other checkpoints. MRPC, RTE and STS-B start from the LoRA weights of MNLI's run with the same seed,
-from MNLI_CHECKPOINT if that is set, or, with neither, from the file that the recipe names. On fewer
-GPUs than a recipe has, gradient accumulation makes its batches, unless NPROC is set.
+(after an epoch for RoBERTa, after some steps for DeBERTa, as in the recipe), and to keep no other
+checkpoints. MRPC, RTE and STS-B start from the LoRA weights of MNLI's run with the same seed, from
+MNLI_CHECKPOINT if that is set, or, with neither, from the file that the recipe names. With fewer
+GPUs than a recipe asks for, gradient accumulation keeps its batch size, unless NPROC is set.
 """
 
 import argparse
@@ -54,10 +54,10 @@ DECISIVE = ("NPROC", "MNLI_CHECKPOINT")
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's arguments, and the flags for the recipes.
+    """Reads this program's arguments, and the flags for the recipes.
 
     Raises:
-        ValueError: a flag is one that the figures depend on, and that is set here.
+        ValueError: arguments exclude each other, or a flag after -- is one that this program sets.
     """
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,10 +114,10 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def execute_all(
     runs: Sequence[tuple[Tree, Run]], flags: Sequence[str], after_each: Callable[[], object]
 ) -> None:
-    """Every run that is not finished and can begin.
+    """Executes every run that is not finished and can begin.
 
-    Where what one needs could not be fetched, the recipe's other seeds need it as well: they are
-    left out for as long as the hub is out of reach.
+    If a run failed because a file could not be fetched, the recipe's other seeds need that file as
+    well. They are left out as long as the hub cannot be reached.
     """
     lacking: set[str] = set()
     for number, (tree, run) in enumerate(runs, start=1):
@@ -143,7 +143,7 @@ def execute_all(
 
 
 def left_out(runs: Sequence[tuple[Tree, Run]]) -> dict[str, list[str]]:
-    """The recipes that cannot begin, each once, by what is in their way."""
+    """Returns the recipes that cannot begin, each once, by the reason."""
     found: dict[str, dict[str, None]] = {}
     for tree, run in runs:
         if obstacle := tree.obstacle(run):
@@ -152,10 +152,10 @@ def left_out(runs: Sequence[tuple[Tree, Run]]) -> dict[str, list[str]]:
 
 
 def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None:
-    """Shows what each recipe says of what it takes; its seeds take the same.
+    """Prints each recipe's estimate once, because all its seeds take the same.
 
     Raises:
-        TrainingError: a recipe ended with an error, which it has shown.
+        TrainingError: a recipe failed; it has printed its error.
     """
     recipes: dict[str, tuple[Tree, Run]] = {}
     for tree, run in runs:
@@ -170,15 +170,15 @@ def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs what is asked for and not done yet, and reports.
+    """Executes the runs that are asked for and not finished, and writes the report.
 
     Raises:
-        ValueError: an argument does not fit, or another program is at work on a run.
+        ValueError: an argument is invalid, or another program is using a run's folder.
         TrainingError: not all runs are finished.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--study" in argv:
-        from reproduction import study  # which needs torch
+        from reproduction import study  # here, because it imports torch
 
         argv.remove("--study")
         study.main(argv)
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report, out, list(rows.values()), [run for _, run in runs], settings
     )
     if args.small:
-        # A recipe without small data is not a failure; the table says it, too.
+        # A recipe without small data is not a failure. The table mentions it, too.
         for obstacle, recipes in left_out(runs).items():
             logger.info("left out of the trial: %s (%s)", ", ".join(recipes), obstacle)
         runs = [(tree, run) for tree, run in runs if not tree.obstacle(run)]
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def start() -> None:
     """Runs `main` as a program."""
-    # When it is told to end, it ends the run that it has started, too.
+    # On SIGTERM, an exception unwinds the stack, which also ends the run that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process.run(main)
 

@@ -1,16 +1,15 @@
-"""Extract the LoRA weights and the head from a full checkpoint; or adapters, or biases.
+"""Extract LoRA, bottleneck adapters or biases, and the head, from a full checkpoint.
 
     python utils/split_lora.py output/checkpoint-500/pytorch_model.bin lora.bin
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
-the release's format, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
-targets, task, labels, columns of texts and base in its metadata, which are taken from the
-config.json next to IN, or from IN itself. A checkpoint in which several were trained, such as LoRA
-and biases, has to be split once for each. convert.py turns what comes out into other formats, such
-as PEFT's.
+the release's format by torch.save. If its name ends in .safetensors, it has metadata as well: rank,
+alpha, targets, task, labels, columns of texts and base, taken from the config.json next to IN, or
+from IN itself. A checkpoint in which several parts were trained, such as LoRA and biases, has to be
+split once for each. convert.py converts OUT to other formats, such as PEFT's.
 
-Existing files are overwritten only with --overwrite. But the release's own call, as above, may be
-repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
+Existing files are overwritten only with --overwrite. As an exception, the release's own call, as
+above, may be repeated: it replaces a .bin or .pt that holds only LoRA and a head.
 """
 
 import argparse
@@ -44,7 +43,7 @@ from transformers.file_utils import CONFIG_NAME
 from transformers.models.registry import head_of_class
 from transformers.weight_files import read_weights
 
-# The metadata's fields of LoRA that settings may leave out, and the settings.
+# Optional fields of LoRA's metadata -> the settings that they come from.
 _OF_LORA = {
     "rank_pattern": "lora_rank_pattern",
     "alpha_pattern": "lora_alpha_pattern",
@@ -62,9 +61,9 @@ class Checkpoint:
 
     Args:
         source: its file or folder.
-        tensors: under their canonical names.
-        metadata: of its file, where that has any.
-        config: its settings, where there is a config.json next to them.
+        tensors: its tensors under canonical names.
+        metadata: the file's metadata, if it has any.
+        config: the settings in the config.json next to it, if there is one.
     """
 
     source: Path
@@ -74,7 +73,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint's file or folder, and compares the checksums that it has."""
+    """Reads a checkpoint's file or folder, and verifies its checksums if it has any."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         tensors, metadata = read_weights(path, verify=True), {}
@@ -93,12 +92,12 @@ def _canonical(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
 def describe(
     checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind
 ) -> AdapterMetadata | None:
-    """What is said of a checkpoint's trained weights; None where nothing is.
+    """Returns the metadata of a checkpoint's trained weights; None if nothing is recorded.
 
-    Settings say it, and in GPT-2's files their metadata.
+    They are taken from the settings or, for GPT-2, from the file's metadata.
 
     Raises:
-        CheckpointError: the settings say another rank than the weights have.
+        CheckpointError: the settings are damaged, or do not fit the weights.
     """
     config = checkpoint.config
     _check_settings(checkpoint)
@@ -137,7 +136,7 @@ def _are_labels(value: object) -> bool:
     )
 
 
-# What settings that are not looked at elsewhere can be.
+# Checks of settings that are not checked elsewhere.
 _SOUND: dict[str, Callable[[Any], bool]] = {
     "architectures": lambda value: isinstance(value, list),
     "id2label": _are_labels,
@@ -149,7 +148,7 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 def _labels(
     checkpoint: Checkpoint, part: Mapping[str, Tensor], head: str | None
 ) -> tuple[str, ...] | None:
-    """What the outputs of a checkpoint's head stand for; None where that is not labels."""
+    """Returns the labels of a checkpoint's head; None if its outputs are not labels."""
     family = family_of(checkpoint.tensors)
     if family and head and not family.heads[head].labelled:
         return None
@@ -164,7 +163,7 @@ def _labels(
 
 
 def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
-    """The columns of texts that a checkpoint's head reads; None where it does not say any."""
+    """Returns the columns of texts that a checkpoint was trained on; None if not recorded."""
     if head not in (None, "sequence_classification"):
         return None
     names = checkpoint.config.get("text_columns")
@@ -176,7 +175,7 @@ def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] |
 def _own_settings(
     checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind
 ) -> dict[str, Any] | None:
-    """The metadata's fields that this kind alone has; None where the settings lack one."""
+    """Returns the metadata's fields that only this kind has; None if the settings lack one."""
     config = checkpoint.config
     names = {
         LORA: {"rank": "lora_r", "alpha": "lora_alpha"},
@@ -202,10 +201,10 @@ def _own_settings(
 
 
 def check_free(target: Path, kind: Kind) -> None:
-    """Checks that nothing is lost where `target` is written over without being asked.
+    """Checks that `target` may be overwritten without --overwrite.
 
     Raises:
-        CheckpointError: there is a file that the release's own call would not have written.
+        CheckpointError: it is a file that the release's own call would not have written.
     """
     if not target.is_file():
         return
@@ -225,13 +224,13 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
     Args:
         source: checkpoint file or folder.
         target: the file to write.
-        name: which part, of `KINDS_BY_NAME`.
-        overwrite: replace `target`, whatever it is, if it exists.
+        name: the part, a key of `KINDS_BY_NAME`.
+        overwrite: whether `target` is replaced if it exists.
 
     Raises:
-        CheckpointError: `source` cannot be read, holds no such weights, or does not say what
-            `target` has to; or `target` is a file of the checkpoint other than one for this part,
-            or exists, see `check_free`.
+        CheckpointError: `source` cannot be read, holds no such weights, or lacks settings that
+            `target` has to record; or `target` is a file of the checkpoint other than one for this
+            part, or exists, see `check_free`.
     """
     kind = KINDS_BY_NAME[name]
     is_own = _is_in_checkpoint(target, source)
@@ -252,7 +251,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
 
 
 def _is_in_checkpoint(target: Path, source: Path) -> bool:
-    """Whether `target` is a file of the checkpoint `source`, directly or through links."""
+    """Returns whether `target` is a file of the checkpoint `source`, directly or through links."""
     own = source.resolve()
     folders = {source, own} if source.is_dir() else {source.parent, own.parent}
     files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
@@ -260,9 +259,9 @@ def _is_in_checkpoint(target: Path, source: Path) -> bool:
 
 
 def extract(source: Path, kind: Kind = LORA) -> Adapter:
-    """The trained weights of a kind in the checkpoint `source`, and its head.
+    """Returns the trained weights of a kind in the checkpoint `source`, and its head.
 
-    Its metadata is None where neither the checkpoint nor settings next to it say enough.
+    The metadata is None if neither the checkpoint nor the settings next to it record enough.
 
     Raises:
         CheckpointError: `source` cannot be read, or holds no such weights.
@@ -282,7 +281,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, splits, and says what was written."""
+    """Parses the command line, splits the checkpoint, and prints what was written."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

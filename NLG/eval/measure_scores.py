@@ -3,10 +3,10 @@
     python eval/measure_scores.py REFERENCES PREDICTIONS [-p]
     python eval/measure_scores.py -R PREFIX -H PREDICTIONS -nr N [-m bleu,meteor,ter,chrf++]
 
-The first call is for E2E: `REFERENCES` has one reference a line and a blank line after each group,
-`PREDICTIONS` one prediction a line, a line for each group. The second call is for WebNLG and DART:
-the references are in the files `PREFIX0` to `PREFIX<N-1>`, and line i of each belongs to line i of
-`PREDICTIONS`; it is empty where that has fewer references. `metrics.py` defines the scores.
+The first call is for E2E: `REFERENCES` has one reference per line and a blank line after each
+group, `PREDICTIONS` one line for each group. The second call is for WebNLG and DART: the references
+are in the files `PREFIX0` to `PREFIX<N-1>`, and line i of each belongs to line i of `PREDICTIONS`.
+It is empty if that prediction has fewer references. `metrics.py` defines the scores.
 """
 
 import argparse
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads, scores, prints; with ``--json`` also writes."""
+    """Reads the files and prints the scores; with ``--json`` also writes them."""
     args = _parse(argv)
     two_files = args.references is not None
     known = E2E if two_files else WEBNLG_AND_DART
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         predictions_file = args.hypothesis
         references = read_reference_files(args.reference, args.num_refs)
-    unsplit = two_files and len(references) == 1  # as where blank lines were lost
+    unsplit = two_files and len(references) == 1  # as if blank lines had been lost
     hint = f"; {args.references} needs a blank line after each group" if unsplit else ""
     predictions = read_predictions(predictions_file, len(references), hint)
 
@@ -61,7 +61,7 @@ def start() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-# Flags of the release's eval.py, and the one value that each has here.
+# Flags of the release's eval.py, and the only value that each may have here.
 _FIXED: dict[tuple[str, str], tuple[str | int, str]] = {
     ("-lng", "--language"): ("en", "the language"),
     ("-nc", "--ncorder"): (6, "chrF++: the longest n-grams of characters"),
@@ -122,7 +122,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fixed(parser: argparse.ArgumentParser) -> None:
-    """Adds the release's flags that change nothing."""
+    """Adds the release's flags that have no effect here."""
     add = parser.add_argument
     add(
         "-p",
@@ -156,7 +156,7 @@ def _scales(metrics: Mapping[str, Metric]) -> str:
 
 
 def _choose(names: str | None, known: Mapping[str, Metric]) -> list[Metric]:
-    """The metrics called `names`, a list with commas; all `known` ones if None."""
+    """Returns the metrics in `names`, separated by commas; all `known` ones if None."""
     if names is None:
         return list(known.values())
     chosen = [name.strip().lower() for name in names.split(",")]
@@ -172,7 +172,7 @@ def _choose(names: str | None, known: Mapping[str, Metric]) -> list[Metric]:
 
 
 def read_groups(path: str) -> References:
-    """The references of a file with one a line and a blank line after each group.
+    """Reads a file with one reference per line and a blank line after each group.
 
     Raises:
         ValueError: the file holds no reference, or a group without one.
@@ -189,18 +189,18 @@ def read_groups(path: str) -> References:
 
 
 def _groups(lines: Sequence[str]) -> References:
-    """The lines between blank ones."""
+    """Returns the groups of lines between blank ones."""
     return [list(group) for filled, group in groupby(lines, key=bool) if filled]
 
 
 def check_order(references_file: str, predictions_file: str) -> None:
-    """Checks that references and predictions have not changed places.
+    """Checks that references and predictions have not been swapped.
 
-    Where they have, the second file has a group for each line of the first; but for a single one,
-    no files in their right places do.
+    If they have, the second file has one group for each line of the first. Files in the right order
+    never have that, unless there is only one group.
 
     Raises:
-        ValueError: they have.
+        ValueError: they have been swapped.
     """
     lines, groups = _read_lines(references_file), _groups(_read_lines(predictions_file))
     if len(groups) == len(lines) > 1:
@@ -211,13 +211,14 @@ def check_order(references_file: str, predictions_file: str) -> None:
 
 
 def read_reference_files(prefix: str, count: int) -> References:
-    """The references of the files `prefix`0 to `prefix`<count - 1>; a single one may lack its 0.
+    """Reads the files `prefix`0 to `prefix`<count - 1>; a single one may be called `prefix`.
 
     Returns:
-        For each line its different references; one of them is empty where a file's line is.
+        For each line its distinct references; one of them is empty if a file's line is.
 
     Raises:
-        ValueError: a file is missing or of another length than the first, a line is empty in all.
+        ValueError: a file is missing or has another length than the first, or a line is empty in
+            all files.
     """
     if count < 1:
         raise ValueError(f"-nr is {count}; there must be at least one file of references")
@@ -233,8 +234,8 @@ def read_reference_files(prefix: str, count: int) -> References:
             raise ValueError(f"{paths[0]} has {len(files[0])} lines, but {path} has {len(lines)}")
     if not any(line for lines in files for line in lines):
         raise ValueError(f"{', '.join(paths)}: no references")
-    # A row with fewer references than others has empty lines, which BLEU and TER count, or its
-    # first reference again. To no metric does it matter how often one is there.
+    # A row with fewer references than others has empty lines, which BLEU and TER count, or repeats
+    # its first reference. No metric depends on how often a reference occurs.
     rows = [list(dict.fromkeys(row)) for row in zip(*files, strict=True)]
     for number, row in enumerate(rows, start=1):
         if row == [""]:
@@ -243,9 +244,9 @@ def read_reference_files(prefix: str, count: int) -> References:
 
 
 def read_predictions(path: str, count: int, hint: str = "") -> list[str]:
-    """The `count` predictions of a file with one a line; warns of empty ones.
+    """Reads a file of `count` predictions, one per line; warns of empty ones.
 
-    `hint` ends the error where there are more: what may be wrong with the references instead.
+    `hint` is added to the error if there are more: what may be wrong with the references instead.
 
     Raises:
         ValueError: there are more or fewer.
@@ -268,13 +269,13 @@ def _read_lines(path: str) -> list[str]:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8 ({error.reason})") from error
-    # Only the line feed ends a line; Python's splitlines would also split at characters that may
-    # stand within a text.
+    # Only a line feed ends a line. Python's splitlines would also split at characters that may
+    # occur within a text.
     return [line.strip() for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _read_table(path: str) -> dict[str, dict[str, float | None]]:
-    """The scores that an earlier run left in `path`, by label."""
+    """Reads the scores that an earlier run wrote to `path`, by label."""
     if not os.path.exists(path):
         return {}
     try:
@@ -298,12 +299,12 @@ def _write_table(path: str, table: Mapping[str, Mapping[str, float | None]]) -> 
 
 
 def _as_lines(metrics: list[Metric], scores: Mapping[str, float | None]) -> str:
-    """One line a metric, as the E2E challenge's program prints them."""
+    """Returns one line per metric, as the E2E challenge's program prints them."""
     return "\n".join(f"{metric.label}: {_number(metric, scores)}" for metric in metrics)
 
 
 def _as_table(metrics: list[Metric], scores: Mapping[str, float | None], label: str) -> str:
-    """A line of names, one of numbers, and one of their scales."""
+    """Returns a line of names, one of numbers, and one of the metrics' scales."""
     rows = [
         ["", *(metric.label for metric in metrics)],
         [label, *(_number(metric, scores) for metric in metrics)],

@@ -1,18 +1,19 @@
-"""The metrics of E2E, WebNLG and DART: for each, the number that its shared task reports.
+"""Computes the metrics of E2E, WebNLG and DART as their shared tasks report them.
 
-A corpus is a list of rows: `references[i]` are the texts that are right for row i, one or more,
-and `predictions[i]` is the text to be judged. A metric takes both and gives one number. Where a row
-has fewer references than others, the files of WebNLG and DART have an empty line. In the release
-that is a reference of length 0 for BLEU, whose brevity penalty may choose it as the closest one,
-and one at a rate of 1 for TER, so that `score` gives it to these two; to the other metrics it is
-not a reference.
+A corpus is a list of rows: `references[i]` are the reference texts of row i, one or more, and
+`predictions[i]` is the text to score. A metric takes both and returns one number.
 
-E2E is judged as in its challenge: BLEU and NIST by mteval-v13a, which lower-cases; METEOR, ROUGE-L
+If a row has fewer references than others, the files of WebNLG and DART have an empty line. In the
+release, BLEU counts that as a reference of length 0, which its brevity penalty may choose as the
+closest one, and TER counts it as a reference with a rate of 1. So `score` passes empty references
+to these two. The other metrics do not get them.
+
+E2E is scored as in its challenge: BLEU and NIST by mteval-v13a, which lower-cases; METEOR, ROUGE-L
 and CIDEr as in MS-COCO's caption evaluation, on Penn Treebank tokens without punctuation. WebNLG
-and DART are judged by BLEU as multi-bleu-detok computes it, METEOR, TER by pyter and chrF++.
+and DART are scored by BLEU as multi-bleu-detok computes it, METEOR, TER by pyter and chrF++.
 
-METEOR and the Treebank tokenizer are Java programs, which come with the package pycocoevalcap;
-`missing_java` says what they lack. All else is Python.
+METEOR and the Treebank tokenizer are Java programs in the package pycocoevalcap. `missing_java`
+says what is missing to run them. All else is Python.
 """
 
 import importlib.util
@@ -42,9 +43,9 @@ Words = list[str]
 Ngram = tuple[str, ...]
 
 NIST_ORDER = 5
-# Fewer rows are scored before other processes have started.
+# Fewer rows are scored sooner than other processes would start.
 TER_POOL_FROM = 100
-# What MS-COCO's evaluation leaves out of the Treebank tokenizer's tokens.
+# The tokens of the Treebank tokenizer that MS-COCO's evaluation leaves out.
 PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LCB-", "-RCB-"}
 
 
@@ -54,37 +55,36 @@ PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LC
 
 
 def bleu(references: References, predictions: list[str]) -> float:
-    """Corpus BLEU-4, 0 to 100, as multi-bleu-detok prints it: 0 if an order has no match.
+    """Computes corpus BLEU-4, 0 to 100, as multi-bleu-detok does: 0 if an order has no match.
 
     Tokens are mteval-v13a's. The brevity penalty compares each prediction with the reference of the
-    closest length, of two that are as close with the shorter one. An empty reference counts, with
-    length 0, as it does in multi-bleu; sacrebleu leaves out a None, and takes an empty text for a
-    reference likewise.
+    closest length, or the shorter one of two that are equally close. An empty reference counts,
+    with length 0, as in multi-bleu and in sacrebleu (which leaves out only None).
     """
     return _corpus_bleu(references, predictions, smooth_method="none")
 
 
 def mteval_bleu(references: References, predictions: list[str]) -> float:
-    """Corpus BLEU-4, 0 to 1, as mteval-v13a prints it: in lower case, an empty order smoothed."""
+    """Computes lower-case corpus BLEU-4, 0 to 1, as mteval-v13a does: empty orders are smoothed."""
     return _corpus_bleu(references, predictions, smooth_method="exp", lowercase=True) / 100
 
 
 def _corpus_bleu(references: References, predictions: list[str], **settings: Any) -> float:
-    # force: no warning about tokenised predictions, as the release's are.
+    # force: no warning about predictions that are tokenized already, as the release's are.
     metric = BLEU(tokenize="13a", force=True, **settings)
     return metric.corpus_score(predictions, _streams(references)).score
 
 
 def ter(references: References, predictions: list[str]) -> float:
-    """Translation edit rate: edits and shifts per word of a reference; 0 is perfect.
+    """Computes the translation edit rate: edits and shifts per reference word; 0 is perfect.
 
-    The mean over rows of the lowest rate to one of their references, by pyter, as the release's
-    eval.py has it. (Tercom's, over a corpus, divides all edits by the average references' words.)
-    Words are what stands between blanks, so that punctuation counts as a word only where the text
-    has been tokenised; case counts. A reference without words is at a rate of 1, as in eval.py: a
-    row that has one is never worse than that.
+    The result is the mean over rows of the lowest rate to any of the row's references, by pyter, as
+    in the release's eval.py. (Tercom divides the edits of a corpus by its average reference length
+    instead.) Words are separated by blanks, so punctuation counts as a word only if the text has
+    been tokenized. Case counts. A reference without words has a rate of 1, as in eval.py, so a row
+    that has one is never worse than that.
     """
-    # A row takes up to seconds, so the rows are distributed over the processors.
+    # A row may take seconds, so the rows are distributed over the processors.
     with ExitStack() as stack:
         rows = map(_lowest_rate, predictions, references)
         if len(predictions) >= TER_POOL_FROM:
@@ -95,33 +95,35 @@ def ter(references: References, predictions: list[str]) -> float:
 
 
 def _lowest_rate(prediction: str, row: list[str]) -> float:
-    """The edit rate to the nearest reference of a row."""
+    """Returns the edit rate to the nearest reference of a row."""
     system, rights = prediction.split(), [reference.split() for reference in row]
     return min(pyter.ter(system, right) if right else 1.0 for right in rights)
 
 
 def chrf(references: References, predictions: list[str]) -> float:
-    """chrF++, 0 to 1, as the release's chrF++.py counts it.
+    """Computes chrF++, 0 to 1, as the release's chrF++.py does.
 
-    The mean of F2 over the eight orders, characters up to 6 and words up to 2, of which one without
-    n-grams counts as 0. (sacrebleu's own chrF++ is the F2 of precision and recall averaged over the
-    orders that have some.) A tab is a blank here, where chrF++.py takes it for a character.
+    The result is the mean of F2 over eight orders, characters up to 6 and words up to 2. An order
+    without n-grams counts as 0. (By default, sacrebleu averages precision and recall over the
+    orders that have n-grams, and computes F2 from these.) A tab is a blank here, but a character in
+    chrF++.py.
     """
     metric = CHRF(word_order=2, eps_smoothing=True)
     return metric.corpus_score(predictions, _streams(references)).score / 100
 
 
 def _streams(references: References) -> list[list[str | None]]:
-    """The rows' first references, second references…, with None where a row has no more."""
+    """Returns the rows' first references, second references…, with None where a row has no more."""
     return [list(stream) for stream in zip_longest(*references)]
 
 
 def nist(references: References, predictions: list[str]) -> float:
-    """NIST of order 5 as mteval-v13a computes it (Doddington 2002, equation 3): 0 and up.
+    """Computes NIST of order 5 as mteval-v13a does (Doddington 2002, equation 3): 0 and up.
 
     A matching n-gram is worth log2(occurrences of its first n − 1 words / its own), counted over
     all references (for one word: words of all references / occurrences). The score is the sum over
-    n of worth of the matches per predicted n-gram, times a penalty for short predictions.
+    n of (the matches' total worth / the number of predicted n-grams), times a penalty for short
+    predictions.
 
     Raises:
         ValueError: the references hold no words, so that they have no length.
@@ -156,14 +158,14 @@ def nist(references: References, predictions: list[str]) -> float:
 
 
 def _ngrams(words: Words) -> Iterator[Ngram]:
-    """All n-grams of 1 to NIST_ORDER words."""
+    """Yields all n-grams of 1 to NIST_ORDER words."""
     for n in range(1, NIST_ORDER + 1):
         for start in range(len(words) - n + 1):
             yield tuple(words[start : start + n])
 
 
 def _nist_penalty(ratio: float) -> float:
-    """1 for predictions as long as the references, 1/2 where they are 2/3 as long, 0 for none."""
+    """Returns 1 for predictions as long as the references, 1/2 if 2/3 as long, 0 for none."""
     if ratio <= 0:
         return 0.0
     beta = math.log(0.5) / math.log(1.5) ** 2
@@ -176,14 +178,14 @@ def _nist_penalty(ratio: float) -> float:
 
 
 def missing_java() -> str | None:
-    """What METEOR and the Treebank tokenizer lack here and how to get it; None if nothing."""
+    """Returns what METEOR and the Treebank tokenizer lack and how to get it; None if nothing."""
     missing = []
     if importlib.util.find_spec("pycocoevalcap") is None:
         missing.append(
             "the package pycocoevalcap is not installed "
             "(pip install -r requirements-java.txt, in NLG; 104 MB)"
         )
-    # Some systems have a program of this name that only says where to get Java.
+    # Some systems have a program called java that only says where to get Java.
     if (
         shutil.which("java") is None
         or subprocess.run(["java", "-version"], capture_output=True, check=False).returncode != 0
@@ -196,7 +198,7 @@ def missing_java() -> str | None:
 
 
 def ptb_tokens(references: References, predictions: list[str]) -> tuple[References, list[str]]:
-    """Both, as lower-case Penn Treebank tokens joined by blanks, without punctuation.
+    """Returns both as lower-case Penn Treebank tokens joined by blanks, without punctuation.
 
     Raises:
         ValueError: the tokenizer failed.
@@ -219,7 +221,7 @@ def ptb_tokens(references: References, predictions: list[str]) -> tuple[Referenc
 
 
 def meteor(references: References, predictions: list[str]) -> float:
-    """METEOR 1.5 for English with its normalisation (``-l en -norm``), 0 to 1.
+    """Computes METEOR 1.5 for English with its normalization (``-l en -norm``), 0 to 1.
 
     Raises:
         ValueError: the program failed.
@@ -239,14 +241,14 @@ def meteor(references: References, predictions: list[str]) -> float:
 
 
 def rouge_l(references: References, predictions: list[str]) -> float:
-    """ROUGE-L as in MS-COCO's evaluation, 0 to 1; takes `ptb_tokens`."""
+    """Computes ROUGE-L as in MS-COCO's evaluation, 0 to 1, from the result of `ptb_tokens`."""
     from pycocoevalcap.rouge.rouge import Rouge
 
     return float(Rouge().compute_score(*_by_row(references, predictions))[0])
 
 
 def cider(references: References, predictions: list[str]) -> float:
-    """CIDEr as in MS-COCO's evaluation, 0 to 10; takes `ptb_tokens`."""
+    """Computes CIDEr as in MS-COCO's evaluation, 0 to 10, from the result of `ptb_tokens`."""
     from pycocoevalcap.cider.cider import Cider
 
     return float(Cider().compute_score(*_by_row(references, predictions))[0])
@@ -259,21 +261,21 @@ def _by_row(
 
 
 def _lines(texts: Iterable[str]) -> str:
-    """One text a line; what any program might take for the end of a line becomes a blank."""
+    """Returns one text per line; characters that a program may take as a line end become blanks."""
     return "".join(" ".join(text.split()) + "\n" for text in texts)
 
 
 def _jar(name: str) -> Path:
-    """A file of the package pycocoevalcap."""
+    """Returns the path of a file in the package pycocoevalcap."""
     spec = importlib.util.find_spec("pycocoevalcap")
     return Path(next(iter(spec.submodule_search_locations)), name)
 
 
 def _java(*arguments: str, text: str = "") -> str:
-    """Runs Java with `text` as its input; what it printed.
+    """Runs Java with `text` as its input, and returns what it printed.
 
     Raises:
-        ValueError: it ended with an error.
+        ValueError: Java ended with an error.
     """
     result = subprocess.run(
         ["java", "-Dfile.encoding=UTF-8", *arguments],
@@ -295,16 +297,16 @@ def _java(*arguments: str, text: str = "") -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a task's table.
+    """A metric of a task.
 
     Attributes:
-        label: its name in print.
-        score: references and predictions to the number.
-        scale: what its values mean.
-        decimals: how many are printed.
-        java: it needs Java.
-        ptb: it is given `ptb_tokens`, for which Java is needed as well.
-        counts_empty: it is given empty references, too.
+        label: the printed name.
+        score: computes the metric from references and predictions.
+        scale: the range of its values.
+        decimals: how many decimals are printed.
+        java: whether it needs Java.
+        ptb: whether it takes the result of `ptb_tokens`, which needs Java as well.
+        counts_empty: whether it gets empty references, too.
     """
 
     label: str
@@ -334,9 +336,9 @@ WEBNLG_AND_DART = {
 def score(
     metrics: Iterable[Metric], references: References, predictions: list[str]
 ) -> dict[str, float | None]:
-    """All `metrics` of a corpus by label; None, and one warning, where Java is missing.
+    """Computes all `metrics` of a corpus, by label; None, with one warning, if Java is missing.
 
-    Every row needs a reference that is not empty.
+    Every row needs at least one reference that is not empty.
     """
     metrics = list(metrics)
     unable = missing_java() if any(metric.java for metric in metrics) else None

@@ -1,8 +1,8 @@
-"""Says what is wrong with the flags that were added to a recipe, before anything is launched.
+"""Checks the flags that were added to a recipe, before the recipe launches anything.
 
     PYTHONPATH=src python recipes/check_flags.py e2e_gpt2_md.sh [flags of gpt2_ft.py]
 
-By processes of a launcher, which tells of their end at length, it would go under.
+If launched processes raised the error, the launcher's own long report would bury it.
 """
 
 import os
@@ -15,20 +15,21 @@ from loralib.training.distributed import choose_device
 from loralib.training.precision import check_precision
 from script import run, seen_from
 
-# What a recipe gives itself, and gpt2_ft.py asks for; there, whatever the recipe's is.
+# Flags that gpt2_ft.py requires and the recipe sets itself, with files that always exist.
 _RECIPE_FLAGS = ["--train_data", os.devnull, "--valid_data", os.devnull]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks values, the files that they name, and the precision on this machine's device.
+    """Checks the flags' values, the files that they name, and the precision on this device.
 
     Raises:
-        OSError, ValueError: one is not there, or cannot be.
+        OSError, ValueError: a value is invalid, a file is missing, or the device does not support
+            the precision.
     """
     flags = sys.argv[1:] if argv is None else argv
     args = parse_args([*_RECIPE_FLAGS, *flags])
     if args.estimate:
-        return  # which needs none of these
+        return  # an estimate needs none of what is checked below
     check_precision(args.fp16, args.bf16, choose_device(0))
     if args.init_checkpoint is not None:
         check_is_one_file(args.init_checkpoint)

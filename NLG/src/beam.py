@@ -1,8 +1,8 @@
 """Beam search over a batch of prompts that differ in length.
 
-Beams of one prompt are branches of one tree, whose trunk is the prompt. Each token of the tree has
-one slot of the cache, where its key and value are written once and seen by all the beams that
-descend from it; a mask says which slots a beam sees:
+The beams of a prompt are branches of one tree, whose trunk is the prompt. Each token of the tree
+has one slot in the cache. Its key and value are written there once, for all beams that descend from
+it. A mask says which slots a beam sees:
 
     prompt    a b c, three beams                    slots   a b c . | d e f | g h i
                                                             prompt    step 1  step 2
@@ -12,14 +12,14 @@ descend from it; a mask says which slots a beam sees:
               '-- f ----- i
                                            '.' pads a prompt shorter than the batch's longest
 
-Reordering beams reorders rows of the mask; keys and values stay where they are. A branch that died
-out, such as e, is seen by no beam. Every few steps the slots that are still seen are copied into a
-cache that fits them: most branches die soon, and with 10 beams and 64 steps that halves attention's
-time and takes a third of the memory. Prompts whose search is over leave the batch in the same copy.
+Reordering beams reorders rows of the mask, while keys and values stay where they are. A branch that
+died out, such as e, is seen by no beam. Every few steps the slots that are still seen are copied
+into a cache that fits them. Most branches die soon: with 10 beams and 64 steps, copying halves
+attention's time and needs a third of the memory. The same copy drops prompts whose search is over.
 
-The search ends when no beam can win any more. A beam's sum of log-probabilities s only falls, so a
-beam of length l can at best reach the score s / length^penalty, at the length from l + 1 to
-`eval_len` that makes it largest: the last one if the penalty is 0 or more, else the next one.
+The search ends when no open beam can beat the best finished text. A beam's sum of log-probabilities
+s only falls, so a beam of length l can at best reach the score s / length^penalty, at the length
+from l + 1 to `eval_len` that makes it largest: `eval_len` if the penalty is 0 or more, else l + 1.
 """
 
 import itertools
@@ -37,23 +37,23 @@ from loralib.nn.packing import PackedRows, attend
 from model import Attend, GPT2LMModel
 
 _NEVER = float("-inf")
-# What a mask's rows are a multiple of in memory, so that attention on a GPU takes no copy of it.
+# A mask's rows are padded in memory to a multiple of this, so that attention on a GPU does not copy
+# the mask.
 _ALIGNED = 8
 
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """How to search.
+    """The settings of a beam search.
 
     Args:
-        beam: beams a prompt; 1 is greedy search.
-        eval_len: tokens that are generated at most.
+        beam: beams per prompt; 1 is greedy search.
+        eval_len: the largest number of generated tokens.
         length_penalty: a text's score is its sum of log-probabilities / length^length_penalty.
-        no_repeat_ngram_size: no sequence of this many generated tokens occurs twice; 0: any may.
-        repetition_penalty: logits of tokens that a beam has generated are divided by it where they
-            are positive and multiplied with it where they are negative (CTRL, arXiv 1909.05858,
-            section 4.1); 1: no change.
-        min_length: generated tokens before there may be an end token.
+        no_repeat_ngram_size: no sequence of this many generated tokens occurs twice; 0: no limit.
+        repetition_penalty: positive logits of tokens that a beam has generated are divided by it,
+            negative ones are multiplied by it (CTRL, arXiv 1909.05858, section 4.1); 1: no change.
+        min_length: the number of generated tokens before an end token is allowed.
         eos_token_ids: the end tokens.
 
     Raises:
@@ -73,7 +73,7 @@ class BeamSettings:
         for name, least in lowest.items():
             check_bounds(name, getattr(self, name), least=least)
         check_bounds("repetition_penalty", self.repetition_penalty, above=0, below=math.inf)
-        # Beyond, powers of a length leave the range of a floating-point number.
+        # Beyond these, powers of a length leave the range of a floating-point number.
         check_bounds("length_penalty", self.length_penalty, least=-50, most=50)
 
 
@@ -81,21 +81,21 @@ class BeamSettings:
 def search(
     model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamSettings
 ) -> list[list[int]]:
-    """The best text that beam search finds after each prompt.
+    """Returns the best text that beam search finds after each prompt.
 
     Prompts of similar length are fastest, because shorter ones are padded.
 
     Args:
         model: on any device, in any precision, in evaluation mode.
-        prompts: token ids, at least one each.
-        settings: how to search.
+        prompts: token ids, at least one per prompt.
+        settings: the settings of the search.
 
     Returns:
-        For each prompt the generated tokens, the end token included where there is one.
+        For each prompt the generated tokens, with the end token if there is one.
 
     Raises:
-        ValueError: there is no prompt, or one is empty; the model's positions or vocabulary are
-            not enough; the model computes scores that are not finite.
+        ValueError: there is no prompt, or one is empty; the model has too few positions or too
+            small a vocabulary; the model computes scores that are not finite.
     """
     _check(model, prompts, settings)
     return _Search(model, prompts, settings).run()
@@ -123,16 +123,19 @@ def _check(model: GPT2LMModel, prompts: Sequence[Sequence[int]], settings: BeamS
 
 
 class _Search:
-    """The beams of the prompts whose search is not over, and the best text of each so far.
+    """The beams of the prompts whose search is not over, and the best text of each prompt so far.
+
+    A beam is closed when it has an end token or `eval_len` tokens.
 
     Attributes:
-        sums: (prompts, beams), log-probabilities; -inf for a beam that is closed.
+        sums: (prompts, beams), sums of log-probabilities; -inf for a closed beam.
         history: (prompts, beams, length), the generated tokens.
-        best_score: (prompts,), of closed beams.
-        best_text, best_length: (prompts, eval_len) and (prompts,), the tokens of that score.
-        lengths: (prompts,), the prompts'.
-        places: (prompts,), where in the batch each was.
-        found: the sequences of prompts whose search has finished, by place.
+        best_score: (prompts,), the best score among closed beams.
+        best_text, best_length: (prompts, eval_len) and (prompts,), the tokens with that score and
+            their number.
+        lengths: (prompts,), the lengths of the prompts.
+        places: (prompts,), each prompt's index in the batch that was given.
+        found: the generated tokens of prompts whose search is over, by place.
     """
 
     _PER_PROMPT = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
@@ -159,7 +162,7 @@ class _Search:
         self.found: dict[int, list[int]] = {}
 
     def run(self) -> list[list[int]]:
-        """Searches to the end."""
+        """Searches to the end, and returns the best text of each prompt."""
         logits = self._read_prompts()
         while True:
             self._grow(logits)
@@ -171,7 +174,7 @@ class _Search:
             logits = self._read_last_tokens()
 
     def _read_prompts(self) -> Tensor:
-        """Fills the cache; the logits after each prompt, (prompts, 1, vocabulary)."""
+        """Fills the cache; returns the logits after each prompt, (prompts, 1, vocabulary)."""
         ids = torch.nn.utils.rnn.pad_sequence(self.ids, batch_first=True).to(self.places.device)
         rows = PackedRows.from_lengths([len(prompt) for prompt in self.ids]).to(ids.device).routed()
         last = rows.first + self.lengths - 1
@@ -180,7 +183,7 @@ class _Search:
         return self.model.lm_head(hidden)[:, None]
 
     def _read_last_tokens(self) -> Tensor:
-        """The logits after each beam's last token, (prompts, beams, vocabulary)."""
+        """Returns the logits after each beam's last token, (prompts, beams, vocabulary)."""
         count, beams, length = self.history.shape
         positions = (self.lengths + length - 1).repeat_interleave(beams)
         growing = self.cache.growing()
@@ -188,7 +191,7 @@ class _Search:
         return self.model.lm_head(hidden).unflatten(0, (count, beams))
 
     def _grow(self, logits: Tensor) -> None:
-        """Extends each prompt's beams by a token: the best of all continuations."""
+        """Extends each prompt's beams by one token, keeping the best of all continuations."""
         logits = logits.to(self.sums.dtype)
         penalise(logits, self.history, self.ends, self.settings)
         self.sums, parents, tokens = best_candidates(logits, self.sums, self.settings.beam)
@@ -197,14 +200,15 @@ class _Search:
         self.cache.follow(parents)
 
     def _close(self) -> None:
-        """Closes the beams that came to an end, and keeps a text that is better than the best."""
+        """Closes the beams that have ended; keeps the best of them if it beats the best so far."""
         length, settings = self.history.shape[2], self.settings
         closed = torch.isin(self.history[..., -1], self.ends)
         if length == settings.eval_len:
             closed.fill_(True)
         score = self.sums.double() / length**settings.length_penalty
         score, beam = score.masked_fill(~closed, _NEVER).max(dim=1)
-        better = (score > self.best_score) | score.isnan()  # `_drop_finished` reports these
+        # NaN is kept, because `_drop_finished` reports it.
+        better = (score > self.best_score) | score.isnan()
         text = self.history[torch.arange(len(beam), device=beam.device), beam]
         self.best_score = torch.where(better, score, self.best_score)
         self.best_length.masked_fill_(better, length)
@@ -212,16 +216,16 @@ class _Search:
         self.sums.masked_fill_(closed, _NEVER)
 
     def _should_read(self) -> bool:
-        """Whether to find out which searches are over, for which the CPU waits for the device.
+        """Returns whether to find out now which searches are over; the CPU waits for the device.
 
-        On a GPU only where it has to wait in any case. What a search that is over computes until
-        then changes nothing.
+        On a GPU, this is done only where the CPU has to wait anyway. Until then, a search that is
+        over goes on computing, which does not change its result.
         """
         is_last = self.history.shape[2] == self.settings.eval_len
         return is_last or self.cache.is_full or self.places.device.type == "cpu"
 
     def _drop_finished(self) -> None:
-        """Drops finished prompts from the batch, once that is worth a copy of the cache."""
+        """Drops finished prompts from the batch if that is worth copying the cache."""
         length, settings = self.history.shape[2], self.settings
         reached = settings.eval_len if settings.length_penalty >= 0 else length + 1
         hope = self.sums.amax(dim=1).double() / reached**settings.length_penalty
@@ -248,7 +252,7 @@ class _Search:
             self.cache.keep(kept)
 
     def _note_found(self, over: list[bool]) -> None:
-        """Takes over the best texts of the searches that are over."""
+        """Copies the best texts of searches that are over into `found`."""
         columns = (self.places, self.best_text, self.best_length)
         rows = zip(over, *(column.tolist() for column in columns), strict=True)
         for is_over, place, text, size in rows:
@@ -257,19 +261,19 @@ class _Search:
 
 
 class TreeCache:
-    """The keys and values of the prompts' trees, as pictured at the head of this file.
+    """The keys and values of the prompts' trees, as drawn in the module's docstring.
 
     Args:
-        heads: attention heads.
-        beams: beams a prompt.
+        heads: number of attention heads.
+        beams: beams per prompt.
 
     Attributes:
         keys, values: for each layer (prompts, slots, n); slots beyond those of `seen` are free.
-        seen: (prompts, beams, slots), which slots each beam looks at; one row for all beams after
+        seen: (prompts, beams, slots), which slots each beam sees; one row for all beams after
             `reading`.
     """
 
-    # A copy makes room for the slots of this many steps.
+    # A new cache has free slots for this many steps.
     ROOM = 8
 
     def __init__(self, heads: int, beams: int):
@@ -280,11 +284,11 @@ class TreeCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another step."""
+        """Whether the cache has no free slots for another step."""
         return self.seen.shape[2] + self.beams > self.keys[0].shape[1]
 
     def reading(self, rows: PackedRows) -> Attend:
-        """Attention within prompts; their keys and values become the cache's."""
+        """Returns the attention within prompts, which writes their keys and values to the cache."""
         self.seen = rows.is_token[:, None]
 
         def attend_and_hold(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -295,12 +299,12 @@ class TreeCache:
         return attend_and_hold
 
     def follow(self, parents: Tensor) -> None:
-        """Beam i becomes a descendant of beam parents[:, i]; parents is (prompts, beams)."""
+        """Makes beam i a descendant of beam parents[:, i]; parents is (prompts, beams)."""
         row = torch.arange(len(parents), device=parents.device)[:, None]
         self.seen = self.seen[row, parents]
 
     def growing(self) -> Attend:
-        """Attention of one new token a beam, whose keys and values take the next free slots.
+        """Returns the attention for one new token per beam, which fills the next free slots.
 
         The cache must not be full.
         """
@@ -327,26 +331,27 @@ class TreeCache:
         return attend_to_tree
 
     def _mask(self, slots: int) -> Tensor:
-        """(prompts, 1, beams, slots): 0 for a slot that a beam sees, else -inf.
+        """Returns (prompts, 1, beams, slots): 0 for a slot that a beam sees, else -inf.
 
-        What PyTorch would make of `seen` in every layer; aligned as its kernels for GPUs have it.
+        PyTorch would compute the same from `seen` in every layer. Rows are aligned as its GPU
+        kernels need them.
         """
         width = -(-slots // _ALIGNED) * _ALIGNED
         mask = self.keys[0].new_zeros(*self.seen.shape[:2], width)[..., :slots]
         return mask.masked_fill_(~self.seen, _NEVER)[:, None]
 
     def keep(self, prompts: Tensor) -> None:
-        """Copies what beams of these prompts see into a cache of its size, with new room.
+        """Copies the slots that beams of these prompts see to a new cache, and adds free slots.
 
         Args:
-            prompts: (kept,), at least one.
+            prompts: (kept,), the indices of the prompts to keep, at least one.
         """
         seen = self.seen[prompts]
         alive = seen.any(dim=1)
         count = int(alive.sum(dim=1).max())
         slots = alive.int().argsort(dim=1, descending=True, stable=True)[:, :count]
         self.seen = seen.gather(2, slots[:, None].expand(-1, seen.shape[1], -1))
-        # New room holds copies of a used slot, because even masked values must be numbers.
+        # Free slots hold copies of a used one, because even masked values must be finite.
         source = prompts[:, None] * self.keys[0].shape[1] + slots
         source = F.pad(source, (0, self.ROOM * self.beams))
         for held in (self.keys, self.values):
@@ -356,13 +361,13 @@ class TreeCache:
 
 
 def penalise(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettings) -> None:
-    """Applies the repetition penalty, and suppresses what may not follow, in place.
+    """Applies the repetition penalty, and sets logits of forbidden tokens to -inf, in place.
 
     Args:
         logits: (prompts, beams, vocabulary).
         history: (prompts, beams, length), the tokens generated so far.
         ends: (k,), the end tokens.
-        settings: which penalties there are.
+        settings: the settings of the search.
     """
     length, size = history.shape[2], settings.no_repeat_ngram_size
     if settings.repetition_penalty != 1 and length:
@@ -378,20 +383,21 @@ def penalise(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettin
         logits.scatter_reduce_(2, ngrams[..., -1], bound, "amin")
 
 
-# Half a million candidates are searched through the maxima of blocks of this many tokens.
+# `best_candidates` first takes the maxima of blocks of this many tokens. (GPT-2's vocabulary and 10
+# beams are half a million candidates.)
 _BLOCK = 64
 
 
 def best_candidates(logits: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The candidates with the largest sums + log_softmax(logits), for each prompt.
+    """Returns the candidates with the largest sums + log_softmax(logits), for each prompt.
 
-    The best `count` candidates lie in the `count` blocks with the largest maxima. Of the softmax
-    only its largest probability is used: log Σ exp(logits) = max(logits) - log max(softmax).
+    The best `count` candidates lie in the `count` blocks with the largest maxima. Only the largest
+    probability of the softmax is used: log Σ exp(logits) = max(logits) - log max(softmax).
 
     Args:
         logits: (prompts, beams, vocabulary), float32 or wider.
-        sums: (prompts, beams).
-        count: how many; at most the vocabulary.
+        sums: (prompts, beams), each beam's sum of log-probabilities.
+        count: the number of candidates per prompt, at most the vocabulary's size.
 
     Returns:
         Sums, beams and tokens, each (prompts, count), the best first.
@@ -418,13 +424,13 @@ def best_candidates(logits: Tensor, sums: Tensor, count: int) -> tuple[Tensor, T
     return found, beam.expand_as(tokens).flatten(1).gather(1, at), tokens.flatten(1).gather(1, at)
 
 
-# On a CPU, the C library returns larger blocks of memory to the system, and requests them each
-# step.
+# Rows per softmax on a CPU. The C library returns larger blocks of memory to the system, and has to
+# request them again in each step.
 _ROWS_AT_ONCE = 16
 
 
 def _largest_probability(logits: Tensor) -> Tensor:
-    """The maximum of softmax(logits), (prompts, beams, 1)."""
+    """Returns the maximum of softmax(logits), (prompts, beams, 1)."""
     rows = logits.flatten(0, 1)
     parts = rows.split(_ROWS_AT_ONCE) if rows.device.type == "cpu" else [rows]
     largest = torch.cat([part.softmax(dim=1).amax(dim=1) for part in parts])
@@ -432,7 +438,7 @@ def _largest_probability(logits: Tensor) -> Tensor:
 
 
 def _block_maxima(logits: Tensor) -> Tensor:
-    """The maxima of blocks of `_BLOCK` tokens, the last one shorter: (prompts, beams, blocks)."""
+    """Returns the maxima of blocks of `_BLOCK` tokens, (prompts, beams, blocks)."""
     blocks, rest = divmod(logits.shape[2], _BLOCK)
     whole = logits[..., : blocks * _BLOCK].unflatten(2, (blocks, _BLOCK)).amax(dim=3)
     if not rest:

@@ -1,4 +1,4 @@
-"""GPT-2's files: the base, LoRA's part, and the whole model."""
+"""Reads and writes GPT-2's files: the base, LoRA's tensors, and the whole model."""
 
 import argparse
 import logging
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
-# The flags of LoRA -> what errors and metadata call them, and what they are where neither the
-# command line nor a file says it.
+# LoRA's flags -> their names in errors and metadata, and their values if neither the command line
+# nor a file sets them.
 _FLAGS: dict[str, tuple[str, Any]] = {
     "lora_dim": ("rank", 0),
     "lora_alpha": ("alpha", 128),
@@ -49,14 +49,14 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "lora_init": ("initialization", "default"),
     "lora_freeze_A": ("freeze_A", False),
 }
-# What files of weights are called, and what in a folder of upstream's Trainer is called so as well.
+# Names of files of weights, and files of an upstream Trainer that match them but hold no weights.
 _WEIGHTS = ("model*.pt", "*.bin", "*.safetensors")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _PATTERNS = {"lora_rank_pattern": "rank", "lora_alpha_pattern": "alpha"}
 
 
 def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.md") -> None:
-    """Adds the flags that say which model, which base and which LoRA."""
+    """Adds the flags that choose the model's shape, its base and its LoRA."""
     add = parser.add_argument_group("model").add_argument
     add(
         "--model_card",
@@ -89,7 +89,7 @@ def check_model_params(args: argparse.Namespace) -> None:
 
 
 def add_lora_params(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how LoRA is trained; files that it is in say it themselves."""
+    """Adds the flags that say how LoRA is trained. A file that holds LoRA records them itself."""
     add = parser.add_argument_group("LoRA").add_argument
     add(
         "--lora_targets",
@@ -131,15 +131,15 @@ def add_lora_params(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """The tensors that a model started from, mapped from their file, under the model's names.
+    """The tensors that a model started from, memory-mapped from their file.
 
-    A frozen weight that is held in half precision is written to a checkpoint as it is here.
+    Frozen weights that the model holds in half precision are written to a checkpoint from here.
 
     Args:
-        tensors: empty for a model that was initialized at random.
+        tensors: the tensors by the model's names; empty for a model that was initialized at random.
         source: the file's name.
         fingerprint: `loralib.adapters.fingerprint` of the tensors.
-        metadata: rank, alpha, … of the LoRA that the file holds with the base, where it says so.
+        metadata: rank, alpha, … of the LoRA that the file holds with the base, if it records them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -152,7 +152,7 @@ def read_base(path: str | None) -> Base:
     """Reads a base's file, under any of the naming schemes that `weights.canonical_names` knows.
 
     Raises:
-        CheckpointError: it cannot be read, or the config.json beside it is of another model.
+        CheckpointError: it cannot be read, or the config.json next to it is another model's.
     """
     if path is None:
         return Base({})
@@ -165,12 +165,14 @@ def read_base(path: str | None) -> Base:
 
 
 def check_is_one_file(path: str) -> None:
-    """Checks that a base is not what upstream takes for a model besides: a folder, a name, parts.
+    """Checks that a base is one file, not a folder, a name on the hub or one of several parts.
+
+    Upstream accepts these as well, so the error says what to give instead.
 
     Raises:
-        CheckpointError: it is, and the message says what to give instead.
+        CheckpointError: it is not one file.
     """
-    if not path:  # as of a shell's variable that is not set
+    if not path:  # for example a shell variable that is not set
         raise CheckpointError("the path of the base is empty: give a file as --init_checkpoint")
     if not Path(path).exists():
         raise CheckpointError(
@@ -193,15 +195,15 @@ def check_is_one_file(path: str) -> None:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file is one of the several of a model, or their index."""
+    """Returns whether a file is one of a model's several files, or their index."""
     return path.name.endswith(".index.json") or index_of(path) is not None
 
 
 def _weights_in(folder: Path) -> tuple[str, bool]:
-    """The files in a folder that may be a whole model; of a run's checkpoints, the last.
+    """Finds the files in a folder that may be a whole model; of a run's checkpoints, the last.
 
     Returns:
-        Their names for an error, and whether the folder has a model in several files and no other.
+        Their names, for an error, and whether the folder holds only a model in several files.
     """
     names, steps, has_parts = [], {}, False
     for file in (file for pattern in _WEIGHTS for file in folder.glob(pattern)):
@@ -224,17 +226,17 @@ def open_model(
     new_lora: bool = True,
     held_in: torch.dtype = torch.float32,
 ) -> tuple[GPT2LMModel, Base]:
-    """The model that the flags of `add_model_params` ask for, and the base it stands on.
+    """Returns the model that the flags of `add_model_params` ask for, and its base.
 
     Args:
-        args: LoRA's flags, where not given, are set to what the files say.
+        args: the flags; LoRA's flags that are not given are set to what the files record.
         lora_path: an adapter of any format, see loralib.adapters.formats.
         lora_dropout: dropout on the update's input.
-        new_lora: whether LoRA that no file brings is initialized, see `load_base`.
-        held_in: what frozen weights are going to be held in, likewise.
+        new_lora: whether LoRA that is in no file is initialized, see `load_base`.
+        held_in: the dtype in which frozen weights will be held, see `load_base`.
 
     Raises:
-        CheckpointError: a file cannot be read, does not fit the other or the flags.
+        CheckpointError: a file cannot be read, or does not fit the other file or the flags.
     """
     if lora_path is not None and args.init_checkpoint is None:
         raise CheckpointError(
@@ -267,7 +269,7 @@ def open_model(
 
 
 def config_of_flags(args: argparse.Namespace, lora_dropout: float) -> GPT2Config:
-    """The shape that `open_model` gives a model whose files say nothing of their LoRA."""
+    """Returns the configuration that `open_model` uses if no file records settings of LoRA."""
     nothing = Base({})
     _set_lora(args, nothing, None)
     return _config(args, nothing, lora_dropout, args.lora_dim)
@@ -287,15 +289,16 @@ def _config(
 
 
 def _has_layers(adapter: Adapter) -> bool:
-    """Whether a model can have the layers that an adapter was trained in.
+    """Returns whether the model here can have the LoRA layers that an adapter was trained in.
 
-    One of other layers is merged into the base, such as PEFT's usual one of all of c_attn.
+    If not, the adapter is merged into the base. An example is PEFT's usual adapter for GPT-2, which
+    has one A and B for all of c_attn.
     """
     return adapter.lora.bias == "none" and _targets_of(adapter) is not None
 
 
 def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
-    """The targets that an adapter was trained on; None where it has updates of another kind."""
+    """Returns the targets that an adapter was trained on; None if its updates fit no targets."""
     layers = []
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         slices = slices_of(adapter, module) or (True,)
@@ -306,7 +309,7 @@ def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
 
 
 def _trains(args: argparse.Namespace) -> bool:
-    """Whether these are the flags of a script that trains, or of one that decodes."""
+    """Returns whether these are the flags of a script that trains, not of one that decodes."""
     return "lora_dropout" in vars(args)
 
 
@@ -340,7 +343,7 @@ def _check_base_alone(base: Base) -> None:
 
 
 def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
-    """Fills in LoRA's flags from the file; one that contradicts it is refused."""
+    """Fills in LoRA's flags from the file; a flag that contradicts the file is an error."""
     recorded = _recorded(file)
     if recorded and recorded["lora_alpha"] is None:
         if args.lora_alpha is None:
@@ -357,14 +360,15 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
                 f"{_shown(ours)}: leave --{flag} out"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    # Decoding has no use for them without a rank, and an estimate does not read what files record.
+    # Decoding without LoRA needs no alpha, and an estimate does not read what files record.
     trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
             "--lora_alpha is not given: it is %g, the release's default; its recipes use 32",
             args.lora_alpha,
         )
-    asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside these
+    # Whether the rank was given; it matters below only if that is 0.
+    asks_for_none = given.pop("lora_dim") is not None
     given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
     given["lora_dropout"] = vars(args).get("lora_dropout") or None
     for flag, value in given.items():
@@ -374,7 +378,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
 
 
 def _recorded(file: Adapter | Base) -> dict[str, Any]:
-    """What a file says of its LoRA, by the flags; empty where it has none."""
+    """Returns what a file records of its LoRA, by flag; empty if it has no LoRA."""
     tensors = {name: tensor for name, tensor in file.tensors.items() if "lora_" in name}
     parts = (t for name, t in tensors.items() if name.endswith("lora_B") and t.dim() == 2)
     rank = next((B.shape[1] for B in parts), None)
@@ -382,11 +386,11 @@ def _recorded(file: Adapter | Base) -> dict[str, Any]:
         return {}
     targets = _targets_of(Adapter(tensors, file.metadata, str(file.source)))
     if file.metadata is None:
-        # The release's, which is the paper's LoRA.
+        # A file of the release, which has only the paper's LoRA.
         of_release = {flag: default for flag, (_, default) in _FLAGS.items()}
         return {**of_release, "lora_dim": rank, "lora_alpha": None, "lora_targets": targets}
     said = {flag: getattr(file.metadata, name) for flag, (name, _) in _FLAGS.items()}
-    # Metadata leaves out what is usual.
+    # Metadata leaves out settings that have their default.
     said |= {flag: _FLAGS[flag][1] for flag, value in said.items() if value is None}
     return {**said, "lora_targets": targets}
 
@@ -398,7 +402,7 @@ def _shown(value: Any) -> str:
 
 
 def _patterns(args: argparse.Namespace, file: Adapter | Base) -> dict[str, dict[str, Any]]:
-    """The patterns that the flags say or, where they do not, the file."""
+    """Returns the patterns given as flags or, if there are none, those of the file."""
     patterns = {}
     for flag, what in _PATTERNS.items():
         words = vars(args).get(flag)
@@ -411,7 +415,7 @@ def _patterns(args: argparse.Namespace, file: Adapter | Base) -> dict[str, dict[
 
 
 def _check_patterns(args: argparse.Namespace, config: GPT2Config, base: Base) -> None:
-    """Checks that the flags' patterns are those that the base's own LoRA was trained with."""
+    """Checks the flags' patterns against those that the base's own LoRA was trained with."""
     if base.metadata is None or not any("lora_" in name for name in base.tensors):
         return
     for module in config.lora_modules:
@@ -430,10 +434,10 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
     """Writes ``model.<step>.pt`` as the release does, with rank, alpha and base as metadata.
 
     Args:
-        path: the file.
-        model: of which LoRA's part, or all, is written in float32.
-        base: whose bits frozen weights are written with, whatever precision they are held in.
-        lora_only: write LoRA's tensors alone.
+        path: the file to write.
+        model: the model; its trained tensors are written in float32.
+        base: the base; frozen weights are copied from it, whatever precision the model holds.
+        lora_only: whether only LoRA's tensors are written.
 
     Raises:
         CheckpointError: a trained tensor is not finite; nothing is written.
@@ -444,7 +448,7 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
         frozen = not tensor.requires_grad and name in base.tensors
         tensors[name] = base.tensors[name] if frozen else tensor
     metadata = _metadata(model, base)
-    # Not by `write_adapter`: the release's format has query and value alone.
+    # `write_adapter` does not fit here, because the release's format has only query and value.
     named = {
         _PREFIX + name: tensor
         for name, tensor in tensors.items()
@@ -454,10 +458,10 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
 
 
 def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None:
-    """Checks tensors that are to be written.
+    """Checks that tensors to be written are finite.
 
     Raises:
-        CheckpointError: one is not finite; the message says that the file is not written.
+        CheckpointError: one is not; the message says that the file is not written.
     """
     name = first_not_finite(tensors.items())
     if name is not None:
@@ -468,7 +472,7 @@ def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
     if not lora_layers(model):
         return None
     layers = lora_layers(model)
-    # What is usual is what the flags say, also where most layers have another value.
+    # The defaults are the flags' values, even if most layers have another one.
     settings = lora_settings(model) | {
         "rank": model.config.lora_attn_dim,
         "alpha": model.config.lora_attn_alpha,

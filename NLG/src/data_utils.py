@@ -1,16 +1,16 @@
-"""Encoded examples as batches for the language model.
+"""Makes batches for the language model from encoded examples.
 
 An example's tokens are its context and its completion. The input is these tokens, the target the
-same shifted by one, and the mask tells where the target counts:
+same shifted by one, and the mask is 1 where the target counts:
 
     tokens   c1  c2  c3  d1  d2  d3          c: context, d: completion
     input    c1  c2  c3  d1  d2  d3
     target   c2  c3  d1  d2  d3   0
     mask      0   0   1   1   1   0          with the joint objective  1  1  1  1  1  0
 
-all cut to the sequence length. A batch is padded to its longest row, not to the sequence length,
-and says itself where the tokens are that its loss needs: in a causal model, those up to the last
-target of each row.
+All are cut to the sequence length. A batch is padded to its longest row, not to the sequence
+length. It also holds the positions of the tokens that its loss needs: in a causal model, those up
+to the last target of each row.
 """
 
 import logging
@@ -38,9 +38,9 @@ class Row(NamedTuple):
     """One example.
 
     Attributes:
-        tokens: int32, one more than `length` where the example was cut.
+        tokens: int32, the token ids; one more than `length` if the example was cut.
         length: number of input positions.
-        first: the first position whose target counts; all later targets do, too.
+        first: the first position whose target counts; all later targets count, too.
     """
 
     tokens: Tensor
@@ -51,28 +51,29 @@ class Row(NamedTuple):
 class FT_Dataset(Dataset):
     """The examples of a file of token ids, filled up to full batches with random examples.
 
-    Which examples fill the last batch depends on the seed alone, so that all processes, and a run
-    that is resumed, agree. Tokens are held as 32-bit integers in one piece, also those of examples
-    that are cut.
+    Which examples fill the last batch depends only on the seed, so that all processes, and a
+    resumed run, agree. All tokens are held in one tensor of 32-bit integers, including those beyond
+    `max_seq_length`.
 
     Args:
         path: JSON lines ``{"context": [ids], "completion": [ids]}``.
         batch_size: rows in a batch.
-        max_seq_length: input positions at most; longer examples are cut, with a warning.
+        max_seq_length: the largest number of input positions; longer examples are cut, with a
+            warning.
         joint_lm: whether the context's tokens count as targets, too.
-        seed: of the random examples.
-        vocab_size: ids have to be below it.
+        seed: the seed by which random examples are chosen.
+        vocab_size: the vocabulary's size; ids have to be below it.
 
     Attributes:
         batch_size: as given.
-        num_examples: examples in the file.
-        num_batches: batches that they fill.
+        num_examples: number of examples in the file.
+        num_batches: number of batches that they fill.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a line has no context or completion of token ids, its completion is empty, or
-            an id is outside the vocabulary (the message names file and line); or nothing in the
-            file can be learned from; or a size is not positive.
+            an id is outside the vocabulary (the message names file and line); or no example has a
+            target; or a size is not positive.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class FT_Dataset(Dataset):
         return Row(tokens, min(len(tokens), self.max_seq_length), self._first(index))
 
     def shows_ends(self) -> bool:
-        """Whether all completions of the file end in one token, which is nowhere else in them."""
+        """Returns whether all completions end in one token that occurs nowhere else in them."""
         tokens, ends = self._tokens.numpy(), self._ends
         last = tokens[ends[1:] - 1]
         places = np.flatnonzero(tokens == last[0])
@@ -137,11 +138,14 @@ class FT_Dataset(Dataset):
         return within == self.num_examples and bool((last == last[0]).all())
 
     def _kept(self, index: int) -> int:
-        """How many tokens are left of an example; the last input's target is one further."""
+        """Returns how many of an example's tokens are kept: the inputs and the last target."""
         return min(int(self._ends[index + 1] - self._ends[index]), self.max_seq_length + 1)
 
     def _first(self, index: int) -> int:
-        """The position before the completion; a first token has none, and is never a target."""
+        """Returns the first position with a target: before the completion, or 0 if joint.
+
+        The very first token of a row is never a target, because no position is before it.
+        """
         return 0 if self.joint_lm else max(0, int(self._contexts[index]) - 1)
 
     def _has_target(self, index: int) -> bool:
@@ -149,14 +153,17 @@ class FT_Dataset(Dataset):
 
 
 def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A file's examples, one after the other: a corpus has millions of tokens, read at each start.
+    """Reads a file's examples into one array of tokens.
+
+    This has to be fast, because a corpus has millions of tokens, and each run reads them. So ids
+    are compared with the vocabulary only when all have been read.
 
     Returns:
-        (tokens,), int32; (examples + 1,), where each begins and the last one ends; and (examples,),
-        how many of its tokens are context.
+        The tokens of all examples, (tokens,), int32; where each example begins and the last one
+        ends, (examples + 1,); and how many tokens of each are context, (examples,).
 
     Raises:
-        ValueError: see `FT_Dataset`. All ids are compared with the vocabulary once all are read.
+        ValueError: see `FT_Dataset`.
     """
     tokens, ends, contexts = array("q"), array("q", [0]), array("q")
     for number, row in enumerate(read_encoded(path), start=1):
@@ -180,12 +187,12 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
     return all_ids.astype(np.int32), bounds, np.frombuffer(contexts, dtype=np.int64)
 
 
-# What a batch has by name: tensors, and where its tokens are.
+# The tensors of a batch by name, and its `PackedRows`.
 Batch = dict[str, Any]
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """Puts rows of one dataset together.
+    """Collates rows of one dataset into a batch.
 
     Args:
         rows: at least one.
@@ -210,21 +217,22 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def short_batch() -> Batch:
-    """The shortest batch for which torch.compile makes the graphs that all others have as well.
+    """Returns a small batch for which torch.compile makes the graphs that all batches use.
 
-    Where there is one of something, or as many of it as of something else, it compiles for that.
+    torch.compile makes special graphs for a dimension of size 1, and for equal dimensions. This
+    batch has neither.
     """
     rows = (torch.zeros(length + 1, dtype=torch.int32) for length in (5, 6, 8))
     return collate([Row(row, len(row) - 1, first=1) for row in rows])
 
 
 def count_tokens(batch: Batch) -> int:
-    """How many positions of a batch are at or before their row's last target: all but padding."""
+    """Returns the number of positions at or before their row's last target: all but padding."""
     return int(batch["mask"].flip(1).cumsum(1).count_nonzero())
 
 
 def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
-    """How many full batches each process gets in an epoch.
+    """Returns the number of full batches that each process gets in an epoch.
 
     Raises:
         ValueError: there are fewer examples than one batch for each process.
@@ -242,13 +250,13 @@ def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
 def batches_from(
     dataset: FT_Dataset, dist_env: DistEnv, seed: int, step: int, pin: bool = False
 ) -> Iterator[Batch]:
-    """This process's batches from a step on, epoch after epoch, endlessly.
+    """Yields this process's batches from a step on, epoch after epoch, endlessly.
 
-    Step n of a run is the n-th batch, so that the place in the data follows from the step.
+    Step n of a run takes the n-th batch, so the position in the data follows from the step.
 
     Args:
         dataset, dist_env, seed, pin: as for `training_batches`.
-        step: how many batches the run has had before; 0 unless it is resumed.
+        step: the number of batches that the run has had before; 0 unless it is resumed.
     """
     epoch, skip = divmod(step, batches_per_epoch(dataset, dist_env))
     while True:
@@ -265,21 +273,21 @@ def training_batches(
     skip: int = 0,
     pin: bool = False,
 ) -> Iterator[Batch]:
-    """This process's batches of one epoch, shuffled, all of full size.
+    """Yields this process's batches of one epoch, shuffled, all of full size.
 
-    The order is `torch.utils.data.DistributedSampler`'s. It depends on seed and epoch alone, and
-    no global random generator is used.
+    The order is that of `torch.utils.data.DistributedSampler`. It depends only on seed and epoch,
+    not on any global random generator.
 
     Args:
-        dataset: what to train on.
+        dataset: the examples to train on.
         dist_env: this process.
-        seed: the run's, the same on all processes.
-        epoch: counted from 1.
-        skip: how many batches at the beginning to leave out, when a run is resumed.
-        pin: whether batches lie in pinned memory, from which they reach a GPU without waiting.
+        seed: the run's seed, the same on all processes.
+        epoch: the epoch's number, counted from 1.
+        skip: how many batches to skip at the beginning, when a run is resumed.
+        pin: whether batches are in pinned memory, so that copying them to a GPU need not wait.
 
     Raises:
-        ValueError: as `batches_per_epoch`.
+        ValueError: as for `batches_per_epoch`.
     """
     sampler = DistributedSampler(
         dataset, dist_env.world_size, dist_env.rank, shuffle=True, seed=seed
@@ -291,13 +299,13 @@ def training_batches(
 
 
 def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch]:
-    """This process's share of the file's examples: every world_size-th, in their order.
+    """Yields batches of this process's share of the examples: every world_size-th, in order.
 
-    Each example is in exactly one batch of one process. The random ones that fill up the last
-    batch are left out, so that it may be smaller. A process may have no batch.
+    Each example is in exactly one batch of one process. The random examples that fill up the last
+    batch are left out, so the last batch may be smaller. A process may have no batch.
 
     Args:
-        dataset: what to evaluate on.
+        dataset: the examples to evaluate on.
         dist_env: this process.
     """
     share = range(dist_env.rank, dataset.num_examples, dist_env.world_size)

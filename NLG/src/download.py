@@ -1,4 +1,4 @@
-"""Fetches what the NLG experiments start from: vocabulary, corpora, pretrained GPT-2.
+"""Downloads what the NLG experiments need: the vocabulary, the corpora and pretrained GPT-2.
 
     python src/download.py vocab e2e webnlg dart gpt2 gpt2-medium gpt2-large
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 E2E_URL = "https://github.com/tuetschek/e2e-dataset/releases/download/v1.0.0/e2e-dataset.zip"
-# WebNLG itself publishes its challenge of 2017 as XML; the release has it as JSON.
+# WebNLG publishes its challenge of 2017 as XML, the release has it as JSON.
 WEBNLG_URL = "https://raw.githubusercontent.com/microsoft/LoRA/main/NLG/data/webnlg_challenge_2017"
 DART_URL = "https://raw.githubusercontent.com/Yale-LILY/dart/master/data/v1.1.1"
 
@@ -47,9 +47,9 @@ class File:
     """A file that is kept as it is published.
 
     Args:
-        path: where it goes, below the folder NLG.
-        url: its address.
-        size: in bytes, where it is known beforehand.
+        path: the path to write, relative to the folder NLG.
+        url: the file's address.
+        size: the size in bytes, if it is known beforehand.
     """
 
     path: str
@@ -93,14 +93,14 @@ def fetch(url: str, path: Path, size: int | None = None, by_hand: Path | None = 
     """Downloads a file, atomically.
 
     Args:
-        url: its address.
-        path: where it goes; the folder must exist.
-        size: its bytes, where known; otherwise the server's Content-Length counts.
-        by_hand: where it can be put instead, for the error; None for `path`.
+        url: the file's address.
+        path: the path to write; its folder must exist.
+        size: the size in bytes, if known; the server's Content-Length is checked as well.
+        by_hand: where the error says that the user can put the file; None for `path`.
 
     Raises:
-        OSError: the download failed, is not of its size, or is called ``.json`` and is not
-            JSON; `path` is untouched then.
+        OSError: the download failed or has the wrong size, or `path` ends in ``.json`` and the file
+            is not JSON. `path` is untouched then.
     """
     try:
         with atomic_write(path) as temporary:
@@ -108,7 +108,7 @@ def fetch(url: str, path: Path, size: int | None = None, by_hand: Path | None = 
             for expected in (announced, size):
                 if expected not in (None, received):
                     raise OSError(f"got {received:,} bytes, not {expected:,}")
-            # Where no size is known, this detects an HTML page that was sent in the file's place.
+            # If no size is known, this detects an HTML page sent instead of the file.
             if path.suffix == ".json":
                 json.loads(temporary.read_bytes())
     except (OSError, HTTPException, ValueError) as error:
@@ -119,7 +119,7 @@ def fetch(url: str, path: Path, size: int | None = None, by_hand: Path | None = 
 
 
 def _receive(url: str, path: Path) -> tuple[int, int | None]:
-    """Writes what the address gives; the number of bytes, and the number that was announced."""
+    """Downloads to a path; returns the number of bytes received, and the number announced."""
     with urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
         length = response.headers.get("Content-Length")
         announced = None if length is None else int(length)
@@ -218,7 +218,7 @@ def fetch_checkpoint(name: str, root: Path) -> None:
     path = root / "pretrained_checkpoints" / f"{name}-pytorch_model.bin"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # On the same disk, so that the file is moved and not copied.
+        # On the same disk, so that the file can be moved instead of copied.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}.") as folder:
             formats = (["pytorch_model.bin"], ["model.safetensors"])
             try:
@@ -241,10 +241,10 @@ def _fetcher(name: str) -> Callable[[Path], None]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the command line and fetches what it names, as far as that is possible.
+    """Parses the command line and fetches everything it names, even if some of it fails.
 
     Raises:
-        OSError: something could not be fetched; what failed before it has had a line of its own.
+        OSError: the last failure; earlier ones have been logged.
     """
     parser = ArgumentParser(
         description="Fetch GPT-2's vocabulary, the corpora, and pretrained models."

@@ -1,4 +1,4 @@
-"""Encoded files: a row of token ids a line, {"context": [ids], "completion": [ids]}."""
+"""Reads encoded files: one row of token ids per line, {"context": [ids], "completion": [ids]}."""
 
 import hashlib
 import os
@@ -12,12 +12,13 @@ END_OF_TEXT_ID = 50256
 
 
 def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The rows of a file of token ids, read as by `read_json_lines`.
+    """Reads the rows of a file of token ids, as `read_json_lines` does.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: likewise; where the first line is a text's, or no JSON, the message says what
-            makes token ids of texts.
+        IsADirectoryError: the path is a folder.
+        ValueError: as for `read_json_lines`, or the first row holds texts. If the first line holds
+            texts or is not JSON, the message says which script makes token ids of texts.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path}: is a folder; give a file of it, such as train.jsonl")
@@ -25,7 +26,7 @@ def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     try:
         first = next(rows)
     except ValueError as error:
-        if isinstance(error.__cause__, UnicodeDecodeError):  # no corpus is like that either
+        if isinstance(error.__cause__, UnicodeDecodeError):  # not a corpus either
             raise
         raise ValueError(
             f"{error}; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then "
@@ -40,15 +41,15 @@ def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def token_ids(row: dict[str, Any], field: str, where: str) -> list[int]:
-    """A row's token ids.
+    """Returns one list of token ids of a row.
 
     Args:
-        row: of an encoded file.
-        field: which of its lists.
+        row: a row of an encoded file.
+        field: the name of the list.
         where: file and line, for errors.
 
     Raises:
-        ValueError: there are none, or they are something else.
+        ValueError: the row does not have the field, or it is not a list of integers.
     """
     if field not in row:
         raise ValueError(f'{where}: has no "{field}"')
@@ -60,7 +61,12 @@ def token_ids(row: dict[str, Any], field: str, where: str) -> list[int]:
 
 
 def check_in_vocabulary(ids: Iterable[int], vocab_size: int, where: str) -> None:
-    """Checks that ids are at least 0 and below the vocabulary's size; `where` is for the error.
+    """Checks that ids are at least 0 and below the vocabulary's size.
+
+    Args:
+        ids: the token ids.
+        vocab_size: the vocabulary's size.
+        where: file and line, for errors.
 
     Raises:
         ValueError: one is not.
@@ -71,9 +77,9 @@ def check_in_vocabulary(ids: Iterable[int], vocab_size: int, where: str) -> None
 
 
 def context_digest(ids: Sequence[int]) -> str:
-    """What tells a context from others: 16 hexadecimal digits of the SHA-256 of its ids.
+    """Returns a digest of a context: the first 16 hexadecimal digits of the SHA-256 of its ids.
 
-    The ends of texts that --add_bos puts after it do not count.
+    End-of-text tokens at its end, which --add_bos adds, are ignored.
     """
     length = len(ids)
     while length and ids[length - 1] == END_OF_TEXT_ID:

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), on the tokenizers library.
+"""Encodes text by GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), using tokenizers.
 
 encoder = get_encoder("vocab")            # a folder, or a name on the hub such as "gpt2"
 ids = encoder.encode(" a small text")
@@ -23,20 +23,20 @@ FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenize
 
 
 class Encoder:
-    """Text to token ids and back; ids are those of upstream's ``GPT2Tokenizer``.
+    """Converts text to token ids and back; ids are those of upstream's ``GPT2Tokenizer``.
 
     ``<|endoftext|>`` within a text becomes its id, 50256. The ids may have gaps.
 
     Args:
         vocab: the id of each token, with bytes spelled in GPT-2's printable alphabet.
-        merges: the pairs that are joined, the first ones first.
+        merges: the pairs that are joined, in order of priority.
 
     Raises:
-        ValueError: a byte or ``<|endoftext|>`` lacks its id, or a merge's result does.
+        ValueError: a byte or the result of a merge has no id, or ``<|endoftext|>`` has another one.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]]):
-        # BPE would silently leave out what it has no token for.
+        # BPE would silently drop text that it has no token for.
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
         if missing:
             raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes")
@@ -55,18 +55,18 @@ class Encoder:
         self._ids = frozenset(vocab.values())
 
     def encode(self, text: str) -> list[int]:
-        """The text's token ids; nothing is put before or after them."""
+        """Returns the text's token ids; no special token is added."""
         return self._tokenizer.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, computed in parallel."""
+        """Returns the token ids of each text, computed in parallel."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: the vocabulary has no token of such an id.
+            ValueError: the vocabulary has no token with one of the ids.
         """
         for token in ids:
             if token not in self._ids:
@@ -75,11 +75,11 @@ class Encoder:
 
 
 def get_encoder(vocab: str | os.PathLike) -> Encoder:
-    """The encoder of a vocabulary.
+    """Returns the encoder of a vocabulary.
 
     Args:
         vocab: a folder with ``encoder.json`` and ``vocab.bpe``, or ``vocab.json`` and
-            ``merges.txt``, or ``tokenizer.json``; or a repository of the hub with one of these.
+            ``merges.txt``, or ``tokenizer.json``; or a repository on the hub with one of these.
 
     Raises:
         OSError: there is no such vocabulary.
@@ -94,7 +94,7 @@ def get_encoder(vocab: str | os.PathLike) -> Encoder:
 
 
 def _find_files(vocab: str) -> list[Path]:
-    """The files of one of the formats in `FILES`."""
+    """Returns the files of a vocabulary, in one of the formats in `FILES`."""
     if os.path.isdir(vocab):
         for names in FILES:
             paths = [Path(vocab, name) for name in names]
@@ -106,12 +106,12 @@ def _find_files(vocab: str) -> list[Path]:
 
 
 def _read(paths: list[Path]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids of tokens, and merges."""
+    """Reads the ids of tokens, and the merges."""
     if len(paths) == 2:
         return BPE.read_file(*map(str, paths))
     model = json.loads(paths[0].read_text("utf-8"))["model"]
     if model["type"] != "BPE":
         raise ValueError(f"the model is {model['type']}, not BPE")
-    # Older files have a merge as one string, newer ones as a pair.
+    # Older files store a merge as one string, newer ones as a pair.
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
     return model["vocab"], [tuple(pair) for pair in pairs]

@@ -1,11 +1,11 @@
-"""GPT-2: what adapters need to know of it, and what LoRA can adapt in it."""
+"""Registers GPT-2 as a model family, and defines what LoRA can adapt in it."""
 
 from collections.abc import Collection, Iterable, Sequence
 
 from loralib.adapters.families import Family, register
 
-# What --lora_targets calls a projection of a block -> the linear layer that computes it. Those of
-# one layer are the slices of its output, in this order.
+# The names of a block's projections in --lora_targets -> the linear layer that computes each. Those
+# of one layer are the slices of its output, in this order.
 TARGETS = {
     "query": "attn.c_attn",
     "key": "attn.c_attn",
@@ -14,12 +14,12 @@ TARGETS = {
     "mlp_up": "mlp.c_fc",
     "mlp_down": "mlp.c_proj",
 }
-# The release's.
+# As in the release.
 DEFAULT_TARGETS = ("query", "value")
 
 
 def in_order(targets: Iterable[str]) -> tuple[str, ...]:
-    """LoRA's targets in the order of `TARGETS`.
+    """Returns LoRA's targets in the order of `TARGETS`.
 
     Raises:
         ValueError: there is no such target, one is named twice, or there are none.
@@ -36,18 +36,18 @@ def in_order(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def enabled_slices(targets: Collection[str], layer: str) -> tuple[bool, ...]:
-    """For each projection that a linear layer of a block computes, whether it is a target."""
+    """Returns for each projection that a block's linear layer computes whether it is a target."""
     return tuple(name in targets for name in _computed_by(layer))
 
 
 def targets_of(layers: Iterable[tuple[str, Sequence[bool]]]) -> tuple[str, ...] | None:
-    """The reverse of `enabled_slices`.
+    """Returns the targets that enable these slices; the inverse of `enabled_slices`.
 
     Args:
         layers: linear layers of a block, each with the slices of its output that LoRA updates.
 
     Returns:
-        The targets; None where no targets are just these.
+        The targets; None if no targets enable exactly these slices.
     """
     updated = {(layer, tuple(enabled)) for layer, enabled in layers}
     targets = {
@@ -70,7 +70,7 @@ GPT2 = register(
         title="GPT-2",
         backbone="transformer.",
         layers="transformer.h.",
-        # Those of GPT-J or BLOOM are in a `transformer.h` as well.
+        # The layers of GPT-J and BLOOM are in a `transformer.h` as well.
         layer_parts=("attn.c_", "attn.bias", "attn.masked_bias", "mlp.c_", "ln_1", "ln_2"),
         release_modules=("attn.c_attn",),
         stacked={"attn.c_attn": enabled_slices(DEFAULT_TARGETS, "attn.c_attn")},

@@ -11,7 +11,7 @@ from script import run
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a file: one for each annotation.
+    """Reads the rows of a file, one for each annotation.
 
     Raises:
         OSError: the file cannot be read.

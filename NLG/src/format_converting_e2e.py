@@ -6,8 +6,8 @@ The input is a file of lines ``meaning representation||text``, as the release ha
 
     name : Blue Spice | Type : coffee shop | area : city centre||Blue Spice is a coffee shop .
 
-or the challenge's own CSV, with the columns ``mr`` and ``ref``, which `as_lines` converts to
-those lines first.
+or the challenge's own CSV with the columns ``mr`` and ``ref``, which `as_lines` first converts to
+such lines.
 """
 
 import csv
@@ -28,7 +28,8 @@ _LETTER = r"[^\W\d_]"
 _ENDING = r"(?:s|t|re|ll|ve|m|d)\b"
 
 # Pattern and replacement, in the order in which they apply. They were found by comparing the
-# challenge's CSVs with the release's files: they give all of valid.txt but one line, and test.txt.
+# challenge's CSVs with the release's files, and reproduce all of valid.txt but one line, and all of
+# test.txt.
 _MARKS = (
     (r"[^\w\s.,'£-]", r" \g<0> "),
     (r"(?<!\d),|,(?!\d)", " , "),
@@ -45,7 +46,7 @@ _TRAIN_RULES = (
     (r"(?<=\w)-(?=\w)", " - "),
     *_APOSTROPHES,
 )
-# The tokens of the release's test file follow other rules.
+# The release's test file was tokenized by other rules.
 _TEST_RULES = (
     *_MARKS,
     (r"(?<!\S)£", "£ "),
@@ -57,11 +58,11 @@ _TEST_RULES = (
 
 
 def tokenize(text: str, is_test: bool = False) -> str:
-    """A text with its tokens set apart by spaces, as in the release's E2E files.
+    """Returns a text with its tokens set apart by spaces, as in the release's E2E files.
 
     Args:
-        text: as the challenge published it.
-        is_test: as in the release's ``test.txt``, whose tokens differ a little from those of
+        text: a text as the challenge published it.
+        is_test: whether to tokenize as in the release's ``test.txt``, which differs a little from
             ``train.txt`` and ``valid.txt``.
     """
     for pattern, replacement in _TEST_RULES if is_test else _TRAIN_RULES:
@@ -70,9 +71,9 @@ def tokenize(text: str, is_test: bool = False) -> str:
 
 
 def as_lines(path: str | os.PathLike) -> list[str]:
-    """The challenge's CSV as the release's lines ``meaning representation||text``.
+    """Converts the challenge's CSV to the release's lines ``meaning representation||text``.
 
-    The test set is known by its published name, which begins with ``testset``.
+    The test set is recognized by its published name, which begins with ``testset``.
 
     Raises:
         OSError: the file cannot be read.
@@ -87,7 +88,7 @@ def as_lines(path: str | os.PathLike) -> list[str]:
                 where = f"{path}:{reader.line_num}"
                 if reader.line_num == 1:
                     _check_header(row, where)
-                elif row:  # an empty line, as at the file's end
+                elif row:  # skips empty lines, such as one at the file's end
                     lines.append(_as_line(row, is_test, where))
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV ({error})") from error
@@ -113,7 +114,7 @@ def _as_line(row: list[str], is_test: bool, where: str) -> str:
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a file, one for each line.
+    """Reads the rows of a file, one for each line.
 
     Raises:
         OSError: the file cannot be read.

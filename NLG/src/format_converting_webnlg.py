@@ -3,7 +3,7 @@
     python src/format_converting_webnlg.py data/webnlg_challenge_2017/train.json \\
         data/webnlg_challenge_2017/train_formatted.jsonl
 
-Rows carry "cate": whether the entry's category is one of those that the training data has.
+Rows have a field "cate": whether the training data has the entry's category.
 """
 
 import logging
@@ -34,12 +34,12 @@ SEEN = frozenset(
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a file: one for each text that is marked as good; says how many are not.
+    """Reads the rows of a file, one for each text marked as good; logs how many are not.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in WebNLG's format, or no text is marked so; the message names file
-            and entry.
+        ValueError: it is not in WebNLG's format (the message names file and entry), or no text is
+            marked as good.
     """
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):

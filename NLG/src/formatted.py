@@ -1,7 +1,7 @@
-"""Formatted files, which all corpora become: a row {"context", "completion"[, "cate"]} a line.
+"""Reads and writes formatted files: one row {"context", "completion"[, "cate"]} per line.
 
-The context is what is to be said, the completion one text that says it. A corpus has a row for
-each of its texts, so rows that follow each other may share their context.
+All corpora are converted to this format. The context is what a text should express, the completion
+one such text. Each text of a corpus is a row, so consecutive rows may share their context.
 """
 
 import json
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def make_row(context: str, completion: str, where: str) -> Row:
-    """A row of texts without white space around them.
+    """Returns a row of the texts, without white space around them.
 
     Args:
         context, completion: the texts.
@@ -38,7 +38,7 @@ def make_row(context: str, completion: str, where: str) -> Row:
 
 
 def join_triples(triples: Iterable[tuple[str, str, str]]) -> str:
-    """``subject : property : object | subject : …``"""
+    """Joins triples as ``subject : property : object | subject : …``."""
     return " | ".join(" : ".join(triple) for triple in triples)
 
 
@@ -47,7 +47,7 @@ def read_formatted(path: str | os.PathLike) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is not such a row; the message names file and line.
+        ValueError: a line is not a formatted row; the message names file and line.
     """
     try:
         rows = list(read_json_lines(path))
@@ -82,7 +82,7 @@ def _check(row: Row, where: str) -> None:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """The content of a JSON file.
+    """Reads a JSON file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -98,16 +98,16 @@ def read_json(path: str | os.PathLike) -> Any:
 def convert(
     description: str, read_rows: Callable[[str], list[Row]], argv: list[str] | None
 ) -> None:
-    """A conversion script: reads a corpus's file, writes it formatted, atomically.
+    """Runs a conversion script: reads a corpus's file and writes it formatted, atomically.
 
     Args:
-        description: for --help.
-        read_rows: the rows of a file.
+        description: the description for --help.
+        read_rows: reads the rows of a file.
         argv: the command line; that of the process if None.
 
     Raises:
-        OSError, ValueError: the file cannot be read, is not in its corpus's format, or is the one
-            to write.
+        OSError, ValueError: the file cannot be read, is not in its corpus's format, or is the
+            output as well.
     """
     parser = ArgumentParser(description=description)
     parser.add_argument("input", help="the corpus's file")

@@ -1,4 +1,4 @@
-"""Writes a text after each context of an encoded file, by beam search.
+"""Generates a text after each context of an encoded file, by beam search.
 
     python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_beam.py --platform local \\
         --data data/e2e/test.jsonl --init_checkpoint base.bin --lora_path model.26290.pt …
@@ -137,7 +137,7 @@ def _add_precision_params(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> BeamSettings:
-    """The search that the flags ask for.
+    """Returns the settings of the search that the flags ask for.
 
     Raises:
         ValueError: a flag is out of its range.
@@ -172,12 +172,12 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
 
 
 def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
-    """The model that the flags ask for, with LoRA merged into its weights.
+    """Returns the model that the flags ask for, with LoRA merged into its weights.
 
     Raises:
-        CheckpointError: a file cannot be read, or does not fit the flags or the other.
-        ValueError: base or LoRA are missing; or the model has fewer positions than asked for; or
-            the device has not the half precision that is asked for.
+        CheckpointError: a file cannot be read, or does not fit the flags or the other file.
+        ValueError: base or LoRA are missing; or the model has too few positions; or the device does
+            not support the precision.
         TrainingError: another process has other weights.
     """
     check_precision(args.fp16, args.bf16, dist_env.device)
@@ -193,7 +193,8 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
         raise ValueError(
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
-    check_same_weights(model, dist_env.world_size)  # of merged ones, bits depend on the processor
+    # Before merging, because the last bits of merged weights depend on the processor.
+    check_same_weights(model, dist_env.world_size)
     dtype = compute_dtype(args.fp16, args.bf16)
     return lora.merge(model).to(dist_env.device, dtype).eval().requires_grad_(False)
 
@@ -202,9 +203,9 @@ def prepare_products(model: GPT2LMModel, beams: int, world_size: int) -> None:
     """Chooses how the search multiplies with the model's weights, all of which are frozen.
 
     Args:
-        model: on a CPU.
-        beams: how many are searched at once, of all prompts of a batch.
-        world_size: number of processes, which all have to call this.
+        model: a model on a CPU.
+        beams: the number of beams of all prompts in a batch.
+        world_size: the number of processes; all of them have to call this.
     """
     use_products(model)
     dtype = model.transformer.wte.weight.dtype
@@ -212,11 +213,11 @@ def prepare_products(model: GPT2LMModel, beams: int, world_size: int) -> None:
 
 
 def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
-    """The contexts of an encoded file.
+    """Reads the contexts of an encoded file.
 
     Args:
         path: JSON lines with ``"context": [ids]``.
-        vocab_size: ids have to be below it.
+        vocab_size: the vocabulary's size; ids have to be below it.
 
     Raises:
         OSError: the file cannot be read.
@@ -229,22 +230,22 @@ def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
 
 
 def check_same_contexts(path: str, world_size: int) -> None:
-    """Checks that all processes have the same contexts, of which each answers a part.
+    """Checks that all processes have the same contexts, since each decodes a part of them.
 
     Raises:
-        TrainingError: a process has others.
+        TrainingError: a process has other contexts.
     """
     if world_size > 1:
         check_alike({"contexts of --data": lines_digest(path)}, world_size)
 
 
 def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt]:
-    """Contexts cut to their last tokens, with a warning, if they are longer than `longest`.
+    """Cuts contexts longer than `longest` to their last tokens, with a warning.
 
     Args:
-        contexts: of the file `path`.
-        longest: tokens at most.
-        path: for the warning.
+        contexts: the contexts of a file.
+        longest: the largest number of tokens.
+        path: the file, for the warning.
     """
     cut = sum(len(context) > longest for context in contexts)
     if cut and launched.rank() == 0:
@@ -271,20 +272,24 @@ def decode(
     batch_size: int,
     dist_env: DistEnv,
 ) -> dict[Prompt, list[int]]:
-    """Each distinct prompt's text, from all processes.
+    """Generates a text for each distinct prompt; the processes share the work.
 
     Args:
-        model: on this process's device.
-        prompts: of all processes, which have to get the same.
-        settings: how to search.
-        batch_size: prompts searched at a time.
+        model: the model on this process's device.
+        prompts: all prompts, the same on all processes.
+        settings: the settings of the search.
+        batch_size: the number of prompts searched at a time.
         dist_env: this process.
+
+    Returns:
+        On every process, the texts of all prompts.
     """
-    # Prompts of similar length are searched together; the longest, which need most memory, first.
+    # Prompts of similar length are searched together. The longest come first, because they need the
+    # most memory.
     distinct = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
     share = distinct[dist_env.rank :: dist_env.world_size]
     texts = {}
-    hidden = not dist_env.is_main or None  # None: where there is no terminal
+    hidden = not dist_env.is_main or None  # None: hidden if there is no terminal
     with tqdm(total=len(share), desc="decode", unit="context", disable=hidden) as bar:
         for begin in range(0, len(share), batch_size):
             batch = share[begin : begin + batch_size]
@@ -296,7 +301,7 @@ def decode(
 
 
 def _prepare(path: str, data: str) -> None:
-    """Finds out before the search, not after it, whether the output can be written."""
+    """Makes the output's folder, and checks before the search that the output can be written."""
     check_apart([path], [data])
     if os.path.isdir(path):
         raise IsADirectoryError(f"--output_file {path} is a folder")

@@ -4,14 +4,14 @@
         --input_file data/e2e/test_formatted.jsonl \\
         --output_ref_file e2e_ref.txt --output_pred_file e2e_pred.txt
 
-Rows with one context (or with one key in --ref_unique_file) are one group: their completions are
-its references, the prediction for the first of them is its prediction. Groups come in the order
-in which they first appear in the input.
+Rows with the same context (or the same key in --ref_unique_file) are one group: their completions
+are its references, the prediction for its first row is its prediction. Groups come in the order in
+which they first appear in the input.
 
---ref_type e2e writes one file of references, one a line, with a blank line after each group.
+--ref_type e2e writes one file of references, one per line, with a blank line after each group.
 webnlg and dart write a folder with the files reference0 … reference{N-1}, N being --ref_num, with
-a line for each group; a group with fewer references repeats its first. A folder that holds more
-such files, as an earlier call with a larger --ref_num leaves them, is an error.
+one line for each group. A group with fewer references repeats its first. A folder that holds more
+such files, for example from an earlier call with a larger --ref_num, is an error.
 """
 
 import argparse
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Group:
-    """The rows of the input that are scored as one.
+    """Rows of the input that share their references and one prediction.
 
     Args:
-        rows: their numbers, from 0.
-        references: their texts.
+        rows: the rows' numbers, from 0.
+        references: the rows' texts.
     """
 
     rows: list[int]
@@ -49,8 +49,8 @@ class Group:
 
 
 def cut(text: str) -> str:
-    """What comes before ``<|endoftext|>`` and before a blank line, as one line."""
-    # The files hold one text a line.
+    """Returns the text up to ``<|endoftext|>`` or a blank line, as one line."""
+    # The output files hold one text per line.
     return " ".join(_kept(text).strip().splitlines())
 
 
@@ -59,17 +59,18 @@ def _kept(text: str) -> str:
 
 
 def loses_text(text: str) -> bool:
-    """Whether `cut` leaves out more than marks and white space."""
+    """Returns whether `cut` drops more than ``<|endoftext|>`` and white space."""
     return bool(text[len(_kept(text)) :].replace(END_OF_TEXT, "").strip())
 
 
 def normalize(text: str, *, tokenize: bool, lower: bool) -> str:
-    """A text as it is scored.
+    """Returns a text as it is scored.
 
     Args:
         text: one line.
-        tokenize: set every character apart that is not a letter, a digit or an underscore.
-        lower: put it into lower case.
+        tokenize: whether every character except letters, digits and underscores is set apart by
+            spaces.
+        lower: whether the text is lower-cased.
     """
     if lower:
         text = text.lower()
@@ -79,7 +80,7 @@ def normalize(text: str, *, tokenize: bool, lower: bool) -> str:
 
 
 def read_keys(path: str, rows: int) -> list[str]:
-    """The lines of a --ref_unique_file, the key of each row of the input.
+    """Reads a --ref_unique_file, which has the key of each row of the input on a line.
 
     Raises:
         OSError: the file cannot be read.
@@ -92,18 +93,18 @@ def read_keys(path: str, rows: int) -> list[str]:
 
 
 def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str) -> list[Group]:
-    """The groups of the rows that are kept, in the order of their first row.
+    """Groups the rows that are kept, in the order of each group's first row.
 
-    References that `cut` shortens are warned of.
+    Warns of references that `cut` shortens.
 
     Args:
-        rows: the input.
-        keys: rows of one key are one group.
-        kept: numbers of the rows that count, ascending.
+        rows: the rows of the input.
+        keys: the key of each row; rows with the same key are one group.
+        kept: the numbers of the rows that are kept, ascending.
         path: the input's file, for errors.
 
     Raises:
-        ValueError: a row's reference is empty once it is cut.
+        ValueError: a row's reference is empty after it is cut.
     """
     groups: dict[str, Group] = {}
     shortened = []
@@ -127,11 +128,12 @@ def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str)
 
 
 def kept_rows(rows: list[Row], which: str, path: str) -> list[int]:
-    """The numbers of the rows that --filter keeps.
+    """Returns the numbers of the rows that --filter keeps.
 
     Args:
-        rows: the input.
-        which: ``all``, or those whose category is ``seen`` or ``unseen`` in training.
+        rows: the rows of the input.
+        which: ``all``, or ``seen`` or ``unseen`` for rows whose category is or is not in the
+            training data.
         path: the input's file, for errors.
 
     Raises:
@@ -150,11 +152,11 @@ def kept_rows(rows: list[Row], which: str, path: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for a row of the input.
+    """The prediction for a row of the input.
 
     Args:
-        ids: the text's, and what it is padded with where the file does not say its length.
-        context: the `context_digest` of what it was predicted for, where the file says it.
+        ids: the text's token ids; with its padding if the file does not have its length.
+        context: the `context_digest` of the context that it is for, if the file has it.
     """
 
     ids: list[int]
@@ -162,17 +164,18 @@ class Prediction:
 
 
 def read_predictions(path: str, rows: int) -> list[Prediction]:
-    """The prediction for each row of the input.
+    """Reads the prediction for each row of the input.
 
     Args:
-        path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order, with a
-            "length" (the ids that are no padding) and a "context_digest" where gpt2_beam.py has
-            written them.
-        rows: number of rows of the input.
+        path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order. Those of
+            gpt2_beam.py also have "length", the number of ids without padding, and
+            "context_digest".
+        rows: the number of rows of the input.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not in this format, or the ids are not those of the input's rows.
+        ValueError: a line is not in this format, or the file does not have one prediction for each
+            row of the input.
     """
     found: dict[int, Prediction] = {}
     for number, line in enumerate(read_json_lines(path), start=1):
@@ -198,10 +201,10 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
 def check_contexts(
     args: argparse.Namespace, rows: list[Row], predictions: list[Prediction], encoder: Encoder
 ) -> None:
-    """Checks that predictions are those of the input, as far as they say it.
+    """Checks that predictions are for the input's contexts; those without a digest always pass.
 
     Raises:
-        ValueError: one was made for another context.
+        ValueError: a prediction is for another context.
     """
     contexts = encoder.encode_batch([row["context"] for row in rows])
     others = [
@@ -220,12 +223,12 @@ def check_contexts(
 def decode_groups(
     groups: list[Group], predictions: list[Prediction], encoder: Encoder, path: str
 ) -> list[str]:
-    """The text that is predicted for each group, cut.
+    """Returns the predicted text of each group, shortened by `cut`.
 
     Args:
-        groups: of rows of the input.
-        predictions: for each row of the input.
-        encoder: the vocabulary's.
+        groups: the groups of the input's rows.
+        predictions: the prediction for each row of the input.
+        encoder: the encoder of the vocabulary.
         path: the predictions' file, for errors.
 
     Raises:
@@ -253,7 +256,10 @@ def decode_groups(
 
 
 def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
-    """Column n holds each group's n-th reference, or its first one where it has fewer."""
+    """Returns `count` columns: the n-th has each group's n-th reference or, if missing, its first.
+
+    Warns of references that do not fit into them.
+    """
     beyond = sum(max(len(group.references) - count, 0) for group in groups)
     if beyond:
         logger.warning("--ref_num %d leaves out %d references", count, beyond)
@@ -264,21 +270,21 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
 
 
 def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
-    """Writes lines atomically; makes the folder if needed."""
+    """Writes lines atomically, and makes the folder if needed."""
     Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
 def reference_files(args: argparse.Namespace) -> list[Path]:
-    """The files that the references go into, by --ref_type."""
+    """Returns the files that the references are written to, which depend on --ref_type."""
     if args.ref_type == "e2e":
         return [Path(args.output_ref_file)]
     return [Path(args.output_ref_file, f"reference{n}") for n in range(args.ref_num)]
 
 
 def other_references(args: argparse.Namespace) -> list[Path]:
-    """Files of references in the folder that this call does not write, by their numbers."""
+    """Returns the files of references in the folder that this call does not write, by number."""
     if args.ref_type == "e2e":
         return []
     folder = Path(args.output_ref_file)
@@ -289,17 +295,17 @@ def other_references(args: argparse.Namespace) -> list[Path]:
 
 
 def check_no_others(args: argparse.Namespace, others: list[Path]) -> None:
-    """Refuses a folder with more files of references than this call writes.
+    """Checks that the folder has no more files of references than this call writes.
 
-    A scorer that is told of more files than these would mix two inputs up. Whether an earlier call
-    with a larger --ref_num has left them, or they are somebody's own, nothing tells.
+    A scorer that reads the other files as well would mix two inputs up. They are not deleted,
+    because they may be from an earlier call with a larger --ref_num or the user's own.
 
     Args:
         args: the flags.
-        others: the `other_references`.
+        others: the result of `other_references`.
 
     Raises:
-        ValueError: there are such.
+        ValueError: there are other files.
     """
     if others:
         more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
@@ -321,7 +327,7 @@ def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = ArgumentParser(
         description="Turn predicted token ids into text, and lay out the references for scoring."
     )
@@ -375,8 +381,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and decodes.
 
     Raises:
-        OSError, ValueError: a file cannot be read, is not in its format, or is one to write as
-            well, or the predictions do not cover the input, or are of another; nothing is written
+        OSError, ValueError: a file cannot be read, is not in its format, or is an output as well;
+            or the predictions do not cover the input, or are for another one. Nothing is written
             then.
     """
     args = parse_arguments(argv)
@@ -384,7 +390,7 @@ def main(argv: list[str] | None = None) -> None:
     given = (args.sample_file, args.input_file, args.ref_unique_file)
     others = other_references(args)
     check_apart(
-        # The others, too: none that this call reads is to be called left over.
+        # With the others, so that no file that this call reads is reported as left over.
         [args.output_pred_file, *reference_files(args), *others],
         [path for path in given if path is not None],
     )

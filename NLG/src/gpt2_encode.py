@@ -1,10 +1,10 @@
-"""Turns a formatted corpus into token ids: rows {"context": [ids], "completion": [ids]}.
+"""Encodes a formatted corpus as token ids: rows {"context": [ids], "completion": [ids]}.
 
     python src/gpt2_encode.py --vocab vocab --input data/e2e/train_formatted.jsonl \\
         --output data/e2e/train.jsonl --add_bos --add_eos
 
 The completion is encoded with a space before it. With --add_bos the context ends in
-<|endoftext|>, where the completion begins; with --add_eos the completion ends in it.
+<|endoftext|>, which marks where the completion begins. With --add_eos the completion ends in it.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ BATCH = 1024  # rows that are encoded at once
 def encode_rows(
     rows: list[Row], encoder: Encoder, *, add_bos: bool, add_eos: bool
 ) -> Iterator[dict[str, list[int]]]:
-    """The token ids of formatted rows.
+    """Yields the token ids of formatted rows.
 
     Args:
-        rows: as `read_formatted` gives them.
-        encoder: the vocabulary's.
-        add_bos: put <|endoftext|> after each context.
-        add_eos: put <|endoftext|> after each completion.
+        rows: the rows, as `read_formatted` returns them.
+        encoder: the encoder of the vocabulary.
+        add_bos: whether <|endoftext|> is put after each context.
+        add_eos: whether <|endoftext|> is put after each completion.
     """
     after_context = [END_OF_TEXT_ID] * add_bos
     after_completion = [END_OF_TEXT_ID] * add_eos
@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and encodes.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or is not what it should be; nothing is
-            written then.
+        OSError, ValueError: a file cannot be read, or is not in its format; nothing is written
+            then.
     """
     parser = ArgumentParser(description="Turn a formatted corpus into token ids.")
     parser.add_argument("--input", required=True, help="formatted file, JSON lines")

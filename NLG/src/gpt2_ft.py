@@ -1,16 +1,16 @@
-"""Trains GPT-2 on encoded examples: its LoRA part or, without LoRA's flags, all of it.
+"""Trains GPT-2 on encoded examples: LoRA only or, without LoRA's flags, the whole model.
 
     python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \\
         --train_data data/e2e/train.jsonl --valid_data data/e2e/valid.jsonl …
 
-A step is one batch. Into --work_dir go
+A step is one batch. These files are written to --work_dir:
 
-    model.<step>.pt    LoRA's part every --save_interval steps and after each epoch, the full
+    model.<step>.pt    LoRA's tensors every --save_interval steps and after each epoch, the full
                        model after the last one (without LoRA, always the full model)
-    metrics.jsonl      a line every --log_interval steps, and one for each evaluation
-    resume.pt          what --resume resumes from
-    runs/              the same figures for TensorBoard, and
-    learning_curves.png    as a picture at the end; see --report_to
+    metrics.jsonl      one line every --log_interval steps, and one for each evaluation
+    resume.pt          the state that --resume resumes from
+    runs/              the same figures for TensorBoard; see --report_to
+    learning_curves.png    the same figures as a picture, at the end of the run
 """
 
 import argparse
@@ -94,9 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says."""
     args = parse_args(argv, __doc__)
     dist_env = start(args)
-    # Not before: the launcher's RANK may be known by now alone.
+    # Logging depends on RANK, which `start` may have set.
     script.set_up_logging(args.log_level)
-    # Whether a run resumes depends on what is in its folder, too; see `check_same_start`.
+    # Whether a run resumes depends on its folder as well, so `check_same_start` compares that.
     check_same_flags(args, dist_env, but=["resume"])
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
     if args.estimate:
@@ -110,18 +110,18 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is made of, from its first step to its last.
+    """The objects of a run that stay the same from its first step to its last.
 
     Attributes:
         args: the flags.
         dist_env: this process.
-        train_data, valid_data: to train on, and to evaluate on.
-        model: what is trained.
-        base: what it started from.
-        optimizer, scheduler, precision: how it is trained.
-        epoch_steps, last_step: steps of an epoch, and the run's last one.
-        identity: what has to be the same for the run to resume, see `identity_of`.
-        loss_of: see `loss_function`.
+        train_data, valid_data: the examples to train on and to evaluate on.
+        model: the model that is trained.
+        base: the weights that it started from.
+        optimizer, scheduler, precision: how the model is trained.
+        epoch_steps, last_step: the number of steps per epoch, and the run's last step.
+        identity: the settings that must not change when the run is resumed, see `identity_of`.
+        loss_of: computes a batch's loss, see `loss_function`.
     """
 
     args: argparse.Namespace
@@ -140,18 +140,18 @@ class Run:
 
     @property
     def work_dir(self) -> Path:
-        """The folder for all that is written."""
+        """The folder to which all files are written."""
         return Path(self.args.work_dir)
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What has a state of its own, besides the model."""
+        """The objects besides the model whose state is saved, by name."""
         names = ("optimizer", "scheduler", "precision")
         return {name: getattr(self, name) for name in names}
 
 
 def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
-    """A run, from its data to its last checkpoint."""
+    """Carries out a run, from reading its data to its last checkpoint."""
     begun = time.perf_counter()
     check_precision(args.fp16, args.bf16, dist_env.device)
     work_dir = Path(args.work_dir)
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         show_beginning(run, progress.step)
     best_ppl = take_steps(run, ddp_model, progress, metrics)
     write_model(run, run.last_step, lora_only=args.save_lora_only)
-    curves = metrics.draw()  # before the run counts as finished, and is left alone
+    curves = metrics.draw()  # before the run counts as finished, since --resume then does nothing
     write_finished(work_dir, dist_env, run.identity, run.last_step)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
@@ -189,10 +189,10 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
 
 def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, FT_Dataset]:
-    """The examples to train on, and those to evaluate on."""
+    """Reads the examples to train on, and those to evaluate on."""
     length, seed = args.seq_len, args.random_seed
     train_data = FT_Dataset(args.train_data, args.train_batch_size, length, args.obj == "jlm", seed)
-    # Judged by its completions, whatever it is trained on.
+    # A model is always evaluated on completions only, whatever --obj is.
     valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, length, False, seed)
     if dist_env.is_main and args.obj == "clm":
         warn_of_ends({args.train_data: train_data, args.valid_data: valid_data})
@@ -206,11 +206,11 @@ def build_run(
     valid_data: FT_Dataset,
     new_lora: bool,
 ) -> Run:
-    """A run at its beginning; sets --max_step from --max_epoch, if that alone is given.
+    """Builds a run; sets --max_step from --max_epoch if only the latter is given.
 
     Args:
-        args, dist_env, train_data, valid_data: the run's.
-        new_lora: whether LoRA is initialized: not where a state is going to be restored.
+        args, dist_env, train_data, valid_data: see `Run`.
+        new_lora: whether LoRA is initialized; False if a state is restored next.
 
     Raises:
         CheckpointError: the base cannot be read, or does not fit the flags.
@@ -257,7 +257,7 @@ def build_run(
 
 
 def set_up_model(run: Run) -> nn.Module:
-    """Sets up how the model computes, once all processes have the same one; returns it in DDP."""
+    """Sets up how the model computes, and wraps it in DDP; all processes must have the same one."""
     args, dist_env = run.args, run.dist_env
     if dist_env.device.type == "cpu":
         choose_products(frozen_weights(run.model), run.precision.dtype, dist_env.world_size)
@@ -269,7 +269,14 @@ def set_up_model(run: Run) -> nn.Module:
 
 
 def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: MetricsLog) -> float:
-    """Trains from a step on to the last one; returns the best perplexity of the evaluations."""
+    """Trains to the last step; returns the best perplexity of all evaluations.
+
+    Args:
+        run: what to train, on what and how.
+        ddp_model: the run's model as `set_up_model` returns it.
+        progress: the last step that has been taken, and the best perplexity so far.
+        metrics: where the run's figures go.
+    """
     args, dist_env, optimizer = run.args, run.dist_env, run.optimizer
     step, best_ppl = progress
     pace = Pace(step, run.last_step)
@@ -281,7 +288,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
         total=run.last_step,
         initial=step,
         unit="step",
-        disable=not dist_env.is_main or None,  # None: where there is no terminal
+        disable=not dist_env.is_main or None,  # None: disabled if there is no terminal
     )
     run.model.train()
     losses = PendingLosses()
@@ -329,7 +336,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
 
 
 def evaluate_step(run: Run, step: int, best_ppl: float, metrics: MetricsLog) -> float:
-    """Evaluates after a step, shows and records it; returns the best perplexity so far.
+    """Evaluates after a step, logs the figures, and returns the best perplexity so far.
 
     Raises:
         TrainingError: the loss is not finite.
@@ -345,17 +352,18 @@ def evaluate_step(run: Run, step: int, best_ppl: float, metrics: MetricsLog) -> 
 
 
 def agree_on_weights(model: nn.Module, read: Collection[str], world_size: int) -> None:
-    """Gives all processes the same model; to be called by all of them.
+    """Gives all processes the same model; all of them have to call it.
 
-    What is drawn or computed, whose last bits may depend on the processor, is the first process's.
+    Tensors that were read from a file are compared. All others are the first process's, because the
+    last bits of random or computed values may depend on the processor.
 
     Args:
-        model: not yet in DDP.
-        read: names of the tensors that were read from a file: these are compared.
-        world_size: how many processes there are.
+        model: the model, not yet wrapped in DDP.
+        read: the names of the tensors that were read from a file.
+        world_size: the number of processes.
 
     Raises:
-        TrainingError: a process has read others.
+        TrainingError: a process has read different tensors.
     """
     check_same_weights(model, world_size, read)
     others = (tensor for name, tensor in own_tensors(model).items() if name not in read)
@@ -363,7 +371,7 @@ def agree_on_weights(model: nn.Module, read: Collection[str], world_size: int) -
 
 
 def warn_of_ends(data: Mapping[str, FT_Dataset]) -> None:
-    """Warns of files {path: data} of which a model does not learn where a text ends."""
+    """Warns of files, given as {path: data}, that do not teach a model where a text ends."""
     without = ", ".join(path for path, examples in data.items() if not examples.shows_ends())
     if without:
         logger.warning(
@@ -374,7 +382,7 @@ def warn_of_ends(data: Mapping[str, FT_Dataset]) -> None:
 
 
 def warn_of_rate(args: argparse.Namespace) -> None:
-    """Says that LoRA is going to be trained at a rate that nobody has given."""
+    """Warns if LoRA is trained at the default learning rate because --lr is not given."""
     uses_it = args.scheduler != "cycle"
     if args.lora_dim > 0 and uses_it and not args.lr_is_given:
         logger.warning(
@@ -383,10 +391,10 @@ def warn_of_rate(args: argparse.Namespace) -> None:
 
 
 def check_updates(grad_acc: int, last_step: int) -> None:
-    """Checks that a run makes updates, and says which of its batches do not count.
+    """Checks that a run makes updates, and warns of steps at its end that are in none.
 
     Raises:
-        ValueError: it makes none.
+        ValueError: the run makes no update.
     """
     if last_step < grad_acc:
         raise ValueError(
@@ -400,7 +408,7 @@ def check_updates(grad_acc: int, last_step: int) -> None:
 
 
 def loss_function(precision: Precision, device: torch.device) -> Callable[..., Tensor]:
-    """(model, batch, ε of label smoothing = 0) -> the batch's loss."""
+    """Returns a function (model, batch, ε of label smoothing = 0) -> the batch's loss."""
 
     def loss_of(network: nn.Module, batch: Batch, label_smooth: float = 0.0) -> Tensor:
         names = ("input", "target", "mask", "packed_rows")
@@ -412,19 +420,19 @@ def loss_function(precision: Precision, device: torch.device) -> Callable[..., T
 
 
 def choose_trained(model: nn.Module, lora_dim: int) -> None:
-    """Marks what is trained: LoRA's part or, without one, all of a model."""
+    """Chooses what is trained: only LoRA or, if there is none, the whole model."""
     if lora_dim > 0:
         lora.mark_only_lora_as_trainable(model)
         return
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # it shares its memory with the base's file
+        parameter.data = parameter.data.clone()  # so that it no longer maps the base's file
 
 
 def check_losses(losses: PendingLosses, scheduler: Scheduler) -> None:
-    """Reads the losses that no one has read yet.
+    """Reads the losses that have not been read yet, and checks them.
 
     Raises:
-        TrainingError: one is not finite.
+        TrainingError: a loss is not finite.
     """
     for step, loss in losses.read():
         if not math.isfinite(loss):
@@ -441,12 +449,13 @@ def evaluate(
     data: FT_Dataset,
     dist_env: DistEnv,
 ) -> float:
-    """The mean loss over all targets of the validation data, on every process."""
+    """Returns the mean loss over all targets of the validation data, on every process."""
     model.eval()
     total, count = torch.zeros((), dtype=torch.float64, device=dist_env.device), 0.0
     for batch in validation_batches(data, dist_env):
         targets = float(batch["mask"].sum())
-        total += loss_of(model, batch).double() * (targets + 0.0001)  # the model adds that as well
+        # The model divides by this, 0.0001 included.
+        total += loss_of(model, batch).double() * (targets + 0.0001)
         count += targets
         watch.beat()
     model.train()
@@ -456,9 +465,10 @@ def evaluate(
 
 
 def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
-    """What the training takes. The data is read if it is there, weights are not.
+    """Estimates what the training takes. The data is read if it exists, weights are not.
 
-    Without data, and with --estimate_length, all rows have one length and are targets throughout.
+    Without data, and with --estimate_length, all rows have the same length, and every position has
+    a target.
     """
     device, config = dist_env.device, config_of_flags(args, args.lora_dropout)
     check_fits(args, config)
@@ -492,7 +502,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
 
 
 def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
-    """The training data or, where it is not there or not asked for, a batch of equal rows."""
+    """Returns the training data or, if missing or not asked for, a batch of equal rows."""
     length, path = args.estimate_length, args.train_data
     if length is None and Path(path).is_file():
         jlm = args.obj == "jlm"
@@ -502,7 +512,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 
 
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
-    """What a step is made of; see `take_steps`."""
+    """Returns the parts of a training step for an estimate; see `take_steps`."""
     choose_trained(model, args.lora_dim)
     hold_frozen_in(model, compute_dtype(args.fp16, args.bf16))
     optimizer = create_adam_optimizer(model, args)
@@ -521,7 +531,7 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
 
 
 def show_beginning(run: Run, step: int) -> None:
-    """Says what is trained, on what and where, from a step on; 0 for a new run."""
+    """Logs what is trained, on what data and devices; `step` is the one resumed from, or 0."""
     args, dist_env = run.args, run.dist_env
     adapted = lora_in_words(run.model)
     batch = args.train_batch_size * dist_env.world_size
@@ -544,7 +554,7 @@ def show_beginning(run: Run, step: int) -> None:
 
 
 def show_step(bar: tqdm, step: int, loss: float, lr: float, pace: Pace) -> None:
-    """Shows a step's figures: on the bar or, where there is none, as a line."""
+    """Shows a step's figures, on the bar or, if there is none, as a line of the log."""
     bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.2e}", refresh=False)
     if bar.disable:
         figures = (step, bar.total, loss, lr, pace.at(step))
@@ -552,19 +562,19 @@ def show_step(bar: tqdm, step: int, loss: float, lr: float, pace: Pace) -> None:
 
 
 def show_evaluation(step: int, last_step: int, loss: float, ppl: float, best_ppl: float) -> None:
-    """Shows an evaluation's figures."""
+    """Logs an evaluation's figures."""
     figures = (step, last_step, loss, ppl, best_ppl)
     logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
 
 
 def show_end(run: Run, best_ppl: float, begun: float, curves: Path | None) -> None:
-    """Says what a run has come to, and where its files are.
+    """Logs the results of a run, and where its files are.
 
     Args:
-        run: which has ended.
-        best_ppl: of its evaluations; infinite where there was none.
-        begun: by `time.perf_counter`.
-        curves: the picture, if there is one.
+        run: a run that has ended.
+        best_ppl: the best perplexity of its evaluations; infinite if there was none.
+        begun: when the run began, by `time.perf_counter`.
+        curves: the path of the learning curves' picture, if there is one.
     """
     took = in_words(time.perf_counter() - begun)
     steps = counted(run.last_step, "step")
@@ -578,7 +588,7 @@ def show_end(run: Run, best_ppl: float, begun: float, curves: Path | None) -> No
 
 
 def model_path(run: Run, step: int) -> Path:
-    """The file of the model after a step."""
+    """Returns the path of the model's file after a step."""
     return run.work_dir / f"model.{step}.pt"
 
 

@@ -1,4 +1,4 @@
-"""gpt2_ft.py's command line, and the checks of its values."""
+"""Reads gpt2_ft.py's command line, and checks its values."""
 
 import argparse
 import math
@@ -30,11 +30,11 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     """Reads the command line.
 
     Args:
-        argv: the process's by default.
-        description: the head of ``--help``.
+        argv: the command line; that of the process if None.
+        description: the description at the head of ``--help``.
 
     Raises:
-        ValueError: a number is out of its range, or --report_to asks for what cannot be had.
+        ValueError: a number is out of its range, or --report_to names what is not installed.
     """
     parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,11 +141,11 @@ def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:
     """Checks the flags that depend on the model.
 
     Args:
-        args: the flags, with the rank that the model has.
-        config: the model's.
+        args: the flags, with the model's rank filled in.
+        config: the model's configuration.
 
     Raises:
-        ValueError: one does not fit.
+        ValueError: a flag does not fit the model.
     """
     if args.seq_len > config.n_positions:
         raise ValueError(f"--seq_len {args.seq_len}: the model has {config.n_positions} positions")

@@ -1,8 +1,8 @@
-"""One process among those of a run: which one it is, and its device.
+"""Finds out which of a run's processes this is, and chooses its device.
 
-Launchers say in the environment how many processes there are, and which one this is. All but
-OpenMPI and horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK), which are set here for those
-two as well.
+Launchers set environment variables that say how many processes there are, and which one this is.
+All but OpenMPI and horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK). For those two, they
+are set here.
 """
 
 import argparse
@@ -68,18 +68,18 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class DistEnv(Place):
-    """This process among those of a run: its place, and the `device` where it computes."""
+    """This process's ranks, the number of processes, and the `device` on which it computes."""
 
     device: torch.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and reports."""
+        """Whether this is the process that writes files and logs."""
         return self.rank == 0
 
 
-# Flags that each process may have its own of: where its files are, and what it says. What the files
-# hold is compared apart.
+# Flags that may differ between processes: paths of files, and what is logged. The contents of the
+# files are compared elsewhere.
 _OWN = {"platform", "local_rank", "rank", "device", "world_size", "ddp_timeout"}
 _OWN |= {"work_dir", "output_file", "data", "train_data", "valid_data", "init_checkpoint"}
 _OWN |= {"lora_path", "log_level", "report_to", "lr_is_given"}
@@ -88,7 +88,9 @@ _OWN |= {"lora_path", "log_level", "report_to", "lr_is_given"}
 def check_same_flags(
     args: argparse.Namespace, dist_env: DistEnv, but: Collection[str] = ()
 ) -> None:
-    """Checks that all processes were started alike, before they wait for each other elsewhere.
+    """Checks that all processes run the same code with the same flags.
+
+    Otherwise they might wait for each other forever later on.
 
     Args:
         args: all flags, as they were given.
@@ -96,7 +98,7 @@ def check_same_flags(
         but: more flags that may differ.
 
     Raises:
-        TrainingError: a flag differs, or the version of the project.
+        TrainingError: a flag or the project's code differs.
     """
     check_same_code(dist_env.rank, dist_env.world_size)
     own = {*_OWN, *but}
@@ -116,7 +118,7 @@ def start(args: argparse.Namespace) -> DistEnv:
     Raises:
         ValueError: the environment is incomplete, contradicts the flags, or asks for a GPU that
             is not there; or the platform is azure and horovod is not installed.
-        TrainingError: not all processes are there within --ddp_timeout.
+        TrainingError: not all processes have joined within --ddp_timeout.
     """
     check_bounds("--ddp_timeout", args.ddp_timeout, above=0, below=math.inf)
     place = _place(args)
@@ -139,7 +141,7 @@ def start(args: argparse.Namespace) -> DistEnv:
 
 
 def _place(args: argparse.Namespace) -> Place:
-    """This process, as the platform tells it."""
+    """Reads from the environment of the platform which process this is."""
     if args.platform == "azure":
         return _place_from_horovod()
     if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:

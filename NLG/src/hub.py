@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub that belong together."""
+"""Fetches files from the Hugging Face hub that belong together."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from loralib.io.hub import fetch_file
 def hub_files(
     repo: str, formats: Sequence[Sequence[str]], folder: str | os.PathLike | None = None
 ) -> list[Path]:
-    """The local paths of a repository's files, fetched unless they are there.
+    """Returns the local paths of a repository's files; fetches them unless they exist.
 
     Args:
         repo: a repository's name, such as ``gpt2``.

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, and of one text a line."""
+"""Reads files of one JSON object or one text per line, and writes the former."""
 
 import codecs
 import json
@@ -12,10 +12,10 @@ from loralib.io.encoding import refuse_utf16_file
 
 
 def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The objects of a file of one JSON object a line; blank lines at its end do not count.
+    """Yields the objects of a file of one JSON object per line; ignores blank lines at its end.
 
-    A line is parsed, and its error raised, when its turn comes. Were all held at once, Python's
-    garbage collector would look through them again and again, which takes longer than parsing.
+    A line is parsed, and its error raised, when its object is requested. If all objects were held
+    at once, Python's garbage collector would scan them repeatedly, which takes longer than parsing.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -38,7 +38,7 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:
-    """The lines of a text file; blank ones at its end are left out. An empty file has one, blank.
+    """Reads the lines of a text file, without blank ones at its end; one blank line if empty.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -60,7 +60,7 @@ def _lines(path: str | os.PathLike) -> Iterator[str]:
 
 
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object a line, atomically; makes its folder if need be."""
+    """Writes one JSON object per line, atomically; makes the file's folder if needed."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in rows:

@@ -1,4 +1,4 @@
-"""A run's figures: ``metrics.jsonl``, TensorBoard's files, and a picture."""
+"""Writes a run's metrics: ``metrics.jsonl``, TensorBoard's files, and learning curves."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from loralib.training.reports import check_installed, check_none_is_alone, is_in
 logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
-# Where a line's figures are in the picture of a run.
+# The panel and the label of each metric in the learning curves.
 _PLACES = {
     "loss": Place("loss", "training"),
     "valid_loss": Place("loss", "validation"),
@@ -26,10 +26,10 @@ REPORTERS = ("tensorboard", "plot")
 
 
 def check_report_to(asked: Collection[str]) -> None:
-    """Checks what ``--report_to`` asks for.
+    """Checks the values of ``--report_to``.
 
     Raises:
-        ValueError: "none" and others, or TensorBoard by name where it is not installed.
+        ValueError: "none" is given with others, or "tensorboard" but it is not installed.
     """
     check_none_is_alone(asked)
     if "tensorboard" in asked:
@@ -37,16 +37,16 @@ def check_report_to(asked: Collection[str]) -> None:
 
 
 class MetricsLog:
-    """A run's figures: lines of ``metrics.jsonl``, and where else ``--report_to`` says.
+    """Writes a run's metrics to ``metrics.jsonl``, and wherever else ``--report_to`` says.
 
-    Lines of steps after the one that the run resumes from are removed: a killed run left them.
+    Lines of steps after the one that the run resumes from are removed. A killed run left them.
 
     Args:
         work_dir: the run's folder.
         after_step: the step that the run resumes from; 0 starts a new log.
         is_main: whether this is the process that writes; in others, nothing happens.
-        report_to: some of `REPORTERS`, or "all" that are installed, or "none"; of them, what is not
-            installed is left out. See `check_report_to`.
+        report_to: names in `REPORTERS`, or "all", or "none". Reporters that are not installed are
+            left out. See `check_report_to`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MetricsLog:
         write_json_lines(self.path, kept)
 
     def write(self, step: int, **figures: float) -> None:
-        """Adds a line."""
+        """Adds a line with the metrics of a step."""
         if not self.is_main:
             return
         with open(self.path, "a", encoding="utf-8") as file:
@@ -87,14 +87,14 @@ class MetricsLog:
         """Writes ``learning_curves.png`` of the whole run, if that is asked for.
 
         Returns:
-            Its path; None where there is no picture.
+            The picture's path; None if there is no picture.
         """
         if not self.is_main or not self._draws:
             return None
         return write_curves(self.path.parent, _sound_lines(self.path), _PLACES.get)
 
     def _show(self, step: int, figures: dict[str, float]) -> None:
-        """Adds figures to TensorBoard's file; the first ones open it, which takes seconds."""
+        """Adds metrics to TensorBoard's file; the first call opens it, which takes seconds."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -106,12 +106,12 @@ class MetricsLog:
 
 
 def _sound_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines, except those that a kill or a power cut has damaged."""
+    """Reads a file's lines, except those that a kill or a power cut has damaged."""
     rows, damaged = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-            row["step"] + 0  # every line of ours has it
+            row["step"] + 0  # `write` puts a number there in every line
             rows.append(row)
         except (ValueError, TypeError, KeyError):
             damaged += 1

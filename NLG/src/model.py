@@ -1,18 +1,18 @@
-"""GPT-2 with LoRA on projections of its blocks: by default on attention's query and value.
+"""GPT-2 with LoRA on projections of its blocks, by default attention's query and value.
 
 In a causal model, no token sees a later one. So nothing is computed after a row's last target, and
-the head, a third of a small model, runs on targets alone:
+the head, which is a third of a small model, runs on targets only:
 
     context   completion                  wte + wpe -> (tokens, n)           laid end to end
     a b c     D E F . .     pack          n_layer × Block(tokens, n)         attention within rows
     d e f g h I J K L M    ------>        of the last block's tokens: those that have a target
                                           (targets, n) · wteᵀ -> loss
 
-Blocks take tokens, not batches; the `attend` that is passed through them decides what a token may
-look at: rows of a batch in training (loralib/nn/packing.py), a cache in beam.py.
+Blocks take tokens, not batches. The `attend` function passed to them decides what a token attends
+to: its own row in training (loralib/nn/packing.py), a cache in beam.py.
 
-Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, arXiv 2106.09685,
-sections 4.2 and 5.4.
+Tensors have the names of the LoRA release. Sources: GPT-2, Radford et al. 2019; LoRA, arXiv
+2106.09685, sections 4.2 and 5.4.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,25 +44,28 @@ class GPT2Config:
     """The shape of a GPT-2 and of its LoRA.
 
     Args:
-        n_embd: width.
-        n_layer: blocks.
-        n_head: heads a block.
-        vocab_size: tokens.
-        n_positions: the most tokens in a row.
-        lora_attn_dim: r, the rank of the update; 0 for none.
+        n_embd: the width.
+        n_layer: number of blocks.
+        n_head: attention heads per block.
+        vocab_size: number of tokens in the vocabulary.
+        n_positions: the largest number of tokens in a row.
+        layer_norm_epsilon: epsilon of the layer norms.
+        initializer_range: standard deviation of newly initialized weights.
+        lora_attn_dim: r, the rank of the update; 0 for no LoRA.
         lora_attn_alpha: the update is scaled by alpha / r.
         lora_dropout: dropout on the update's input.
-        lora_targets: the projections that have an update, of `TARGETS`; kept in that order.
-        lora_variant: of the update, a name in `loralib.functional.VARIANTS`.
-        lora_init: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
-        lora_freeze_A: only B is trained.
-        lora_rank_pattern: another r for some linear layers, by a target or as for
-            `loralib.targets.matches`; the first match counts. Kept by the layers' full
-            names, without those that have the usual one.
-        lora_alpha_pattern: likewise, another alpha.
+        lora_targets: the projections that LoRA adapts, keys of `TARGETS`; kept in that order.
+        lora_variant: a name in `loralib.functional.VARIANTS`.
+        lora_init: how A and B are initialized, a name in
+            `loralib.initialization.INITIALIZATIONS`.
+        lora_freeze_A: whether only B is trained.
+        lora_rank_pattern: another r for some linear layers. A key is a target, or a pattern as
+            `loralib.targets.matches` takes it; the first match counts. After initialization, keys
+            are the full names of the layers whose r differs from `lora_attn_dim`.
+        lora_alpha_pattern: the same for alpha.
 
     Raises:
-        ValueError: settings that no model can have.
+        ValueError: no model can have these settings.
     """
 
     n_embd: Count
@@ -98,27 +101,27 @@ class GPT2Config:
 
     @property
     def lora_modules(self) -> list[str]:
-        """The full names of the linear layers that have an update."""
+        """The full names of the linear layers that LoRA adapts."""
         layers = dict.fromkeys(TARGETS[name] for name in self.lora_targets)
         blocks = range(self.n_layer if self.lora_attn_dim > 0 else 0)
         return [f"{GPT2.layers}{block}.{layer}" for block in blocks for layer in layers]
 
     def rank_of(self, module: str) -> int:
-        """The rank of a linear layer's update."""
+        """Returns the rank of a linear layer's update."""
         return self.lora_rank_pattern.get(module, self.lora_attn_dim)
 
     def alpha_of(self, module: str) -> float:
-        """The alpha of a linear layer's update."""
+        """Returns the alpha of a linear layer's update."""
         return self.lora_alpha_pattern.get(module, self.lora_attn_alpha)
 
     def with_layers(self, n_layer: int) -> "GPT2Config":
-        """The same with so many blocks; another number of them has one rank and alpha for all."""
+        """Returns a copy with `n_layer` blocks; if the number changes, patterns are dropped."""
         if n_layer == self.n_layer:
             return self
         return replace(self, n_layer=n_layer, lora_rank_pattern=None, lora_alpha_pattern=None)
 
     def _resolved(self, pattern: Mapping[str, Any], usual: float) -> dict[str, Any]:
-        """What of a pattern is not the usual, by the full names of the layers."""
+        """Returns the values of a pattern that differ from `usual`, by full layer name."""
         if self.lora_attn_dim == 0:
             return {}
         values = by_pattern(self.lora_modules, _by_layer(pattern), usual)
@@ -129,14 +132,14 @@ class GPT2Config:
         if rank < 1 or alpha <= 0:
             what = f"rank {rank}" if rank < 1 else f"alpha {alpha}"
             raise ValueError(f"the {what} of {module} has to be above 0")
-        # The least dimension that any of its linear layers has.
+        # n_embd is the smaller dimension of every linear layer in a block.
         if rank > self.n_embd:
             raise ValueError(f"the rank of {module}, {rank}, is larger than n_embd, {self.n_embd}")
         check_initialization(self.lora_init, rank)
 
 
 def _by_layer(pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """A pattern with targets replaced by their linear layers."""
+    """Returns a pattern with targets replaced by their linear layers."""
     layers = {}
     for target, value in pattern.items():
         layer = TARGETS.get(target, target)
@@ -148,7 +151,7 @@ def _by_layer(pattern: Mapping[str, Any]) -> dict[str, Any]:
     return layers
 
 
-# Width, blocks, heads. The first is for trials; the others are GPT-2's small, medium and large.
+# Width, blocks, heads. The first is for trials. The others are GPT-2 small, medium and large.
 MODEL_CARDS = {
     "gpt2.xs": (128, 4, 4),
     "gpt2.sm": (768, 12, 12),
@@ -158,13 +161,13 @@ MODEL_CARDS = {
 
 
 def config_of(card: str, **lora_fields) -> GPT2Config:
-    """The configuration of a model card, such as ``gpt2.md``."""
+    """Returns the configuration of a model card, such as ``gpt2.md``."""
     width, layers, heads = MODEL_CARDS[card]
     return GPT2Config(width, layers, heads, **lora_fields)
 
 
 class Conv1D(nn.Module):
-    """x W + b. GPT-2's checkpoints hold a linear layer's weight as (in, out)."""
+    """x W + b, with the weight as (in, out), as in GPT-2's checkpoints."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -173,7 +176,7 @@ class Conv1D(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight, (out, in)."""
+        """The weight as (out, in)."""
         return self.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,13 +187,13 @@ class Conv1D(nn.Module):
 def projection(
     config: GPT2Config, block: int, layer: str, in_features: int, out_features: int
 ) -> Conv1D | lora.Linear | lora.MergedLinear:
-    """A linear layer of a block, with LoRA where the configuration puts it.
+    """Builds a linear layer of a block, with LoRA if the configuration has it there.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         block: the block's number.
         layer: the layer's name in its block, such as ``mlp.c_fc``.
-        in_features, out_features: its widths.
+        in_features, out_features: the layer's widths.
     """
     enabled = enabled_slices(config.lora_targets, layer)
     module = f"{GPT2.layers}{block}.{layer}"
@@ -199,7 +202,7 @@ def projection(
         "lora_alpha": config.alpha_of(module),
         "lora_dropout": config.lora_dropout,
         "fan_in_fan_out": True,
-        # An evaluation is too short to repay a merged copy; gpt2_beam.py merges for good.
+        # Merging for an evaluation costs more than it saves; gpt2_beam.py merges permanently.
         "merge_weights": False,
         "variant": config.lora_variant,
         "initialization": config.lora_init,
@@ -222,7 +225,7 @@ class Attention(nn.Module):
         self.c_proj = projection(config, block, "attn.c_proj", n, n)
 
     def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
-        """(tokens, n) -> what each token collects from those that it looks at, (tokens, n)."""
+        """(tokens, n) -> (tokens, n), the output of attention before its last projection."""
         return attend(layer, *self.c_attn(x).chunk(3, dim=-1))
 
 
@@ -251,10 +254,11 @@ class Block(nn.Module):
         self.mlp = MLP(config, block)
 
     def forward(self, x: Tensor, layer: int, attend: Attend, keep: Tensor | None = None) -> Tensor:
-        """(tokens, n) -> (tokens, n), or (len(keep), n): the tokens of these positions only."""
+        """(tokens, n) -> (tokens, n), or (k, n) for the tokens at positions `keep`, (k,)."""
         collected = self.attn(self.ln_1(x), layer, attend)
         if keep is not None:
-            # Backwards one addition; x[keep] is sorted on a GPU, and slower on a CPU.
+            # The backward pass of index_select is one addition. That of x[keep] sorts on a GPU, and
+            # is slower on a CPU.
             x, collected = x.index_select(0, keep), collected.index_select(0, keep)
         x = x + self.attn.c_proj(collected)
         return x + self.mlp(self.ln_2(x))
@@ -273,13 +277,13 @@ class GPT2Model(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None
     ) -> Tensor:
-        """The last hidden states of tokens laid end to end.
+        """Returns the last hidden states of tokens laid end to end.
 
         Args:
-            ids: (tokens,), what each token is.
-            positions: (tokens,), where in its row.
-            attend: attention of one layer, for all these tokens at once.
-            keep: (k,), the tokens whose state is wanted; all by default.
+            ids: (tokens,), the token ids.
+            positions: (tokens,), each token's position in its row.
+            attend: computes the attention of one layer, for all these tokens at once.
+            keep: (k,), the tokens whose states are returned; all by default.
 
         Returns:
             (tokens, n), or (k, n).
@@ -291,27 +295,28 @@ class GPT2Model(nn.Module):
         return self.ln_f(x)
 
 
-# Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time in
-# float32, and in other dtypes for as many as take the same memory. With GPT-2's vocabulary this is
-# 25 MB, which the C library still reuses without returning.
+# Logits are as wide as the vocabulary, so a loss computes them for a limited number of targets at a
+# time: for this many in float32, and in other dtypes for as many as take the same memory. With
+# GPT-2's vocabulary this is 25 MB, which the C library still reuses instead of returning it to the
+# system.
 _TARGETS_AT_ONCE = 128
-# On a GPU, that many keep it busy. With GPT-2's vocabulary they take 0.62 GB in half precision (an
-# entry's logit, and the same in float32, are 6 bytes), and 0.41 GB in float32.
+# This many keep a GPU busy. With GPT-2's vocabulary they take 0.62 GB in half precision (each logit
+# is held in half precision and in float32, 6 bytes together), and 0.41 GB in float32.
 _TARGETS_AT_ONCE_ON_GPU = 2048
-# A CPU goes a dozen times through the logits of a cross-entropy. Those of this many targets a
-# thread are 1.6 MB in float32 with GPT-2's vocabulary, which a core's second-level cache holds.
+# On a CPU, a cross-entropy passes over its logits a dozen times. With this many targets per thread,
+# they are 1.6 MB in float32 with GPT-2's vocabulary, which fits in a core's L2 cache.
 _TARGETS_IN_CACHE = 8
 
 
 def _targets_at_once(dtype: torch.dtype) -> int:
-    """How many targets' logits a loss computes at a time on a CPU."""
+    """Returns the number of targets whose logits a loss computes at a time on a CPU."""
     return _TARGETS_AT_ONCE * torch.float32.itemsize // dtype.itemsize
 
 
 class GPT2LMHead(nn.Module):
     """Hidden states -> logits, with the token embedding's weight."""
 
-    # For loralib.nn.products: what `head_loss` multiplies.
+    # For loralib.nn.products, which chooses how `head_loss` multiplies.
     bias = None
     rows_at_once = staticmethod(_targets_at_once)
 
@@ -322,7 +327,7 @@ class GPT2LMHead(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight, (vocabulary, n)."""
+        """The weight as (vocabulary, n)."""
         return self.decoder.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -331,23 +336,27 @@ class GPT2LMHead(nn.Module):
 
 
 class GPT2LMModel(nn.Module):
-    """GPT-2 with its head: logits, or the loss of a batch.
+    """GPT-2 with its head: computes logits, or the loss of a batch.
 
     Weights are newly initialized: normal with `initializer_range`, biases zero, norms one, LoRA's
-    as in loralib; `weights.load_base` and `loralib.adapters.loading.load_into` bring trained
-    ones.
+    as in loralib. `weights.load_base` and `loralib.adapters.loading.load_into` load trained ones.
     """
 
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.config = config
-        self.heads = config.n_head  # a module's, which torch.compile takes for a constant
+        # An attribute of the module, because torch.compile takes it as a constant.
+        self.heads = config.n_head
         self.transformer = GPT2Model(config)
         self.lm_head = GPT2LMHead(self.transformer.wte)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initializes all weights but LoRA's, which their layers initialize: from these, if so."""
+        """Initializes all weights except LoRA's.
+
+        LoRA layers initialize their own, again here if they depend on the weights (DoRA, PiSSA,
+        OLoRA).
+        """
         for name, parameter in self.named_parameters():
             if "lora_" in name:
                 continue
@@ -367,22 +376,22 @@ class GPT2LMModel(nn.Module):
         label_smooth: float = 0.0,
         packed_rows: PackedRows | None = None,
     ) -> Tensor:
-        """Logits of a batch; or, with labels, its loss.
+        """Returns the logits of a batch or, with labels, its loss.
 
             loss = Σ mask · token_loss / (Σ mask + 0.0001)
             token_loss = (1 - ε) · nll + ε · mean over the vocabulary of -log p,  ε = label_smooth
 
         Args:
             input_ids: (batch, length), padded on the right with any token.
-            lm_labels: (batch, length), the token that follows each.
+            lm_labels: (batch, length), for each token the one that follows it.
             lm_mask: (batch, length), 1 where the label counts, 0 elsewhere.
-            label_smooth: ε; none if at most 0.0001.
-            packed_rows: where the tokens are that are needed, and their targets, as data_utils.py
-                makes it on the CPU; without it, they are found in the mask, which takes waiting for
-                its device.
+            label_smooth: ε; values up to 0.0001 count as 0.
+            packed_rows: which tokens are needed, and which of them have targets, as data_utils.py
+                computes it on the CPU. If it is missing, it is computed from the mask, for which
+                the CPU waits for the mask's device.
 
         Returns:
-            (batch, length, vocabulary); or a scalar, float32.
+            Logits, (batch, length, vocabulary), or the loss, a float32 scalar.
 
         Raises:
             ValueError: a row is longer than the model has positions.
@@ -413,7 +422,7 @@ class GPT2LMModel(nn.Module):
         return head_loss(hidden, matrix, labels, weights, epsilon) / (mask.sum() + 0.0001)
 
     def _hidden(self, input_ids: Tensor, rows: PackedRows, keep: Tensor | None = None) -> Tensor:
-        """A batch's final hidden states, (tokens, n), or (k, n): of `keep`, (k,), alone."""
+        """Returns a batch's last hidden states, (tokens, n), or with `keep`, (k,), only (k, n)."""
         ids, positions = rows.pack(input_ids), rows.positions
         if keep is not None:
             rows = filled_up(rows, like=self.transformer.wte.weight)
@@ -428,8 +437,8 @@ class GPT2LMModel(nn.Module):
 
 
 def _needed_rows(lm_mask: Tensor) -> PackedRows:
-    """The tokens up to each row's last target, after which none can change its loss."""
-    # Whole numbers: of others, a GPU's sums have no deterministic kernel.
+    """Returns the tokens up to each row's last target; later ones cannot change the loss."""
+    # Integers, because a GPU has no deterministic kernel for the cumsum of floats.
     needed = (lm_mask != 0).long().flip(1).cumsum(1).flip(1)
     needed[:, 0] = 1
     return PackedRows(needed)
@@ -443,13 +452,13 @@ def _needed_rows(lm_mask: Tensor) -> PackedRows:
 def head_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, label_smooth: float
 ) -> Tensor:
-    """Σ mask · token_loss, with token_loss as `GPT2LMModel.forward` says.
+    """Computes Σ mask · token_loss, with token_loss as defined in `GPT2LMModel.forward`.
 
     Args:
-        hidden: (targets, n).
-        weight: (vocabulary, n), the head's.
-        targets: (targets,) of token ids.
-        mask: (targets,) of weights.
+        hidden: (targets, n), the hidden states of the tokens that have a target.
+        weight: (vocabulary, n), the head's weight.
+        targets: (targets,), token ids.
+        mask: (targets,), the weight of each target's loss.
         label_smooth: ε.
 
     Returns:
@@ -464,16 +473,16 @@ def head_loss(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The head's product and its cross-entropy in one: the logits are turned into their gradient.
+    """The head's product and its cross-entropy in one, which overwrites logits by their gradient.
 
     Autograd would hold the logits, their log-softmax and the gradients of both for all targets at
-    once. Here the gradient of `hidden` is ready with the loss, and the logits are gone.
+    once. Here the forward pass computes the loss and the gradient of `hidden`, and keeps no logits.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, mask, label_smooth, recorded):
         need_hidden, need_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        # Most of a softmax is below 6e-8, where float16 has no numbers.
+        # Most values of a softmax are below 6e-8, float16's smallest positive number.
         ctx.scale = 1024.0 if hidden.dtype is torch.float16 else 1.0
         scale = ctx.scale if need_hidden or need_weight else None
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -481,7 +490,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         on_cpu = hidden.device.type == "cpu"
-        # The weight's gradient takes the logits' in float32.
+        # The weight's gradient is computed from the logits' gradient in float32.
         widest = torch.float32 if need_weight else hidden.dtype
         at_once = _targets_at_once(widest) if on_cpu else _TARGETS_AT_ONCE_ON_GPU
         for part in _parts(len(hidden), at_once):
@@ -489,7 +498,7 @@ class _HeadLoss(torch.autograd.Function):
             given = logits, targets[part, None], mask[part, None].float()
             for few in _parts(len(logits), _few_targets(logits)):
                 total += _cross_entropy(*(x[few] for x in given), label_smooth, scale)
-            # What were logits are gradients now.
+            # From here on, `logits` holds their gradient.
             if need_hidden:
                 grad_hidden[part] = product(logits, weight.t())
             if need_weight:
@@ -501,7 +510,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        # In float32: a GPU would round the factor to a half tensor's dtype first.
+        # In float32, because a GPU would first round the factor to a half-precision tensor's dtype.
         factor = grad / ctx.scale
         grads = (
             None if g is None else (g.float() * factor).to(ctx.dtype) for g in ctx.saved_tensors
@@ -510,12 +519,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
-    """0 … count in parts of `size`; the last may be smaller."""
+    """Yields slices that split 0 … count into parts of `size`; the last may be smaller."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _few_targets(logits: Tensor) -> int:
-    """How many targets' logits go through a cross-entropy together: all, or what a cache holds."""
+    """Returns how many targets one cross-entropy takes: all, or on a CPU what its cache holds."""
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return len(logits)
     return _TARGETS_IN_CACHE * torch.get_num_threads()
@@ -524,14 +533,15 @@ def _few_targets(logits: Tensor) -> int:
 def _cross_entropy(
     logits: Tensor, targets: Tensor, factors: Tensor, label_smooth: float, scale: float | None
 ) -> Tensor:
-    """The sum of the tokens' losses, and in place of the logits its gradient.
+    """Returns the sum of the tokens' losses, and overwrites the logits by its gradient.
 
     Args:
         logits: (k, vocabulary); afterwards their gradient times `scale`.
-        targets: (k, 1) of token ids.
-        factors: (k, 1), float32, of the tokens' losses.
+        targets: (k, 1), token ids.
+        factors: (k, 1), float32, the weight of each token's loss.
         label_smooth: ε.
-        scale: None where no gradient is wanted; the logits are of no use afterwards then, either.
+        scale: what the gradient is multiplied by. None if no gradient is wanted; the contents of
+            `logits` are then undefined afterwards.
 
     Returns:
         A scalar, float32.

@@ -1,4 +1,4 @@
-"""The flags of the paper's GPT-2 experiments for the optimizer, and its learning rates by step.
+"""Defines the optimizer's flags of the paper's GPT-2 experiments, and the learning rates.
 
 The optimizer itself, with its formula, is `loralib.training.optimizer.AdamW`.
 """
@@ -59,14 +59,14 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
 
 
 def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
-    """AdamW over what is to be trained in a model, with the hyperparameters of the flags.
+    """Returns AdamW for a model's trainable parameters, with the flags' hyperparameters.
 
     Args:
-        model: parameters that need no gradient are left out, tied ones come once.
+        model: the model; parameters that need no gradient are left out, tied ones come once.
         args: the flags of `add_optimizer_params`.
 
     Raises:
-        ValueError: nothing in the model is to be trained.
+        ValueError: the model has no trainable parameters.
     """
     groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
     if not groups:
@@ -83,31 +83,34 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
 
 
 def linear(step: int, warmup: int, max_step: int) -> float:
-    """Rises from 0 at step 0 to 1 at `warmup`, then falls to 0 at `max_step`, and stays there."""
+    """Returns a factor that rises from 0 to 1 at `warmup`, falls to 0 at `max_step`, stays 0."""
     if step < warmup:
         return step / warmup
     return max(0.0, (max_step - step) / max(1, max_step - warmup))
 
 
 def cosine(step: int, warmup: int, max_step: int) -> float:
-    """Rises as `linear`; after that half a cosine wave, from step 0 to 0 at `max_step`."""
+    """Returns a factor that rises like `linear`, then follows half a cosine wave.
+
+    The wave goes from 1 at step 0, not at `warmup`, to 0 at `max_step`.
+    """
     if step < warmup:
         return step / warmup
     return 0.5 * (1 + math.cos(math.pi * min(step, max_step) / max_step))
 
 
 def constant(step: int, warmup: int, max_step: int) -> float:
-    """Rises as `linear`, then stays at 1; `max_step` has no effect."""
+    """Returns a factor that rises like `linear`, then stays at 1; `max_step` has no effect."""
     return step / warmup if step < warmup else 1.0
 
 
 def cycle(step: int, steps: Sequence[int], rates: Sequence[float]) -> float:
-    """The rate on the straight lines between points; outside, that of the nearest point.
+    """Interpolates the rate linearly between points; outside, the nearest point's rate holds.
 
     Args:
-        step: where the rate is asked for.
-        steps: where it is given; increasing.
-        rates: what it is there, absolute, not times `--lr`.
+        step: the step whose rate is returned.
+        steps: the steps of the points, increasing.
+        rates: the rates at these steps, absolute and not multiplied by `--lr`.
     """
     return float(np.interp(step, steps, rates))
 
@@ -116,15 +119,16 @@ FACTORS = {"cosine": cosine, "constant": constant, "linear": linear}
 
 
 class Scheduler:
-    """Sets an optimizer's learning rate, which depends on nothing but the step.
+    """Sets an optimizer's learning rate, which depends only on the step.
 
     Args:
-        optimizer: a group whose rate is not the optimizer's keeps its ratio to that (LoRA+).
-        lr_at: the rate at a step, counted in batches from 0.
+        optimizer: the optimizer; a group with another rate than the optimizer's keeps its ratio to
+            that (LoRA+).
+        lr_at: returns the rate at a step, counted in batches from 0.
         max_step: the number of steps in the run.
 
     Attributes:
-        lr: the rate that was set last; before the first step the optimizer's own.
+        lr: the rate that was set last; before the first step, the optimizer's own.
         max_step: as given.
     """
 
@@ -142,7 +146,7 @@ class Scheduler:
         self._next = 0
 
     def step(self) -> None:
-        """Sets the rate of the batch that comes next; call it once before each."""
+        """Sets the rate for the next batch; call it once before each batch."""
         self._set(self.lr_at(self._next))
         self._next += 1
 
@@ -152,11 +156,11 @@ class Scheduler:
             group["lr"] = lr * ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps done and the rate, in a format that loads weights-only."""
+        """Returns the number of steps and the rate, which torch.load reads with weights_only."""
         return {"step": self._next, "lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts scheduler and optimizer where `state_dict` found them."""
+        """Restores the state of `state_dict`, and sets the optimizer's rates."""
         self._next = state["step"]
         self._set(state["lr"])
 
@@ -164,13 +168,13 @@ class Scheduler:
 def create_optimizer_scheduler(
     optimizer: torch.optim.Optimizer, args: argparse.Namespace
 ) -> Scheduler:
-    """The learning rates that the flags ask for.
+    """Returns the scheduler that the flags ask for.
 
-    With cycle, the last of `--i_steps` is the run's last step, whatever `--max_step` says; where
-    it is 0 (a single point: a constant rate), `--max_step` holds.
+    With cycle, the last of `--i_steps` is the run's last step, whatever `--max_step` is. Only if it
+    is 0 (a single point: a constant rate), `--max_step` holds.
 
     Args:
-        optimizer: whose rate is set.
+        optimizer: the optimizer whose rate is set.
         args: the flags of `add_optimizer_params`. `max_step` is required, except for cycle.
 
     Raises:
@@ -187,7 +191,7 @@ def create_optimizer_scheduler(
     factor, peak = FACTORS[args.scheduler], args.lr
     warmup, max_step = args.warmup_step, _max_step(args)
     if warmup > max_step:
-        # Not an error: a recipe is often tried out with fewer steps than its warm-up has.
+        # Not an error, because recipes are often tried with fewer steps than their warm-up has.
         logger.warning(
             "--warmup_step %d is after the last step, %d: the rate ends at %.3g, below --lr %.3g",
             warmup,

@@ -1,7 +1,7 @@
-"""Where a run of gpt2_ft.py is: ``resume.pt`` in its work folder, from which it resumes bit-exact.
+"""Saves and restores the state of a gpt2_ft.py run, from which the run resumes bit-exact.
 
-It is one file, so that a crash cannot leave parts of two states, and is written when no gradients
-are pending.
+The state is ``resume.pt`` in the run's work folder. It is one file, so that a crash cannot leave
+parts of two states, and it is written when no gradients are pending.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
 _IS_FINISHED = f"it is finished; begin a new run of that length in {_ANOTHER_FOLDER}"
 _WAY_OUT = "remove it and the model.*.pt next to it to start the run over"
 
-# What decides the bits that a run ends with: a resumed run has to have the same.
+# The flags that affect the bits of a run's results: a resumed run needs the same values.
 _SAME_IN_A_RUN = (
     *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout", "lora_variant"),
     *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
@@ -55,7 +55,7 @@ _SAME_IN_A_RUN = (
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
-# Where the schedule ends, and the run: those of a run that is not finished may change.
+# The ends of the learning rate's schedule and of the run. They may change until a run is finished.
 _LENGTHS = ("last step", "number of steps")
 
 
@@ -74,14 +74,15 @@ def identity_of(
     last_step: int,
     base: str | None,
 ) -> dict[str, Any]:
-    """What has to be the same for a run to resume bit-exact, by name.
+    """Returns the settings that must not change if a run is to resume bit-exact, by name.
 
     Args:
         args: the flags.
-        config: the model's, which says what patterns mean: they can be written in several ways.
+        config: the model's configuration, which has patterns resolved to layers, because the same
+            pattern can be written in several ways.
         dist_env: this process.
-        max_step: at which the learning rate's schedule ends.
-        last_step: at which the run ends.
+        max_step: the step at which the learning rate's schedule ends.
+        last_step: the step at which the run ends.
         base: the fingerprint of the model that the run starts from.
     """
     patterns = {
@@ -101,20 +102,19 @@ def identity_of(
 
 
 def _as_written(value: Any) -> Any:
-    """A flag's value; several words as they are on the command line."""
+    """Returns a flag's value, with several words joined as on the command line."""
     return " ".join(value) if isinstance(value, tuple | list) else value
 
 
 def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None:
-    """The run in a folder that is to be resumed, if there is one.
+    """Reads the state of the run to resume in a folder, if there is one.
 
     Returns:
-        What `write_run` or `write_finished` wrote; None for a new run.
+        The state that `write_run` or `write_finished` wrote; None for a new run.
 
     Raises:
-        CheckpointError: there is an unfinished run with something to resume, and `resume` is not
-            set.
-        DamagedStateError: the file is damaged, or holds something else.
+        CheckpointError: there is an unfinished run that has saved a state, and `resume` is not set.
+        DamagedStateError: the file is damaged, or is not a state.
     """
     state = read_run(work_dir)
     if resume:
@@ -135,10 +135,11 @@ def check_same_start(
     identity: Mapping[str, Any],
     resumed: Mapping[str, Any] | None,
 ) -> None:
-    """Checks that all processes train alike, from the same step on; to be called by all of them.
+    """Checks that all processes train alike and from the same step; all of them have to call it.
 
-    Their flags are compared before, by `check_same_flags`. Here is what follows from their files: a
-    machine's view of a shared folder may be some seconds old, its files those of another run.
+    `check_same_flags` has compared their flags before. This compares what they have read from
+    files, which may differ: a machine may see a shared folder as it was some seconds ago, or have
+    the files of another run.
 
     Args:
         args: the flags.
@@ -157,15 +158,15 @@ def check_same_start(
 
 
 def has_begun(state: Mapping[str, Any] | None) -> bool:
-    """Whether a run has come to its first `write_run`."""
+    """Returns whether a run has reached its first `write_run`."""
     return state is not None and state["step"] > 0
 
 
 def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
-    """What is in a folder's ``resume.pt``; None where there is no such file.
+    """Reads a folder's ``resume.pt``; returns None if there is no such file.
 
     Raises:
-        DamagedStateError: the file is damaged, or holds something else.
+        DamagedStateError: the file is damaged, or is not a state.
     """
     path = Path(work_dir, RESUME_NAME)
     if not path.is_file():
@@ -175,12 +176,12 @@ def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def begin_run(args: argparse.Namespace, dist_env: DistEnv, identity: Mapping[str, Any]) -> None:
-    """Checks that this run's files cannot be mistaken for another run's, and says whose they are.
+    """Checks that there are no models of another run, and writes the first ``resume.pt``.
 
     Raises:
         CheckpointError: there are models of another run.
     """
-    barrier(dist_env.world_size)  # all have looked for a run to resume
+    barrier(dist_env.world_size)  # until all processes have looked for a run to resume
     if not dist_env.is_main:
         return
     work_dir = Path(args.work_dir)
@@ -203,18 +204,18 @@ def write_run(
     model: nn.Module,
     parts: Mapping[str, Stateful],
 ) -> None:
-    """Writes what a run is resumed from; to be called by all processes.
+    """Writes the state from which a run is resumed; all processes have to call it.
 
     Args:
         work_dir: the run's folder.
         dist_env: this process.
         identity: see `identity_of`.
-        progress: of the loop.
-        model: of which the trained weights are kept, and all of LoRA's tensors.
-        parts: optimizer, scheduler and precision.
+        progress: how far the run has come.
+        model: the model; its trained weights and all of LoRA's tensors are written.
+        parts: optimizer, scheduler and precision, by name.
 
     Raises:
-        CheckpointError: a weight is not finite; the last state stays.
+        CheckpointError: a weight is not finite; the previous state stays.
     """
     own = rng_state(dist_env.device)
     generators = {"rng_state": gather_on_first(own, dist_env.rank, dist_env.world_size)}
@@ -230,7 +231,7 @@ def write_run(
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """The trained weights, and what of LoRA is not: a frozen A, and the start of A and B."""
+    """Returns the trained weights and LoRA's others: a frozen A, the initial values of A and B."""
     return {
         name: tensor.detach()
         for name, tensor in own_tensors(model).items()
@@ -255,15 +256,15 @@ def restore_run(
     model: nn.Module,
     parts: Mapping[str, Stateful],
 ) -> Progress:
-    """Puts a run where `write_run` left it; for arguments see there.
+    """Restores the state that `write_run` wrote; see there for the other arguments.
 
     Args:
         state: what `find_run` returned.
 
     Raises:
-        CheckpointError: it is a run with other settings, one that has made more steps than this
-            has, or a finished one of another length.
-        DamagedStateError: the state is not built as this run's.
+        CheckpointError: the state is of a run with other settings, of one that has taken more steps
+            than this run has, or of a finished run of another length.
+        DamagedStateError: the state does not have this run's structure.
         TrainingError: another process has read other weights.
     """
     new_run = f"begin a new run in {_ANOTHER_FOLDER}"
@@ -284,7 +285,7 @@ def restore_run(
         for name, weight in weights.items():
             weight.copy_(state["trained"][name])
         for name, part in parts.items():
-            # An optimizer checks its state itself.
+            # `restore` need not check it, because an optimizer checks its state itself.
             restore(part, state[name], checked=() if name == "optimizer" else None)
         set_rng_state(state["rng_state"][dist_env.rank], dist_env.device)
     check_same_weights(model, dist_env.world_size, weights)
@@ -297,7 +298,8 @@ def restore_run(
 def _remove_models_after(step: int, work_dir: str | os.PathLike) -> None:
     """Removes the models of steps that a resumed run takes again.
 
-    With a shorter length it may not reach them, and the latest step's model is taken for the run's.
+    A run that is resumed with a shorter length may not overwrite them, and the model of the latest
+    step counts as the run's result.
     """
     for path in Path(work_dir).iterdir():
         found = re.fullmatch(r"model\.(\d+)\.pt", path.name, re.ASCII)

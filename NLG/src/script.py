@@ -1,4 +1,4 @@
-"""What the scripts share: how they run and end, and what they log."""
+"""Runs the NLG scripts, reports their errors, and sets up their logging."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from loralib.errors import (
 )
 from loralib.training import process
 
-# What the scripts' users can do about the library's errors.
+# The flag or program that resolves each of the library's errors.
 WAYS_OUT = {
     AlphaError: "--lora_alpha",
     WrongBaseError: "--init_checkpoint",
@@ -26,9 +26,9 @@ WAYS_OUT = {
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
+    """Runs a script's `main` with `process.run`, which prints errors apart from progress bars.
 
-    Errors of the library get the flags that resolve them.
+    The library's errors are extended by the flags that resolve them.
     """
     set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
@@ -47,10 +47,10 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_logging(level: str = "info") -> None:
-    """Shows messages on the console, those of this folder's modules too."""
+    """Logs to the console, including the messages of this folder's modules."""
     process.set_up_logging(level, own=[path.stem for path in Path(__file__).parent.glob("*.py")])
 
 
 def seen_from(path: str | os.PathLike) -> str:
-    """For an error of a file that is not there: where a relative path was looked for."""
+    """Returns, for an error about a missing file, the folder that a relative path starts from."""
     return "" if os.path.isabs(path) else f" (seen from {os.getcwd()})"

@@ -1,7 +1,7 @@
-"""What the config.json beside a GPT-2's weights says of them, held against what is computed here.
+"""Compares the config.json next to a GPT-2's weights with the model that is computed here.
 
-Weights of one shape can be those of different models: how many heads they have, their activation or
-their norms' epsilon is not in the tensors. Upstream's Transformers reads it from config.json.
+Different models can have weights of the same shape: the number of heads, the activation and the
+epsilon of the norms are not in the tensors. Upstream's Transformers reads them from config.json.
 """
 
 import json
@@ -25,14 +25,14 @@ TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "ge
 
 
 def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that weights in the shape of a model card are those of the model that the card means.
+    """Checks that weights with the shape of a model card belong to that card's model.
 
     Args:
         path: the weights' file.
-        tensors: of it, under canonical names.
+        tensors: the file's tensors under canonical names.
 
     Raises:
-        CheckpointError: the config.json beside the file says that they are another model's.
+        CheckpointError: the config.json next to the file has the settings of another model.
     """
     card, settings = card_of(tensors), settings_beside(path, tensors)
     if card is None or settings is None:
@@ -49,10 +49,11 @@ def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """What the config.json beside a file of weights says of them.
+    """Reads the config.json next to a file of weights.
 
-    None where there is none or it is another model's; and, with a warning, where it cannot be read
-    or is of another shape than the weights.
+    Returns:
+        Its settings. None if there is no such file or its model is not a GPT-2. Also None, with a
+        warning, if it cannot be read or its shape is not that of the weights.
     """
     file = Path(path).with_name(CONFIG_NAME)
     try:
@@ -84,14 +85,14 @@ def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
 def first_difference(
     settings: Mapping[str, Any], config: GPT2Config
 ) -> tuple[str, Any, Any] | None:
-    """The first setting by which upstream computes something else than the model here.
+    """Returns the first setting with which upstream computes something else than the model here.
 
     Args:
-        settings: of a config.json; what it does not say counts as alike.
-        config: the model's.
+        settings: the settings of a config.json; one that it lacks counts as equal.
+        config: the model's configuration.
 
     Returns:
-        The setting's name, its value and the one that would be right; None if there is none.
+        The setting's name, its value and the model's value; None if all agree.
     """
     expected: dict[str, tuple[Any, ...]] = {
         "n_head": (config.n_head,),

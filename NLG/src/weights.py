@@ -1,8 +1,8 @@
-"""GPT-2's tensors: their names in files, and a model on them.
+"""Translates the names of GPT-2's tensors in files, and builds a model from such tensors.
 
-Files name them as the release does, as upstream does, or as GPT-2's first files did; here they
-have the release's names (`canonical_names`). `load_base` checks them against a configuration before
-a model is made of them.
+Files have the release's names, upstream's, or those of GPT-2's first files. `canonical_names` turns
+all of them into the release's. `load_base` checks the tensors against a configuration before it
+builds a model from them.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
-# What torch.compile puts into names.
+# The prefix that torch.compile adds to names.
 _COMPILED_PREFIX = "_orig_mod."
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors of a GPT-2 file under this model's names.
+    """Returns the tensors of a GPT-2 file under this model's names.
 
-    Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, those of
-    a compiled model, and those of GPT-2's first files, which end in ``.g``, ``.b`` and ``.w``. The
-    head, tied to the embedding, is left out.
+    Names may have the prefix ``transformer.`` or ``module.transformer.``, may be those of a
+    compiled model, and may end in ``.g``, ``.b`` and ``.w`` as in GPT-2's first files. The head,
+    which is tied to the embedding, is left out.
 
     Raises:
-        CheckpointError: a tensor is there under two names, or the head is not the embedding.
+        CheckpointError: a tensor has two names in the file, or the head differs from the embedding.
     """
     named, head = {}, None
     for name, tensor in tensors.items():
@@ -64,23 +64,23 @@ def load_base(
     new_lora: bool = True,
     held_in: torch.dtype = torch.float32,
 ) -> GPT2LMModel:
-    """A model on trained weights.
+    """Builds a model with trained weights.
 
-    Frozen or not, parameters share their memory with `tensors` where these are float32, or in
-    `held_in`: those of a mapped file are read as they are used. Train them only after copying them.
+    Parameters share their memory with `tensors` where no conversion is needed, so those of a mapped
+    file are read when they are used. This holds for trainable parameters too: copy them before
+    training.
 
     Args:
-        config: the shape, and the LoRA.
-        tensors: a complete base under its canonical names, with all LoRA tensors or none (they
-            are then newly initialized).
-        source: names the file in errors.
-        new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter or
-            a run's state brings them next, because decomposing weights may take minutes.
-        held_in: what weights that LoRA adapts, or stands beside, are going to be held in. Those
-            that the file has in it stay so, and all others are float32.
+        config: the model's shape and its LoRA.
+        tensors: a complete base under canonical names, with all LoRA tensors or none.
+        source: the file's name, for errors.
+        new_lora: whether LoRA tensors that the file lacks are initialized. False if an adapter or a
+            run's state is loaded next, because decomposing weights may take minutes.
+        held_in: the dtype in which frozen weights will be held if the model has LoRA. Frozen
+            tensors that have it in the file keep it, all others become float32.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
+        CheckpointError: tensors are missing, unknown, of another shape or dtype, or not finite.
     """
     with torch.device("meta"), NoInitialization(), deferring_start():
         model = GPT2LMModel(config)
@@ -92,7 +92,7 @@ def load_base(
             model, name, tensor if is_frozen and tensor.dtype == held_in else tensor.float()
         )
     for name, tensor in expected.items():
-        if name not in tensors:  # one of LoRA's: all others are there
+        if name not in tensors:  # a LoRA tensor, because no other can be missing
             _set_tensor(model, name, torch.empty(tensor.shape))
     if new_lora and not any("lora_" in name for name in tensors):
         for layer in lora_layers(model).values():
@@ -102,12 +102,12 @@ def load_base(
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All of a model's tensors, tied ones once: parameters and, of LoRA, buffers."""
+    """Returns a model's parameters and LoRA's buffers by name; tied tensors come once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replaces a parameter, which stays frozen if it is one of LoRA's, or a buffer."""
+    """Replaces a parameter or a buffer; LoRA's frozen parameters stay frozen."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, last)
@@ -146,7 +146,7 @@ def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
                 f"{source}: {name} holds {kind}, which is not a weight without its scale: give "
                 "the model in float32, bfloat16 or float16"
             )
-        # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
+        # The sum is 40 times as fast. It is not finite if any value is not, and rarely otherwise.
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
             raise CheckpointError(f"{source}: {name} holds values that are not finite")
 
@@ -154,7 +154,7 @@ def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
 def _check_shape(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str
 ) -> None:
-    """Checks width and blocks of a model that no card means."""
+    """Checks width and number of blocks of tensors that match no model card."""
     theirs = shape_of(tensors)
     if theirs is not None and theirs != shape_of(expected):
         cards = ", ".join(f"{card} {its[0]} and {its[1]}" for card, its in MODEL_CARDS.items())
@@ -165,9 +165,9 @@ def _check_shape(
 
 
 def shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """The width and the number of blocks of tensors under their canonical names.
+    """Returns the width and number of blocks of tensors under canonical names.
 
-    None where they have no embedding of tokens, or lack a block.
+    None if they have no token embedding, or lack a block.
     """
     blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     embedding = tensors.get("transformer.wte.weight")
@@ -177,6 +177,6 @@ def shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
 
 
 def card_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """The model card that tensors under their canonical names belong to; None if it is unknown."""
+    """Returns the model card of tensors under canonical names; None if there is none."""
     shape = shape_of(tensors)
     return next((card for card, (*its, _) in MODEL_CARDS.items() if (*its,) == shape), None)

@@ -1,9 +1,10 @@
-"""Batches of mixed_adapters.py, and a check that each row gets its adapter. Its plan has, besides
-timing.py's and roberta_rows.py's rank, alpha and pad_to,
+"""Makes batches of mixed_adapters.py, and checks that each row gets its adapter.
 
-batches    each {"lengths": of the rows, none for switches; "repeats": how many switches}
-adapters   how many there are, which the rows of a batch have in turn; 0 for none
-way        "batch", or "switch": from adapter to adapter, without computing
+Its plan has the fields of timing.py, rank, alpha and pad_to of roberta_rows.py, and
+
+batches    each {"lengths": the rows' lengths, empty for switches; "repeats": number of switches}
+adapters   number of adapters, which the rows of a batch have in turn; 0 for none
+way        "batch", or "switch" from adapter to adapter, without computing anything
 """
 
 from collections.abc import Callable, Iterable
@@ -13,9 +14,10 @@ import torch
 from timing import Batch
 from torch import Tensor
 
-# Modules that adapters update, by the last part of their names.
+# The last parts of the names of the modules that adapters update.
 TARGETS = ("query", "value")
-# What a row's logits, about 1, may differ by: among other rows, sums are rounded otherwise.
+# The allowed difference of a row's logits, which are about 1: sums are rounded differently in other
+# batches.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 # Inputs, and one adapter for all rows or one for each -> logits (rows, labels).
@@ -23,14 +25,14 @@ LogitsOf = Callable[[dict[str, Tensor], str | list[str]], Tensor]
 
 
 def adapter_names(plan: dict) -> list[str]:
-    """What the adapters are called."""
+    """Returns the adapters' names."""
     return [f"task{number}" for number in range(plan["adapters"])]
 
 
 def make_batch(plan: dict, index: int, entry: dict) -> Batch:
-    """A batch of random tokens, its `inputs_of`, and the name of each row's adapter.
+    """Makes a batch of random tokens, with the name of each row's adapter.
 
-    A switch takes the entry as it is.
+    For switches, it returns the entry as it is.
     """
     if not entry["lengths"]:
         return entry
@@ -41,13 +43,13 @@ def make_batch(plan: dict, index: int, entry: dict) -> Batch:
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """What a model predicts from."""
+    """Returns the model's inputs in a batch."""
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 @torch.no_grad()
 def draw_weights(tensors: Iterable[Tensor]) -> None:
-    """Fills an adapter's tensors at random, A, B and the head's, so that each counts; in place."""
+    """Fills an adapter's tensors (A, B, head) with random values, so that each has an effect."""
     for tensor in tensors:
         tensor.normal_(std=tensor.shape[-1] ** -0.5)
 
@@ -55,16 +57,16 @@ def draw_weights(tensors: Iterable[Tensor]) -> None:
 def check_mixing(
     plan: dict, make_batch: Callable[[dict, int, dict], Batch], logits_of: LogitsOf
 ) -> None:
-    """Checks, on two short rows an adapter, that mixed rows have their adapter's own logits.
+    """Checks that rows in a mixed batch get their own adapter's logits, on two rows per adapter.
 
     Args:
-        plan: the worker's.
-        make_batch: the worker's.
-        logits_of: what it computes.
+        plan: the worker's plan.
+        make_batch: the worker's function of that name.
+        logits_of: computes the worker's logits.
 
     Raises:
-        ValueError: they have not, or all adapters give the same logits, so that what was timed
-            would not be real work.
+        ValueError: they do not; or all adapters give the same logits, so that the times would not
+            be those of real work.
     """
     lengths = [4 + row % 5 for row in range(2 * plan["adapters"])]
     batch = make_batch(plan, 0, {"lengths": lengths, "repeats": 1})

@@ -1,5 +1,6 @@
-"""Upstream's models of any_model_step.py, and their batches. Runs in the environment of
-requirements-peers.txt. Its plan has, besides timing.py's,
+"""Builds upstream's models of any_model_step.py, and their batches.
+
+Runs in the environment of requirements-peers.txt. Its plan has the fields of timing.py, and
 
 batches    lengths of the rows of each        model      a name in `MODELS`
 targets    ends of the names to adapt         variant    "lora" or "dora"
@@ -22,17 +23,17 @@ from transformers import (
     RobertaConfig,
 )
 
-# Of labels: positions without a target.
+# The label of positions without a target.
 NO_TARGET = -100
 
 
 def roberta(shape: dict, dtype: torch.dtype) -> PreTrainedModel:
-    """RoBERTa with a classification head."""
+    """Builds a RoBERTa with a classification head."""
     return AutoModelForSequenceClassification.from_config(RobertaConfig(**shape), dtype=dtype)
 
 
 def llama(shape: dict, dtype: torch.dtype) -> PreTrainedModel:
-    """A decoder of Llama's kind with its language-model head."""
+    """Builds a decoder like Llama, with its language-model head."""
     config = LlamaConfig(**shape, use_cache=False)
     return LlamaForCausalLM._from_config(config, dtype=dtype)
 
@@ -44,12 +45,12 @@ MODELS: dict[str, Callable[[dict, torch.dtype], PreTrainedModel]] = {
 
 
 def build(plan: dict) -> PreTrainedModel:
-    """The model that the plan asks for: random weights, the default attention."""
+    """Builds the model that the plan asks for, with random weights and the default attention."""
     return MODELS[plan["model"]](plan["shape"], getattr(torch, plan["weights"]))
 
 
 def make_batch(plan: dict, index: int, lengths: list[int]) -> dict[str, Tensor]:
-    """Random tokens, padded on the right to the longest row; each row's label, or each token's."""
+    """Makes a batch of random tokens, padded on the right, with labels for rows or for tokens."""
     batch = roberta_rows.make_batch({**plan, "pad_to": None}, index, lengths)
     if MODELS[plan["model"]] is llama:
         padding = batch["attention_mask"] == 0
@@ -58,7 +59,7 @@ def make_batch(plan: dict, index: int, lengths: list[int]) -> dict[str, Tensor]:
 
 
 def make_step(plan: dict, model: nn.Module) -> Step:
-    """A training step of the adapted model, the same for all contestants."""
+    """Returns a training step of the adapted model, the same for all contestants."""
 
     def loss_of(batch: Batch) -> Tensor:
         return model(**batch).loss

@@ -1,4 +1,4 @@
-"""A LoRA step of upstream's models under `loralib.add_lora`. Runs in the peers' environment."""
+"""Times a LoRA step of upstream's models under `loralib.add_lora`, in the peers' environment."""
 
 import any_model
 from any_model import make_batch
@@ -9,7 +9,7 @@ import loralib as lora
 
 
 def make_step(plan: dict) -> Step:
-    """The step that `plan` asks for."""
+    """Returns the step that the plan asks for."""
     model = any_model.build(plan)
     lora.add_lora(
         model,

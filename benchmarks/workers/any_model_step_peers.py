@@ -1,4 +1,4 @@
-"""A LoRA step of upstream's models under PEFT. Runs in the peers' environment."""
+"""Times a LoRA step of upstream's models under PEFT, in the peers' environment."""
 
 import any_model
 from any_model import make_batch
@@ -8,7 +8,7 @@ from upstream import versions
 
 
 def make_step(plan: dict) -> Step:
-    """The step that `plan` asks for; the adapters' dtype and the head are PEFT's defaults."""
+    """Returns the step that the plan asks for, with PEFT's default adapters' dtype and head."""
     settings = LoraConfig(
         r=plan["rank"],
         lora_alpha=plan["alpha"],

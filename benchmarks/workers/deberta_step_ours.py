@@ -1,4 +1,4 @@
-"""A training step of this project's DeBERTa-v2."""
+"""Times a training step of this project's DeBERTa-v2."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""This project's evaluation and predict.py on sets of texts."""
+"""Times this project's evaluation and predict.py on sets of texts."""
 
 import importlib.util
 import tempfile
@@ -33,14 +33,14 @@ make_batch = partial(make_batch, PreTrainedTokenizerFast)
 
 
 def make_step(plan: dict) -> Step:
-    """The work that `plan` asks for."""
+    """Returns the work that the plan asks for."""
     logits_of = {"evaluation": evaluation, "predict.py": prediction}[plan["work"]](plan)
     check_answers(plan, make_batch, logits_of)
     return logits_of
 
 
 def evaluation(plan: dict) -> LogitsOf:
-    """The Trainer's."""
+    """Returns the Trainer's evaluation."""
     lora = {"apply_lora": True, "lora_r": plan["rank"], "lora_alpha": plan["alpha"]}
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"], **lora))
     model.train_only(("lora",))
@@ -58,7 +58,7 @@ def evaluation(plan: dict) -> LogitsOf:
 
 
 def prediction(plan: dict) -> LogitsOf:
-    """predict.py's, from texts to answers."""
+    """Returns the work of predict.py, from texts to answers."""
     set_up_device()
     script = load_script()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
@@ -87,7 +87,7 @@ def prediction(plan: dict) -> LogitsOf:
 
 
 def load_script() -> ModuleType:
-    """predict.py as a module."""
+    """Imports predict.py as a module."""
     path = ROOT / "examples" / "text-classification" / "predict.py"
     spec = importlib.util.spec_from_file_location("predict", path)
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction of sets of texts by PEFT on upstream Transformers.
+"""Times evaluation and prediction of sets of texts by PEFT on upstream Transformers.
 
 Runs in the environment of requirements-peers.txt.
 """
@@ -37,7 +37,10 @@ make_batch = partial(make_batch, PreTrainedTokenizerFast)
 
 
 def make_step(plan: dict) -> Step:
-    """The work that `plan` asks for; attention, adapters' dtype and heads are PEFT's defaults."""
+    """Returns the work that the plan asks for.
+
+    Attention, the adapters' dtype and the heads are PEFT's defaults.
+    """
     base = AutoModelForSequenceClassification.from_config(
         RobertaConfig(**plan["shape"]), dtype=getattr(torch, plan["weights"])
     )
@@ -48,7 +51,7 @@ def make_step(plan: dict) -> Step:
 
 
 def evaluation(plan: dict, base: PreTrainedModel) -> LogitsOf:
-    """The Trainer's, on rows that were put in order before."""
+    """Returns the Trainer's evaluation, on rows that are sorted first."""
     settings = LoraConfig(
         task_type="SEQ_CLS",
         r=plan["rank"],
@@ -78,7 +81,7 @@ def evaluation(plan: dict, base: PreTrainedModel) -> LogitsOf:
 
 
 def prediction(plan: dict, base: PreTrainedModel) -> LogitsOf:
-    """From texts to probabilities: one adapter after the other, each on its rows in order."""
+    """Returns the work from texts to probabilities: one adapter after the other, on sorted rows."""
     names = sorted({name for entry in plan["batches"] for name in entry["adapters"]})
     model = with_adapters(base, plan, names).to(plan["device"]).eval()
     tokenizer = make_tokenizer(PreTrainedTokenizerFast, plan)

@@ -1,8 +1,9 @@
-"""Sets of pairs of texts of evaluation.py, and a check of answers. Its plan has, besides
-timing.py's,
+"""Makes sets of pairs of texts for evaluation.py, and checks the contestants' logits.
+
+Its plan has the fields of timing.py, and
 
 batches    each a set: {"pairs": [[text, text]], "lengths": of their rows, "adapters": names}
-vocab      the two files of a byte-level BPE; null where every byte is a token
+vocab      the two files of a byte-level BPE; null: every byte is a token
 work       "evaluation" or "predict.py"        rows      in a batch
 rank, alpha   LoRA's                           order     "by length", or "as it comes"
 """
@@ -17,7 +18,8 @@ from torch import Tensor
 
 LONGEST = 512
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-# What a text's logits, about 1, may differ by: among other rows, sums are rounded otherwise.
+# The allowed difference of a text's logits, which are about 1: sums are rounded differently in
+# other batches.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 # A set -> its logits, (texts, labels), in the set's order.
@@ -25,7 +27,7 @@ LogitsOf = Callable[[Batch], Tensor]
 
 
 def make_tokenizer(tokenizer_class: type, plan: dict) -> Any:
-    """RoBERTa's tokenizer, of a class that both sides have under one name."""
+    """Builds RoBERTa's tokenizer, from a class that both sides have under the same name."""
     tokenizer = tokenizer_class(
         tokenizer_object=_joining_pairs(plan),
         cls_token="<s>",
@@ -39,7 +41,7 @@ def make_tokenizer(tokenizer_class: type, plan: dict) -> Any:
 
 
 def _joining_pairs(plan: dict) -> Tokenizer:
-    """A byte-level BPE that joins pairs as RoBERTa's does, with its special tokens' ids."""
+    """Builds a byte-level BPE that joins pairs as RoBERTa's does, with its special tokens' ids."""
     pieces, merges = {}, []
     if plan["vocab"]:
         pieces, merges = models.BPE.read_file(*plan["vocab"])
@@ -54,10 +56,10 @@ def _joining_pairs(plan: dict) -> Tokenizer:
 
 
 def make_batch(tokenizer_class: type, plan: dict, index: int, entry: dict) -> Batch:
-    """A set: for predict.py the entry as it is; to be evaluated, with its "rows" of ids and labels.
+    """Makes a set: for predict.py the entry as it is, else with its "rows" of ids and labels.
 
     Raises:
-        ValueError: texts have other lengths than the plan says, which then does not say what is
+        ValueError: the texts do not have the lengths in the plan, from which the amount of work is
             computed.
     """
     if plan["work"] == "predict.py":
@@ -75,13 +77,13 @@ def make_batch(tokenizer_class: type, plan: dict, index: int, entry: dict) -> Ba
 
 
 def order_of(plan: dict, lengths: list[int]) -> list[int]:
-    """In which order a peer computes rows of these lengths."""
+    """Returns the order in which a peer computes rows of these lengths."""
     rows = list(range(len(lengths)))
     return rows if plan["order"] == "as it comes" else sorted(rows, key=lambda row: -lengths[row])
 
 
 def in_place(order: list[int], logits: Tensor) -> Tensor:
-    """Rows that were computed in an order, back in the set's."""
+    """Returns rows that were computed in `order` in the set's order again."""
     placed = torch.empty_like(logits)
     placed[order] = logits
     return placed
@@ -90,16 +92,16 @@ def in_place(order: list[int], logits: Tensor) -> Tensor:
 def check_answers(
     plan: dict, make_batch: Callable[[dict, int, dict], Batch], logits_of: LogitsOf
 ) -> None:
-    """Checks, on short texts, that each in a set has the logits that it has alone.
+    """Checks, on short texts, that a text has the same logits in a set as alone.
 
     Args:
-        plan: the worker's.
-        make_batch: the worker's.
-        logits_of: what it computes.
+        plan: the worker's plan.
+        make_batch: the worker's function of that name.
+        logits_of: computes the worker's logits.
 
     Raises:
-        ValueError: one has not, or all have the same, so that what was timed would not be real
-            work.
+        ValueError: a text has not; or all texts have the same logits, so that the times would not
+            be those of real work.
     """
     entry = plan["batches"][0]
     pairs = [[a[: 3 + 5 * (n % 7)], b[: 4 + n]] for n, (a, b) in enumerate(entry["pairs"][:9])]

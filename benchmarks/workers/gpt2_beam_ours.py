@@ -1,4 +1,4 @@
-"""Beam search of this project, as gpt2_beam.py makes it: each distinct prompt once."""
+"""Times this project's beam search, which searches each distinct prompt once, like gpt2_beam.py."""
 
 import torch
 from gpt2_prompts import checked, make_batch
@@ -13,7 +13,7 @@ from model import GPT2Config, GPT2LMModel
 
 
 def make_step(plan: dict) -> Step:
-    """The search that `plan` asks for."""
+    """Returns the search that the plan asks for."""
     set_up_device()
     model = GPT2LMModel(GPT2Config(**plan["shape"])).eval().requires_grad_(False)
     model.to(plan["device"], getattr(torch, plan["weights"]))
@@ -28,7 +28,7 @@ def make_step(plan: dict) -> Step:
             eval_len=batch["eval_len"],
             length_penalty=asked["length_penalty"],
             no_repeat_ngram_size=asked["no_repeat_ngram_size"],
-            # Random weights would end texts anywhere, so every search makes all steps.
+            # With random weights, texts would end anywhere, so every search has to make all steps.
             min_length=batch["eval_len"],
             eos_token_ids=(asked["eos"], plan["shape"]["vocab_size"] - 1),
         )

@@ -1,4 +1,4 @@
-"""Beam search on upstream's GPT-2. Runs in the environment of requirements-peers.txt."""
+"""Times beam search on upstream's GPT-2, in the environment of requirements-peers.txt."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +11,12 @@ from upstream import versions
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
-# Texts of a batch's prompts.
+# A batch -> the texts of its prompts.
 Search = Callable[[Batch], list[list[int]]]
 
 
 def make_step(plan: dict) -> Step:
-    """The search that `plan` asks for."""
+    """Returns the search that the plan asks for."""
     model = GPT2LMHeadModel(GPT2Config(**plan["shape"])).eval()
     model.to(plan["device"], getattr(torch, plan["weights"]))
     texts_of = generate if plan["way"] == "generate" else line_by_line
@@ -29,7 +29,7 @@ def make_step(plan: dict) -> Step:
 
 
 def generate(model: GPT2LMHeadModel, plan: dict, batch: Batch) -> list[list[int]]:
-    """Upstream's own search of all prompts at once, padded on the left."""
+    """Searches all prompts at once by upstream's own search, padded on the left."""
     asked, prompts = plan["search"], batch["prompts"]
     width = max(map(len, prompts))
     padding = plan["shape"]["vocab_size"] - 1
@@ -51,13 +51,13 @@ def generate(model: GPT2LMHeadModel, plan: dict, batch: Batch) -> list[list[int]
 
 
 def line_by_line(model: GPT2LMHeadModel, plan: dict, batch: Batch) -> list[list[int]]:
-    """A search of one prompt after the other, always to the last step."""
+    """Searches one prompt after the other, always to the last step."""
     search = partial(_search_one, model, plan, eval_len=batch["eval_len"])
     return [search(prompt) for prompt in batch["prompts"]]
 
 
 def _search_one(model: GPT2LMHeadModel, plan: dict, prompt: list[int], eval_len: int) -> list[int]:
-    """The best text of `eval_len` tokens; without a cache, all tokens are computed at each step."""
+    """Returns the best text of `eval_len` tokens; without a cache, a step computes all tokens."""
     asked, device = plan["search"], plan["device"]
     ends = torch.tensor([asked["eos"], plan["shape"]["vocab_size"] - 1], device=device)
     tokens = torch.tensor([prompt], device=device)  # (beams, length)
@@ -76,12 +76,12 @@ def _search_one(model: GPT2LMHeadModel, plan: dict, prompt: list[int], eval_len:
         if plan["cache"]:
             past = output.past_key_values
             past.reorder_cache(beams)
-    # All are of one length, so length_penalty does not change their order.
+    # All beams have the same length, so length_penalty does not change their order.
     return tokens[sums.argmax(), len(prompt) :].tolist()
 
 
 def _suppress_repeats(logits: Tensor, texts: Tensor, size: int) -> None:
-    """Masks tokens that would repeat `size` tokens of a text; in place."""
+    """Masks tokens that would repeat `size` tokens of a text, in place."""
     for row, text in enumerate(texts.tolist()):
         begun = text[len(text) - size + 1 :]
         for start in range(len(text) - size + 1):

@@ -1,9 +1,9 @@
-"""Batches of gpt2_beam.py. Its plan has, besides timing.py's,
+"""Makes batches of gpt2_beam.py, and checks texts. Its plan has the fields of timing.py, and
 
 batches    each {"prompts": [[ids]], "eval_len": tokens to generate, …}
 search     {"beam", "length_penalty", "no_repeat_ngram_size", "eos"}
-way        of upstream's: "generate", or "line by line"
-cache      "line by line" keeps keys and values of the tokens that it has seen
+way        upstream's search: "generate", or "line by line"
+cache      whether "line by line" keeps the keys and values of previous tokens
 """
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def make_batch(plan: dict, index: int, entry: dict) -> Batch:
-    """The entry as it is: prompts are brought to the device by the search."""
+    """Returns the entry as it is, because the search moves prompts to the device."""
     return entry
 
 
 def checked(texts: list[list[int]], batch: Batch) -> Tensor:
-    """The generated tokens, (prompts, eval_len).
+    """Returns the generated tokens, (prompts, eval_len).
 
     Raises:
-        ValueError: a prompt has no text, or one that is shorter than asked for.
+        ValueError: a prompt has no text, or its text does not have the length that was asked for.
     """
     found = torch.tensor([len(text) for text in texts])
     if len(texts) != len(batch["prompts"]) or bool((found != batch["eval_len"]).any()):

@@ -1,8 +1,8 @@
-"""Batches of gpt2_step.py. Its plan has, besides timing.py's,
+"""Makes rows for the batches of gpt2_step.py. Its plan has the fields of timing.py, and
 
-batches    [context, completion] tokens of the rows of each
-pad_to     tokens a row, null for the longest of its batch
-full       train every weight, no LoRA
+batches    for each row [tokens of the context, tokens of the completion]
+pad_to     the length that rows are padded to, null for that of the batch's longest row
+full       whether every weight is trained, without LoRA
 """
 
 import torch
@@ -15,7 +15,7 @@ NO_CLIPPING = 0.0
 
 
 def draw_rows(plan: dict, index: int, lengths: list[list[int]]) -> list[tuple[Tensor, int]]:
-    """Random tokens of each row of a batch, context and completion, and the context's length."""
+    """Returns for each row of a batch random tokens, and how many of them are context."""
     generator = torch.Generator().manual_seed(plan["seed"] + index)
     vocabulary = plan["shape"]["vocab_size"]
     return [

@@ -1,4 +1,4 @@
-"""A training step of this project's GPT-2, as gpt2_ft.py makes it: LoRA, or every weight."""
+"""Times a training step of this project's GPT-2 as in gpt2_ft.py, of LoRA or of every weight."""
 
 from functools import partial
 
@@ -22,13 +22,13 @@ from model import GPT2Config, GPT2LMModel
 
 
 def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> Batch:
-    """A batch as gpt2_ft.py has it: input, target and mask, each (rows, width), and its tokens."""
+    """Makes a batch as for gpt2_ft.py: input, target, mask, each (rows, width), and packed_rows."""
     rows = draw_rows(plan, index, lengths)
     return collate([Row(tokens, len(tokens), context - 1) for tokens, context in rows])
 
 
 def make_step(plan: dict) -> Step:
-    """The step that `plan` asks for."""
+    """Returns the step that the plan asks for."""
     settings = {"lora_attn_dim": RANK, "lora_attn_alpha": ALPHA, "lora_dropout": DROPOUT}
     model = GPT2LMModel(GPT2Config(**plan["shape"], **({} if plan["full"] else settings)))
     if not plan["full"]:

@@ -1,4 +1,4 @@
-"""A LoRA step of PEFT on upstream's GPT-2. Runs in the environment of requirements-peers.txt."""
+"""Times a LoRA step of PEFT on upstream's GPT-2, in the environment of requirements-peers.txt."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> dict[str, Tensor]:
-    """A padded batch: input_ids, attention_mask and labels, each (rows, width)."""
+    """Makes a padded batch: input_ids, attention_mask and labels, each (rows, width)."""
     rows = draw_rows(plan, index, lengths)
     shape = len(rows), plan["pad_to"] or max(len(tokens) for tokens, _ in rows)
     input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -38,7 +38,7 @@ def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> dict[str, Te
 
 
 def make_step(plan: dict) -> Step:
-    """The step that `plan` asks for; attention and the adapters' dtype are PEFT's defaults."""
+    """Returns the step that the plan asks for, with default attention and adapters' dtype."""
     config = GPT2Config(**plan["shape"], **NO_DROPOUT)
     model = GPT2LMHeadModel(config).to(getattr(torch, plan["weights"]))
     lora = LoraConfig(
@@ -53,12 +53,12 @@ def make_step(plan: dict) -> Step:
     smoother = LabelSmoother(LABEL_SMOOTH)
 
     def as_trainer(batch: Batch) -> Tensor:
-        """The loss of upstream's Trainer with a label_smoothing_factor."""
+        """Computes the loss of upstream's Trainer with a label_smoothing_factor."""
         outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         return smoother(outputs, batch["labels"], shift_labels=True)
 
     def as_release(batch: Batch) -> Tensor:
-        """The release's: the token losses of all positions, padding too, times a mask."""
+        """Computes the release's loss: token losses of all positions, padding too, times a mask."""
         logits = model(input_ids=batch["input_ids"]).logits
         log_probs = F.log_softmax(logits[:, :-1].float(), dim=-1)
         labels = batch["labels"][:, 1:]

@@ -1,7 +1,8 @@
-"""How fast this machine multiplies matrices, in the best of the ways that loralib knows.
+"""Measures how fast this machine multiplies matrices, in the fastest way that loralib has.
 
-The plan has `dtype`, `device`, `threads`, `seed`, and `products`, each (rows, in, out, times): how
-often a layer has that product. The result is billions of multiplications and additions a second.
+The plan has `dtype`, `device`, `threads`, `seed`, and `products`, each (rows, in, out, times),
+where `times` is how often a layer has that product. The result is in billions of multiplications
+and additions per second.
 """
 
 import json
@@ -16,12 +17,12 @@ from torch import nn
 from loralib.nn import products
 
 REPEATS = 7
-# A GPU takes about as long to begin a product, and to say that it is there, as to compute one.
+# On a GPU, launching a product and waiting for it takes about as long as computing it.
 AT_ONCE_ON_GPU = 50
 
 
 def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """What a product takes: the median of some times, after one that is not counted."""
+    """Times a product: returns the median of some times, after one that is not counted."""
     found, count = [], AT_ONCE_ON_GPU if x.is_cuda else 1
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
@@ -34,14 +35,14 @@ def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def take_fastest(weight: products.FrozenWeight, dtype: torch.dtype, rows: int) -> None:
-    """Measures the ways to multiply that many rows with it; from here on the fastest is used."""
+    """Measures the ways to multiply `rows` rows with a weight, and has the fastest used."""
     ways = products.measure([weight], dtype, {}, rows, backward=False)
     products.use_choices({"machine": products.machine(), "ways": ways})
 
 
 @torch.no_grad()
 def gflops(plan: dict) -> float:
-    """Those of the plan's products, one after the other."""
+    """Measures the plan's products one after the other, and returns their GFLOP/s."""
     dtype, device = getattr(torch, plan["dtype"]), torch.device(plan["device"])
     work = seconds = 0.0
     for rows, inputs, outputs, times in plan["products"]:

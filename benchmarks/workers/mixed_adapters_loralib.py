@@ -1,4 +1,4 @@
-"""Prediction of upstream's RoBERTa with this project's bank. Runs in the peers' environment."""
+"""Times predictions of upstream's RoBERTa with this project's bank, in the peers' environment."""
 
 import torch
 from adapter_rows import inputs_of
@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, RobertaConfig
 
 
 def make_step(plan: dict) -> Step:
-    """What `plan` asks for; attention is upstream's default."""
+    """Returns the work that the plan asks for, with upstream's default attention."""
     model = AutoModelForSequenceClassification.from_config(
         RobertaConfig(**plan["shape"]), dtype=getattr(torch, plan["weights"])
     )

@@ -1,4 +1,4 @@
-"""Prediction of this project's RoBERTa with a bank of adapters, as predict.py makes it."""
+"""Times predictions of this project's RoBERTa with a bank of adapters, as in predict.py."""
 
 import our_bank
 import torch
@@ -15,7 +15,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
 def make_batch(plan: dict, index: int, entry: dict) -> Batch:
-    """A batch as predict.py collates it: where its tokens are as well. A switch has none."""
+    """Makes a batch as predict.py collates it, with packed_rows; for switches without."""
     batch = our_bank.make_batch(plan, index, entry)
     if not entry["lengths"]:
         return batch
@@ -23,7 +23,7 @@ def make_batch(plan: dict, index: int, entry: dict) -> Batch:
 
 
 def make_step(plan: dict) -> Step:
-    """What `plan` asks for: a batch's logits, or switches."""
+    """Returns the work that the plan asks for: a batch's logits, or switches."""
     set_up_device()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
     model.train_only(())

@@ -1,4 +1,4 @@
-"""Prediction of PEFT on upstream's RoBERTa. Runs in the environment of requirements-peers.txt."""
+"""Times predictions of PEFT on upstream's RoBERTa, in the environment of requirements-peers.txt."""
 
 from itertools import cycle, islice
 
@@ -18,12 +18,15 @@ from upstream import versions
 
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, RobertaConfig
 
-# PEFT's own choice is the head as a whole, but it can only mix linear layers.
+# By default, PEFT would copy the head as a whole, but it can mix only linear layers.
 HEAD = ("classifier.dense", "classifier.out_proj")
 
 
 def make_step(plan: dict) -> Step:
-    """What `plan` asks for; attention, the adapters' dtype and the heads' are PEFT's defaults."""
+    """Returns the work that the plan asks for.
+
+    Attention and the dtypes of adapters and heads are PEFT's defaults.
+    """
     base = AutoModelForSequenceClassification.from_config(
         RobertaConfig(**plan["shape"]), dtype=getattr(torch, plan["weights"])
     )
@@ -56,7 +59,7 @@ def make_step(plan: dict) -> Step:
 
 
 def with_adapters(base: PreTrainedModel, plan: dict, names: list[str]) -> PeftModel:
-    """The base with random adapters, each with a head of its own."""
+    """Returns the base with random adapters, each with a head of its own."""
     configs = [
         LoraConfig(
             r=plan["rank"],

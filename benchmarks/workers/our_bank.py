@@ -1,4 +1,4 @@
-"""Prediction with a bank of adapters, this project's, on a model of anybody's."""
+"""Predicts with this project's bank of adapters, on any model."""
 
 from itertools import cycle, islice
 
@@ -13,7 +13,7 @@ from loralib.serving.bank import AdapterBank
 
 
 def make_batch(plan: dict, index: int, entry: dict) -> Batch:
-    """A batch with the rows of each adapter next to each other."""
+    """Makes a batch in which the rows of each adapter are next to each other."""
     batch = adapter_rows.make_batch(plan, index, entry)
     if not batch.get("names"):
         return batch
@@ -23,12 +23,12 @@ def make_batch(plan: dict, index: int, entry: dict) -> Batch:
 
 
 def banked(plan: dict, model: nn.Module, plain: Step) -> Step:
-    """What `plan` asks for: a batch's logits, or switches.
+    """Returns the work that the plan asks for: a batch's logits, or switches.
 
     Args:
-        plan: the worker's.
-        model: in its precision, on its device.
-        plain: the logits of a batch without adapters.
+        plan: the worker's plan.
+        model: the model in its precision, on its device.
+        plain: computes the logits of a batch without adapters.
     """
     names = adapter_names(plan)
     if not names:
@@ -54,7 +54,7 @@ def banked(plan: dict, model: nn.Module, plain: Step) -> Step:
 
 
 def make_adapter(model: nn.Module, rank: int, alpha: float) -> Adapter:
-    """A random adapter with a head of its own."""
+    """Makes a random adapter with a head of its own."""
     head = model.classifier.state_dict(prefix="classifier.")
     tensors = {name: torch.empty(tensor.shape) for name, tensor in head.items()}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""A training step of this project's encoders, as its Trainer makes it: LoRA, or every weight."""
+"""Builds a training step of this project's encoders as in its Trainer, of LoRA or every weight."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ VERSIONS = {"this project": transformers.__version__}
 
 
 def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
-    """A batch as the Trainer's loader makes it: where its tokens are as well."""
+    """Makes a batch as the Trainer's loader does, with packed_rows."""
     batch = roberta_rows.make_batch(plan, index, lengths)
     return {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
 
@@ -24,12 +24,12 @@ def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
 def make_step(
     config_class: type[PretrainedConfig], model_class: type[PreTrainedModel], plan: dict
 ) -> Step:
-    """The step of a classifier that `plan` asks for.
+    """Returns the step of a classifier that the plan asks for.
 
     Args:
-        config_class: takes the plan's shape.
-        model_class: takes such a config.
-        plan: with LoRA or without, device and precision.
+        config_class: a class of configurations with the settings of the plan's shape.
+        model_class: a class of classifiers with such configurations.
+        plan: the worker's plan.
     """
     lora = {} if plan["full"] else {"lora_r": plan["rank"], "lora_alpha": plan["alpha"]}
     model = model_class(config_class(**plan["shape"], apply_lora=not plan["full"], **lora))

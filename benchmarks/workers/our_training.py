@@ -1,4 +1,4 @@
-"""A training step of this project."""
+"""Builds a training step as this project's scripts make it."""
 
 from collections.abc import Callable
 
@@ -18,14 +18,14 @@ def training_step(
     loss_of: Callable[[Batch], Tensor],
     max_norm: float,
 ) -> Step:
-    """Forward, backward, clipping where `max_norm` is above 0, an update.
+    """Returns a step: forward, backward, clipping if `max_norm` is above 0, and an update.
 
     Args:
-        plan: device and precision.
-        model: whose frozen parameters are held in the plan's precision; it is changed in place.
-        make_optimizer: trained parameters -> their optimiser.
+        plan: the worker's plan, for device and precision.
+        model: the model, which is changed in place: frozen parameters get the plan's precision.
+        make_optimizer: trained parameters -> their optimizer.
         loss_of: batch -> its loss.
-        max_norm: of the gradient.
+        max_norm: the largest norm of the gradient.
     """
     set_up_device()
     hold_frozen_in(model, getattr(torch, plan["weights"]))

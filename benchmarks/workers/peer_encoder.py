@@ -1,7 +1,6 @@
-"""A LoRA step of PEFT on upstream's encoders. Runs in the environment of requirements-peers.txt.
+"""Builds a LoRA step of PEFT on upstream's encoders.
 
-Only the modules whose names end in _peers or begin with peer_, and upstream.py, import upstream
-packages.
+Runs in the environment of requirements-peers.txt.
 """
 
 from functools import partial
@@ -20,9 +19,9 @@ def run_steps(config_class: type[PretrainedConfig], targets: list[str], head: li
     """Measures the steps of a classifier; see timing.py.
 
     Args:
-        config_class: takes the plan's shape.
-        targets: the names of the modules that LoRA is on.
-        head: the modules that are trained as well.
+        config_class: a class of configurations with the settings of the plan's shape.
+        targets: the names of the modules that LoRA adapts.
+        head: the names of the modules that are trained as well.
     """
     run(partial(make_step, config_class, targets, head), make_batch, versions())
 
@@ -30,7 +29,7 @@ def run_steps(config_class: type[PretrainedConfig], targets: list[str], head: li
 def make_step(
     config_class: type[PretrainedConfig], targets: list[str], head: list[str], plan: dict
 ) -> Step:
-    """The step that `plan` asks for; attention and the adapters' dtype are PEFT's defaults."""
+    """Returns the step that the plan asks for, with default attention and adapters' dtype."""
     model = AutoModelForSequenceClassification.from_config(
         config_class(**plan["shape"]), dtype=getattr(torch, plan["weights"])
     )

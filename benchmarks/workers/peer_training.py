@@ -1,4 +1,4 @@
-"""A training step as upstream's Trainer makes it."""
+"""Builds a training step as upstream's Trainer makes it."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,14 @@ def training_step(
     learning_rate: float,
     max_norm: float,
 ) -> Step:
-    """Forward, backward, clipping where `max_norm` is above 0, PyTorch's fused AdamW.
+    """Returns a step: forward, backward, clipping if `max_norm` is above 0, PyTorch's fused AdamW.
 
     Args:
-        plan: device and autocast's dtype.
-        model: in the precision that the plan asks for; it is changed in place.
+        plan: the worker's plan, for device and autocast's dtype.
+        model: the model in the precision that the plan asks for; it is changed in place.
         loss_of: batch -> its loss.
-        learning_rate: AdamW's.
-        max_norm: of the gradient.
+        learning_rate: AdamW's learning rate.
+        max_norm: the largest norm of the gradient.
     """
     model.to(plan["device"]).train()
     device, autocast = plan["device"], plan["autocast"]

@@ -1,8 +1,8 @@
-"""Batches of roberta_step.py and deberta_step.py. Their plan has, besides timing.py's,
+"""Makes batches of roberta_step.py and deberta_step.py. Plans have the fields of timing.py, and
 
 batches    lengths of the rows of each        rank, alpha    LoRA's
-pad_to     tokens a row, null for the         full           train every weight, no LoRA
-           longest of its batch
+pad_to     length of rows, null for that      full           train every weight, without LoRA
+           of the batch's longest
 """
 
 import torch
@@ -10,11 +10,15 @@ from torch import Tensor
 
 LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0
-PADDING_ID = 1  # RoBERTa's; elsewhere the mask alone says what is padding
+PADDING_ID = 1  # RoBERTa's; for other models, only the mask says what is padding
 
 
 def make_batch(plan: dict, index: int, lengths: list[int]) -> dict[str, Tensor]:
-    """A batch of random tokens, padded on the right: (rows, width) ids and mask, (rows,) labels."""
+    """Makes a batch of random tokens, padded on the right.
+
+    Returns:
+        `input_ids` and `attention_mask`, (rows, width), and `labels`, (rows,).
+    """
     generator = torch.Generator().manual_seed(plan["seed"] + index)
     width = plan["pad_to"] or max(lengths)
     shape = (len(lengths), width)

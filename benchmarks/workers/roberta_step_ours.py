@@ -1,4 +1,4 @@
-"""A training step of this project's RoBERTa."""
+"""Times a training step of this project's RoBERTa."""
 
 from functools import partial
 

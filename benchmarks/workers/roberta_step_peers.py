@@ -1,4 +1,4 @@
-"""A LoRA step of PEFT on upstream's RoBERTa, in the environment of requirements-peers.txt."""
+"""Times a LoRA step of PEFT on upstream's RoBERTa, in requirements-peers.txt's environment."""
 
 from peer_encoder import run_steps
 

@@ -1,10 +1,9 @@
-"""What the parts of a training step of this project take on a CPU, by PyTorch's profiler.
+"""Profiles the parts of a training step of this project on a CPU.
 
-The plan is that of timing.py, with `step`: the benchmark whose steps these are. The result has the
-seconds of each timed step, those of the same steps under the profiler, and by part the sum over
-them. What is within a part and is one itself, such as the product with a frozen weight within an
-adapted layer, counts as the inner one alone. The kernels that a part cannot do without are parts
-of their own.
+The plan is that of timing.py, with `step`: the benchmark that the steps are from. The result has
+the seconds of each timed step, those of the same steps under the profiler, and by part the sum over
+the latter. A part within another, such as the product with a frozen weight in an adapted layer,
+counts only as the inner one. The kernels that a part cannot do without are parts of their own.
 """
 
 import functools
@@ -29,7 +28,7 @@ from loralib.nn import dropout, products
 PRODUCTS, LORA, ATTENTION = "products with weights", "LoRA's own products", "attention"
 DROPOUT, REST = "dropout outside of attention", "the rest"
 RANDOM = "random numbers"
-# By the profiler's names: functions of this project, nodes of autograd, operators of PyTorch.
+# The profiler's names of this project's functions, autograd's nodes, PyTorch's operators -> part.
 PART_OF = {
     PRODUCTS: PRODUCTS,
     DROPOUT: DROPOUT,
@@ -45,8 +44,8 @@ PART_OF = {
     "aten::native_layer_norm_backward": "norms",
     "Optimizer.step#AdamW.step": "optimizer",
 }
-# The operators that do a part's arithmetic, and what their time counts as. Other operators of the
-# part, and Python, count as its rest.
+# For each part, the operators that do its arithmetic, and what their time counts as. The part's
+# other operators, and Python, count as its rest.
 _PRODUCT = r"aten::(mm|addmm_?|bmm|baddbmm_?)|mkldnn::_linear_pointwise"
 KERNELS_OF = {
     PRODUCTS: {_PRODUCT: PRODUCTS},
@@ -57,7 +56,7 @@ KERNELS_OF = {
         "aten::random_": RANDOM,
     },
     DROPOUT: {"aten::random_": RANDOM},
-    REST: {_PRODUCT: PRODUCTS},  # with weights that are trained as they are
+    REST: {_PRODUCT: PRODUCTS},  # products with weights that are trained directly
 }
 REST_OF = {
     PRODUCTS: REST,
@@ -68,7 +67,7 @@ REST_OF = {
 
 
 def mark(module: Any, name: str, part: str) -> None:
-    """Has the profiler see a function of a module, before others import it by name."""
+    """Makes the profiler record a module's function; call it before others import the function."""
     function = getattr(module, name)
 
     @functools.wraps(function)
@@ -80,16 +79,17 @@ def mark(module: Any, name: str, part: str) -> None:
 
 
 def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
-    """The time of operations, each counted once, for the innermost part that it belongs to.
+    """Sums up the time of operations by the innermost part that each belongs to.
 
     Args:
-        events: of one thread, the outermost ones and what they contain.
+        events: the events of one thread, including those within others.
     """
     found: Counter[str] = Counter()
 
     def count(event: FunctionEvent, outer: str) -> None:
         part = PART_OF.get(event.name, outer)
-        if event.name not in (PRODUCTS, DROPOUT):  # our marks: their own time is between operations
+        # The marks' own time is between operations.
+        if event.name not in (PRODUCTS, DROPOUT):
             found[counted_as(event.name, part)] += event.self_cpu_time_total / 1e6
         for child in event.cpu_children:
             count(child, part)
@@ -101,7 +101,7 @@ def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
 
 
 def counted_as(operator: str, part: str) -> str:
-    """What an operator's time counts as within a part: a kernel, or the part's rest."""
+    """Returns what an operator's time counts as within a part: a kernel, or the part's rest."""
     for pattern, kernel in KERNELS_OF.get(part, {}).items():
         if re.fullmatch(pattern, operator):
             return kernel
@@ -109,7 +109,7 @@ def counted_as(operator: str, part: str) -> str:
 
 
 def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:
-    """Computes each of the plan's batches, and those after the warm-up again, profiled."""
+    """Computes each of the plan's batches, and those after the warm-up again under the profiler."""
     seconds, profiled, parts = [], [], Counter()
     for index, entry in enumerate(plan["batches"]):
         batch = make_batch(plan, index, entry)
@@ -126,14 +126,14 @@ def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:
 
 
 def _timed(step: Callable, batch: Any) -> tuple[float, torch.Tensor]:
-    """A step's seconds, and its loss."""
+    """Runs a step; returns its seconds and its loss."""
     start = time.perf_counter()
     outcome = step(batch)
     return time.perf_counter() - start, outcome
 
 
 def _check(outcome: torch.Tensor) -> None:
-    """Raises ValueError where a loss is not finite, so that what was timed was not real work."""
+    """Raises ValueError if a loss is not finite, because the times are then not of real work."""
     if not torch.isfinite(outcome).all():
         raise ValueError(f"a step gave {outcome.tolist()}")
 

@@ -1,4 +1,4 @@
-"""What every contestant runs: the same batches, timed in the same way.
+"""Times a contestant's steps; all contestants run the same batches, timed in the same way.
 
 A worker is ``python WORKER.py PLAN RESULT``, two JSON files. Every plan has
 
@@ -7,8 +7,8 @@ A worker is ``python WORKER.py PLAN RESULT``, two JSON files. Every plan has
     seed       of weights and token ids               shape       the model's settings
     device     "cpu" or "cuda"                        threads     CPU threads, null for torch's
 
-and what `make_step` and `make_batch` of its benchmark add. Knows torch only, as do all modules here
-but the workers: it runs in this project's environment and in the peers'.
+and the fields that its benchmark's modules name. This module imports only torch, because it runs in
+this project's environment and in the peers'.
 """
 
 import json
@@ -26,8 +26,8 @@ from torch import Tensor
 Batch = dict[str, Any]
 Step = Callable[[Batch], Tensor]
 
-# Written "5", Linux takes what a process holds now for the most that it has held, VmHWM in _STATUS.
-# The peak of `resource` cannot be forgotten, and begins with that of the process that started this.
+# Writing "5" to _CLEAR_REFS makes Linux reset a process's peak memory, VmHWM in _STATUS, to what it
+# holds now. The peak of `resource` cannot be reset, and begins with that of the parent process.
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -36,17 +36,17 @@ def run(
     make_batch: Callable[[dict, int, Any], Batch],
     versions: dict[str, str],
 ) -> None:
-    """Measures a step and writes the result: seconds a batch, peak memory, versions, the GPU.
+    """Measures a step, and writes seconds per batch, peak memory, versions, threads and the GPU.
 
     Args:
-        make_step: plan -> a function that does the work on one batch, and returns what has to be
-            finite, such as the loss.
-        make_batch: plan, number of the batch, its entry in the plan -> the batch, of which tensors,
-            and whatever else moves as they do, are brought to the device.
-        versions: of the packages measured, by name; torch's is added.
+        make_step: plan -> a function that does the work on one batch, and returns a tensor that has
+            to be finite, such as the loss.
+        make_batch: plan, number of the batch, its entry in the plan -> the batch. Its tensors, and
+            other values that have `to`, are moved to the device.
+        versions: the versions of the measured packages, by name; torch's is added.
 
     Raises:
-        ValueError: a result is not finite, so that what was timed was not real work.
+        ValueError: a result is not finite, so the times are not of real work.
     """
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     device = torch.device(plan["device"])
@@ -87,9 +87,9 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _forget_peak(device: torch.device) -> None:
-    """Leaves what making the model and warming up have held for a while out of the peak.
+    """Resets the peak memory, so that building the model and warm-up do not count.
 
-    Of a CPU's process, Linux alone can forget it.
+    On a CPU, this is possible only under Linux.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -98,7 +98,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory held in the timed steps: by tensors or, on a CPU, by the process."""
+    """Returns the peak memory of the timed steps: of tensors or, on a CPU, of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     if _STATUS.is_file():

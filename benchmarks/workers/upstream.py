@@ -1,4 +1,4 @@
-"""Which upstream packages there are."""
+"""Reports the versions of the upstream packages."""
 
 import sys
 
@@ -8,7 +8,7 @@ import transformers
 
 
 def versions() -> dict[str, str]:
-    """Their versions; ends the process where transformers is the project's own."""
+    """Returns the packages' versions; ends the process if transformers is this project's own."""
     if "lora" in transformers.__version__:
         sys.exit("this environment has the project's own transformers, not upstream's")
     return {"transformers": transformers.__version__, "peft": peft.__version__}

@@ -1,1 +1,1 @@
-"""What utils/convert.py is made of: bases, adapters as they are to be written, merged models."""
+"""Modules of utils/convert.py: bases, adapters, merged models, and their description."""

@@ -1,4 +1,4 @@
-"""An adapter as it is to be written: with what its user says of it, and in one dtype."""
+"""Prepares an adapter for writing: adds what the user says of it, and converts its dtype."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from loralib.adapters.families import family_of
 from loralib.errors import CheckpointError
 from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
 
-# The format, as messages show it, of an adapter that was extracted from a full checkpoint.
+# What messages call the format of an adapter that was extracted from a full checkpoint.
 FULL = "in a full model"
-# The head of a model for an adapter that brings none.
+# The head that a model gets if its adapter has none.
 DEFAULT_HEAD = "sequence_classification"
 
 
 def with_metadata(adapter: Adapter) -> Adapter:
-    """The adapter with what its tensors say; its alpha, if that is unknown, is not a number."""
+    """Returns the adapter with metadata, derived from its tensors if missing; alpha is then NaN."""
     if adapter.metadata is not None:
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
@@ -29,10 +29,10 @@ def with_metadata(adapter: Adapter) -> Adapter:
 
 
 def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) -> Adapter:
-    """The adapter with the task and labels that a user named, where it does not say its own.
+    """Returns the adapter with the user's task and labels, if it does not record its own.
 
     Raises:
-        CheckpointError: it says others, or its head has another number of outputs.
+        CheckpointError: it records others, or its head has another number of outputs.
     """
     said = adapter.metadata and adapter.metadata.task
     if task:
@@ -56,18 +56,18 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 
 def _glue_name(task: str) -> str:
-    """A task's name as run_glue.py records it, and compares it when it evaluates an adapter."""
-    with suppress(ValueError):  # a task of one's own
+    """Returns a task's name as run_glue.py records it, and checks it when it evaluates."""
+    with suppress(ValueError):  # the user's own task
         return glue_task(task).name
     return task
 
 
 def unknown_task(before: Adapter, after: Adapter) -> list[str]:
-    """What a user has to know of a task that was named, a line; none where GLUE has it.
+    """Returns a remark for the user if the task that was given is not one of GLUE's.
 
     Args:
-        before: an adapter as it was read.
-        after: the same, `with_task`.
+        before: the adapter as it was read.
+        after: the adapter as `with_task` returned it.
     """
     task = after.metadata and after.metadata.task
     family = family_of(after.tensors)
@@ -80,11 +80,13 @@ def unknown_task(before: Adapter, after: Adapter) -> list[str]:
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
-    """The adapter with all tensors in one dtype, but for counters and masks among its buffers.
+    """Returns the adapter with all floating-point tensors in one dtype.
+
+    Its other tensors, which are buffers such as counters and masks, stay as they are.
 
     Raises:
-        CheckpointError: it has several, and none was asked for; or values are beyond the range of
-            the one that was.
+        CheckpointError: the adapter has several dtypes and `dtype` is None; or values are beyond
+            the range of `dtype`.
     """
     found = dtypes_of(adapter)
     if dtype is None and len(found) > 1:

@@ -1,4 +1,4 @@
-"""The base of an adapter: read, held against the adapter, and recorded in it."""
+"""Reads an adapter's base, checks that the adapter fits it, and records it in the adapter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
 from transformers.weight_files import read_weights
 
-# What to do where the base is a model of another library's.
+# The advice for a base that is another library's model.
 IN_PYTHON = (
     "in Python, lora.load_adapter(model, …), then lora.merge(model).save_pretrained(…), merges the "
     "two"
@@ -35,12 +35,13 @@ class Base:
     """A base model, to check an adapter against or to merge it into.
 
     Args:
-        family: the family that it is of.
-        name: its folder, file or name on the hub.
-        revision: of the hub's repository; None for its main branch.
-        model: a plain model, float32, with a head of the adapter's shape.
-        fingerprint: of its weights, see `loralib.adapters.fingerprint`; None in float16.
-        settings: the content of its config.json, for upstream.
+        family: the model's family.
+        name: the model's folder, file or name on the hub.
+        revision: the revision of the hub's repository; None for its main branch.
+        model: a plain model in float32, with a head of the adapter's shape.
+        fingerprint: the fingerprint of its weights, see `loralib.adapters.fingerprint`; None if
+            these are in float16.
+        settings: the content of its config.json, as upstream has it.
     """
 
     family: Family
@@ -52,12 +53,13 @@ class Base:
 
 
 def read_base(name: str, adapter: Adapter) -> Base:
-    """The base of this name, for an adapter, which has to fit it.
+    """Reads the base with this name, and checks that an adapter fits it.
 
     Raises:
-        CheckpointError: it is damaged, or the adapter is one of another base.
+        CheckpointError: the base is damaged, its family is unknown here, or the adapter is for
+            another base.
         OSError: there is no such model.
-        ValueError: it is a model that was adapted itself, or of no family that is known here.
+        ValueError: the model was itself adapted, or has settings that are not supported.
     """
     revision = None
     if adapter.metadata and adapter.metadata.base == name:
@@ -76,10 +78,10 @@ def read_base(name: str, adapter: Adapter) -> Base:
 
 
 def family_for(adapter: Adapter) -> Family:
-    """The family of the models that an adapter is for.
+    """Returns the family of the models that an adapter is for.
 
     Raises:
-        CheckpointError: models of that family are not read here.
+        CheckpointError: the family is unknown here.
     """
     modules = lora_pairs(adapter.tensors, adapter.source)
     family = family_of(modules)
@@ -106,11 +108,12 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
     _check_head(family, name, settings, adapter)
     auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
     weights = read_weights(name, verify=True, revision=revision)
-    # No warning of a newly initialized head: the adapter brings one, or merging reports it.
+    # Without the warning of a newly initialized head: the adapter has one, or merging reports it.
     with errors_only():
         model = auto_model.from_pretrained(
             name,
-            # What is written from it should not pass for sound where it is damaged.
+            # The weights whose checksums were verified: a damaged base must not be merged and
+            # written as if it were intact.
             state_dict=weights,
             revision=revision,
             **_settings_of(adapter),
@@ -120,10 +123,10 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
 
 
 def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter: Adapter) -> None:
-    """Checks what an adapter's names alone say of its head against the base's own model.
+    """Checks a head that is known only from an adapter's tensor names against the base's model.
 
     Raises:
-        CheckpointError: that has another head of the same name.
+        CheckpointError: the base's model has another kind of head with the same names.
     """
     said, own = adapter.metadata and adapter.metadata.head, adapter.head
     if said or own is None:
@@ -139,13 +142,13 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
 
 
 def _settings_of(adapter: Adapter) -> dict[str, object]:
-    """The settings of a model with the head that the adapter brings, where they are its own."""
+    """Returns the settings that the model takes from the adapter: its labels, and is_decoder."""
     said = adapter.metadata is not None and adapter.metadata.is_decoder
     return {**({"is_decoder": True} if said else {}), **_labels(adapter)}
 
 
 def _labels(adapter: Adapter) -> dict[str, object]:
-    """The labels of the head that the adapter brings; none where it has none."""
+    """Returns the setting for the labels of the adapter's head; empty if it has no head."""
     count = adapter.outputs
     if count is None:
         return {}
@@ -158,10 +161,11 @@ def _labels(adapter: Adapter) -> dict[str, object]:
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
-    """The adapter with what its base says of it, where it has metadata to hold that.
+    """Returns the adapter with its base recorded, if it has metadata.
 
-    This is the base's name, and whether any adapted projection is shared at all. Its fingerprint is
-    taken on a user's word, as an alpha is, unless the adapter names another base.
+    Recorded are the base's name and revision. The base's fingerprint is recorded too, because the
+    user says that this is the base, unless the adapter already has one or names another base. If no
+    adapted projection is shared in the base, `positions` is removed.
     """
     if adapter.metadata is None:
         return adapter
@@ -174,13 +178,13 @@ def with_base(adapter: Adapter, base: Base) -> Adapter:
 
 
 def names_another(adapter: Adapter, base: Base) -> bool:
-    """Whether an adapter says a base of another name."""
+    """Returns whether an adapter records a base of another name."""
     said = adapter.metadata.base if adapter.metadata else None
     return said is not None and Path(said) != Path(base.name)
 
 
 def unverified(adapter: Adapter, base: Base | None) -> list[str]:
-    """What a user has to know of a base that nothing but its name can confirm, a line each."""
+    """Returns a remark for the user if a base's name differs and no fingerprint can confirm it."""
     if base is None or adapter.metadata is None or not names_another(adapter, base):
         return []
     if adapter.metadata.base_fingerprint and base.fingerprint:

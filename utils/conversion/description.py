@@ -1,4 +1,4 @@
-"""What an adapter is, for people."""
+"""Describes an adapter for users."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ _SEPARATE = "what is held besides LoRA is each module's own, whatever shares it 
 
 
 def describe(adapter: Adapter) -> dict[str, str]:
-    """What an adapter is, by name, for people."""
+    """Returns an adapter's properties by name, as text for users."""
     metadata = with_metadata(adapter).metadata
     pairs = lora_pairs(adapter.tensors, adapter.source)
     stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
@@ -54,7 +54,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
 
 
 def _exceptions(pattern: Mapping[str, float] | None) -> str:
-    """The other values that some modules have, and which these are, for people."""
+    """Returns text that lists a pattern's values, and the modules that have them."""
     modules: dict[float, list[str]] = {}
     for module, value in sorted((pattern or {}).items()):
         modules.setdefault(value, []).append(module)
@@ -68,7 +68,7 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
-    """Which slices of modules' outputs have an update, for people."""
+    """Returns text that says which slices of modules' outputs have an update."""
     listed = {
         f"{within_layer(module)} {', '.join('yes' if on else 'no' for on in enabled)}"
         for module, enabled in (slices or {}).items()

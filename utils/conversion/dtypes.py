@@ -1,4 +1,4 @@
-"""The dtypes of tensors: their names, and whether values are within their range."""
+"""Names the dtypes of tensors, and checks that values are within a dtype's range."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype) -> None:
-    """Checks that tensors, once rounded to `dtype`, are finite; errors call them `name`.
+    """Checks that tensors that were converted to `dtype` are finite.
+
+    Args:
+        tensors: the converted tensors.
+        name: the name of the file or model, for errors.
+        dtype: their dtype, for errors.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a tensor is not finite.
     """
     for tensor, values in tensors.items():
         if not torch.isfinite(values).all():
@@ -26,11 +31,11 @@ def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype)
 
 
 def dtypes_of(adapter: Adapter) -> list[str]:
-    """The names of the dtypes of an adapter's tensors, but for counters and masks."""
+    """Returns the names of the dtypes of an adapter's floating-point tensors."""
     tensors = adapter.tensors.values()
     return sorted({name_of(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype as --dtype takes it: "float32"."""
+    """Returns the name of a dtype as --dtype takes it, such as "float32"."""
     return str(dtype).removeprefix("torch.")

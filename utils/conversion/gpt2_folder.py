@@ -1,4 +1,4 @@
-"""GPT-2 as a model folder of upstream Transformers: read as a base, and written."""
+"""Reads and writes GPT-2 as a model folder of upstream Transformers."""
 
 import sys
 from pathlib import Path
@@ -22,9 +22,9 @@ from settings_beside import TANH_GELUS, first_difference, settings_beside
 from weights import canonical_names, card_of, load_base
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-# The head here, where it is not the embedding.
+# The head's name in this project, if it is not tied to the embedding.
 _HEAD = "lm_head.decoder.weight"
-# What a GPT-2 of this project is beyond its shape, under upstream's names.
+# Upstream's settings, besides the shape, that describe this project's GPT-2.
 _FIXED = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -38,17 +38,18 @@ _FIXED = {
 def read_gpt2(
     name: str, revision: str | None = None
 ) -> tuple[nn.Module, str | None, dict[str, Any]]:
-    """A plain GPT-2, its fingerprint (None in float16), and its settings as config.json has them.
+    """Reads a plain GPT-2; returns it, its fingerprint (None in float16), and its settings.
 
     Args:
-        name: a folder, a name on the hub, or a file of weights, such as the release's scripts use:
-            its settings are those of the config.json beside it or, without one, its model card's.
+        name: a folder, a name on the hub, or a file of weights as the release's scripts use it. A
+            file's settings are those of the config.json next to it or, without one, of its model
+            card.
         revision: branch, tag or commit, for the hub.
 
     Raises:
         CheckpointError: its weights are damaged, or do not fit its settings.
         OSError: there is no such model.
-        ValueError: it holds LoRA, or it is another GPT-2 than this project's.
+        ValueError: it holds LoRA, or has settings that this project's GPT-2 does not have.
     """
     if Path(name).is_file():
         tensors = _plain_weights(read_tensors(name, verify=True)[0], name)
@@ -62,9 +63,9 @@ def read_gpt2(
 
 
 def is_whole_gpt2(source: str) -> bool:
-    """Whether a file holds a GPT-2 in the shape of a card, and no LoRA.
+    """Returns whether a file holds a GPT-2 with the shape of a model card, and no LoRA.
 
-    Such is what gpt2_ft.py writes without --lora_dim.
+    gpt2_ft.py writes such files without --lora_dim.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -110,18 +111,18 @@ def _config(settings: dict[str, Any], name: str) -> GPT2Config:
 
 
 def check_trained_on_card(adapter: Adapter, base: str, settings: dict[str, Any]) -> None:
-    """Checks that an adapter of the release's format was trained as the model that its base is.
+    """Checks that the base of an adapter in the release's format computes what its card says.
 
-    Its tensors show no number of heads, nor does the base's fingerprint: but the scripts that write
-    this format have the heads of their model cards alone.
+    Neither the adapter's tensors nor the base's fingerprint show the number of heads. But the
+    scripts that write this format train only models of their cards.
 
     Args:
-        adapter: of a GPT-2, from a file as those scripts write it.
-        base: its base's name, for the error.
-        settings: of the base.
+        adapter: a GPT-2 adapter from a file of those scripts.
+        base: the base's name, for the error.
+        settings: the base's settings.
 
     Raises:
-        CheckpointError: the base has a card's shape, and computes something else.
+        CheckpointError: the base has a card's shape, but other settings.
     """
     shapes = {its[:2]: card for card, its in MODEL_CARDS.items()}
     card = shapes.get((settings["n_embd"], settings["n_layer"]))
@@ -139,13 +140,13 @@ def check_trained_on_card(adapter: Adapter, base: str, settings: dict[str, Any])
 def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:
     """Writes a plain GPT-2 as config.json and model.safetensors."""
     weights = dict(model.named_parameters())
-    # An adapter of the embedding, merged, has untied the head from it.
+    # Merging an adapter of the embedding has untied the head from it.
     head = weights.pop(_HEAD, None)
     if head is not None:
         weights["lm_head.weight"] = head
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
     dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
-    # Whatever the base's settings say, its head is known to be the embedding; it is then left out.
+    # Tied or not depends on the merged model, whatever the base's settings say.
     own = {
         "architectures": _FIXED["architectures"],
         "torch_dtype": dtype,

@@ -1,4 +1,4 @@
-"""A base and its adapter in one, written as a plain model's folder."""
+"""Merges an adapter into its base, and writes the result as the folder of a plain model."""
 
 from pathlib import Path
 
@@ -15,28 +15,28 @@ from loralib.io.hub import resolve_file
 from transformers import PreTrainedModel
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
 
-# The files that tokenizers of all families may have, for the others see `Family`; and how a model
-# generates.
+# The files that tokenizers of all families may have (`Family` has the others), and the settings of
+# generation.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json"),
 )
-# Settings of the base that the merged model's own take the place of: its labels, and upstream's
-# later name for torch_dtype.
+# Settings of the base that the merged model's own replace: labels, and upstream's later name for
+# torch_dtype.
 _REPLACED = ("num_labels", "_num_labels", "dtype")
-# What holds for the base's own head alone.
+# Settings of the base that are true only of its own head.
 _OF_HEAD = ("problem_type", "text_columns")
 
 
 def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[str, str]:
-    """Writes base and adapter in one, as a plain model's folder.
+    """Merges an adapter into its base, and writes the folder of a plain model.
 
     Returns:
-        What was written, by name, for people.
+        A description of what was written, by name, as text for users.
 
     Raises:
-        CheckpointError: neither of them brings a trained head; the sum is beyond the range of
-            `dtype`; or there is something at `path`.
+        CheckpointError: neither of them has a trained head; the merged weights are beyond the range
+            of `dtype`; or `path` exists.
     """
     merge_into(base.model, adapter)
     _write_model(path, base, dtype, adapter)
@@ -44,14 +44,13 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[
 
 
 def write_whole(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Writes a GPT-2 that was trained as a whole, without LoRA, as a plain model's folder.
+    """Writes a GPT-2 that was trained as a whole, without LoRA, as the folder of a plain model.
 
     Returns:
-        What was written, by name, for people.
+        A description of what was written, by name, as text for users.
 
     Raises:
-        CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
-            something at `path`.
+        CheckpointError: its values are damaged, or beyond the range of `dtype`; or `path` exists.
     """
     whole = Base(GPT2, source, None, *read_gpt2(source))
     _write_model(path, whole, dtype)
@@ -93,14 +92,15 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
         raise CheckpointError(f"{adapter.source}: brings a head without {min(lacking)}")
     ties = model.tied.items()
     if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
-        model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own
+        # The adapter updates or replaces one of the two tied weights.
+        model.config.tie_word_embeddings = False
     model.save_pretrained(folder, safe_serialization=True)
-    # Upstream's settings are the base's; the model's own are these.
+    # Upstream's settings are copied from the base, without this project's own and stale ones.
     is_own_head = brought.isdisjoint(name.partition(".")[0] for name in own)
     left_out = {*OWN_SETTINGS, *_REPLACED, *(() if is_own_head else _OF_HEAD)}
     settings = {k: v for k, v in base.settings.items() if k not in left_out}
     written = model.config.to_dict()
-    # Merging may have given positions projections of their own.
+    # With share_att_key, because merging may have untied the projections of positions.
     from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
     settings |= {name: written[name] for name in from_model}
     if not written["tie_word_embeddings"]:
@@ -116,7 +116,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
 
 
 def copy_tokenizer(base: Base, folder: Path) -> None:
-    """Copies what is beside the base's weights; beside a file of weights is nothing of its own."""
+    """Copies the base's tokenizer and generation settings; a base that is one file has none."""
     if Path(base.name).is_file():
         return
     for name in (*TOKENIZER_FILES, *base.family.tokenizer_files):

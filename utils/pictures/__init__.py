@@ -1,1 +1,1 @@
-"""The pictures of the documentation: what utils/draw_pictures.py draws."""
+"""The documentation's pictures that utils/draw_pictures.py draws."""

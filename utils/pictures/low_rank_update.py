@@ -1,7 +1,7 @@
-"""The drawing of the low-rank update: the frozen weight, A and B beside it, and the sum.
+"""Draws the low-rank update: the frozen weight, A and B beside it, and the sum.
 
-It is written as SVG by hand, so that its bytes depend on nothing but this file. A light card lies
-behind it, so that it reads the same on a dark page and on a light one.
+The SVG is built here element by element, so that its bytes depend only on this file. It has a light
+background, so that it looks the same on dark and light pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Point = tuple[float, float]
 
 
 class Drawing:
-    """An SVG that grows by one element a call."""
+    """An SVG to which each call adds elements."""
 
     def __init__(self) -> None:
         self.root = ElementTree.Element(
@@ -45,12 +45,12 @@ class Drawing:
         ElementTree.SubElement(self.root, "desc", id="description").text = DESCRIPTION
 
     def add(self, tag: str, **attributes: object) -> ElementTree.Element:
-        """An element; underscores in the attributes' names stand for hyphens."""
+        """Adds and returns an element; underscores in attribute names stand for hyphens."""
         named = {name.replace("_", "-"): f"{value}" for name, value in attributes.items()}
         return ElementTree.SubElement(self.root, tag, named)
 
     def as_text(self) -> str:
-        """The file, an element a line; within a line of text there must be no white space more."""
+        """Returns the file, one element per line; text elements get no additional white space."""
         self.root.text = "\n"
         for element in self.root:
             element.tail = "\n"
@@ -59,12 +59,12 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, edge: str, radius: float
     ) -> None:
-        """A rectangle with round corners, by its upper left one."""
+        """Adds a rectangle with round corners; x and y are its upper left corner."""
         place = {"x": x, "y": y, "width": width, "height": height, "rx": radius}
         self.add("rect", **place, fill=fill, stroke=edge, stroke_width=1.5)
 
     def shape(self, corners: Sequence[Point], fill: str, edge: str) -> None:
-        """A polygon."""
+        """Adds a polygon."""
         points = " ".join(f"{x:g},{y:g}" for x, y in corners)
         self.add(
             "polygon",
@@ -85,15 +85,15 @@ class Drawing:
         anchor: str = "middle",
         weight: str = "normal",
     ) -> None:
-        """A line.
+        """Adds a line of text.
 
         Args:
-            x, y: where its anchor is, on the baseline.
+            x, y: the position of its anchor, on the baseline.
             parts: the text, or pieces of it: (kind, text), of kind "math", "sub" or "plain".
-            size: of the font.
-            fill: its colour.
+            size: the font's size.
+            fill: the text's color.
             anchor: "start", "middle" or "end".
-            weight: of the font.
+            weight: the font's weight.
         """
         line = self.add(
             "text",
@@ -124,7 +124,7 @@ class Drawing:
             piece.text = text
 
     def arrow(self, *corners: Point, colour: str = SOFT) -> None:
-        """A line from corner to corner, with a head at its end."""
+        """Adds a line from corner to corner, with an arrowhead at its end."""
         *before, (x, y) = corners
         (from_x, from_y) = before[-1]
         length = ((x - from_x) ** 2 + (y - from_y) ** 2) ** 0.5
@@ -148,7 +148,7 @@ class Drawing:
 
 
 def draw() -> str:
-    """The drawing, as the text of an SVG file."""
+    """Returns the drawing as the text of an SVG file."""
     drawing = Drawing()
     drawing.box(1, 1, WIDTH - 2, HEIGHT - 2, CARD, EDGE, 12)
     _draw_ends(drawing)
@@ -158,7 +158,7 @@ def draw() -> str:
     return drawing.as_text()
 
 
-# The middle of the upper path and of the lower one, and of input and output between them.
+# The y coordinates of the upper path, of the lower one, and of input and output between them.
 UPPER, LOWER, MIDDLE = 96, 232, 164
 FORK, SUM = 148, 704
 
@@ -195,7 +195,7 @@ def _draw_frozen_weight(drawing: Drawing) -> None:
 
 
 def _draw_lock(drawing: Drawing, x: float, y: float) -> None:
-    """A closed padlock, by the middle of its shackle's top."""
+    """Draws a closed padlock; x and y are the middle of its shackle's top."""
     drawing.add(
         "path",
         d=f"M{x - 5:g},{y + 10:g} v-4 a5,5 0 0 1 10,0 v4",

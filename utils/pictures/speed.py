@@ -1,7 +1,7 @@
-"""The picture of the speeds: how much longer the fastest peer takes than this project.
+"""Draws how much longer the fastest peer takes than this project.
 
-The figures are those of the tables in benchmarks/README.md, which is their home; this module reads
-them there, with the machine and the days of the measurements.
+The figures, the machine and the days of the measurements are read from the tables in
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PRECISIONS = {"float32": "#6b7f95", "bfloat16": "#c2650c"}
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed.
+    """A kind of work that is timed.
 
     Args:
-        section: of the tables' page.
-        name: in the picture.
-        peer: the contestant that this project is compared with; where there are several ways to
-            run it in a precision, the fastest.
+        section: its section in benchmarks/README.md.
+        name: its name in the picture.
+        peer: the contestant that this project is compared with; if it has several rows in a
+            precision, the fastest counts.
     """
 
     section: str
@@ -58,12 +58,12 @@ WORKS = (
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the tables say.
+    """The figures of the tables.
 
     Args:
-        ratios: by work's name and precision, the fastest peer's time divided by this project's.
-        machine: on which they were measured.
-        days: on which they were.
+        ratios: the fastest peer's time divided by this project's, by name of work and precision.
+        machine: the machine that they were measured on.
+        days: the days on which they were measured.
     """
 
     ratios: Mapping[str, Mapping[str, float]]
@@ -71,18 +71,18 @@ class Speeds:
     days: Sequence[str]
 
     def as_text(self) -> str:
-        """All of it, to be kept with the picture."""
+        """Returns all figures as JSON, to be stored in the picture."""
         return json.dumps({"ratios": self.ratios, "machine": self.machine, "days": self.days})
 
 
 def read_speeds(page: str) -> Speeds:
-    """The figures.
+    """Reads the figures.
 
     Args:
         page: the text of benchmarks/README.md.
 
     Raises:
-        ValueError: a section, its table, a peer, the machine or a day is not there.
+        ValueError: a section, its table, a peer, the machine or a day is missing.
     """
     ratios, days = {}, []
     for work in WORKS:
@@ -98,7 +98,7 @@ def read_speeds(page: str) -> Speeds:
 
 
 def _figures(page: str, section: str) -> str:
-    """What is under "Figures" in a section."""
+    """Returns the text under "Figures" in a section."""
     return _found(
         rf"^## {re.escape(section)}\n(?:(?!^## ).*\n)*?### Figures\n((?:(?!^##).*(?:\n|\Z))+)",
         page,
@@ -107,7 +107,7 @@ def _figures(page: str, section: str) -> str:
 
 
 def _found(pattern: str, text: str, what: str) -> str:
-    """The pattern's group in the text.
+    """Returns the pattern's group in the text.
 
     Raises:
         ValueError: there is no match.
@@ -133,7 +133,7 @@ def _fastest(figures: str, work: Work, precision: str) -> float:
 
 
 def draw(speeds: Speeds) -> Figure:
-    """A group of bars for each work, one of each precision."""
+    """Draws a group of bars for each work, with one bar per precision."""
     figure = import_figure()(figsize=(7.6, 4.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     panel = figure.subplots()

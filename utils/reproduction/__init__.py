@@ -1,1 +1,1 @@
-"""What utils/reproduce.py is made of: the recipes of both trees, their runs, and the report."""
+"""Modules of utils/reproduce.py and utils/ablations.py: recipes, runs, the study, and reports."""

@@ -1,4 +1,4 @@
-"""The results of utils/ablations.py: a Markdown table a question, and a picture."""
+"""Writes the results of utils/ablations.py: one Markdown table per question, and a picture."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TABLE_NAME, PICTURE_NAME = "ablations.md", "ablations.png"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row's runs.
+    """A row's results.
 
     Args:
-        learning_rate: of all of them.
-        runs: the results, one a seed; at least two.
+        learning_rate: the learning rate of all runs.
+        runs: the results of the runs, one per seed; at least two.
     """
 
     learning_rate: float
@@ -35,21 +35,21 @@ class Outcome:
 
     @property
     def accuracies(self) -> list[float]:
-        """Of each seed, in percent."""
+        """Each seed's accuracy, in percent."""
         return [100 * run.accuracy for run in self.runs]
 
     @property
     def mean(self) -> float:
-        """Of the accuracies."""
+        """The mean of the accuracies."""
         return statistics.mean(self.accuracies)
 
     @property
     def half(self) -> float:
-        """Half of the mean's interval."""
+        """Half the width of the mean's confidence interval."""
         return half_width(self.accuracies)
 
     def cells(self) -> list[str]:
-        """Those of the table, but for the row's name and its rank."""
+        """Returns the row's cells in the table, without its name and rank."""
         seconds = statistics.mean(run.seconds for run in self.runs)
         return [
             f"{self.mean:.1f} ± {self.half:.1f}",
@@ -64,7 +64,7 @@ Outcomes = Mapping[str, Outcome]
 
 
 def table(question: Question, outcomes: Outcomes) -> list[str]:
-    """A question's lines."""
+    """Returns the lines of a question's table."""
     lines = [
         f"## {question.title}\n",
         "| | r | accuracy, % | LoRA's parameters | learning rate | seconds |",
@@ -80,10 +80,10 @@ class Settings:
     """How the rows were trained.
 
     Args:
-        command: what was run.
+        command: the command that was run.
         epochs: passes over the training set.
-        rates: the learning rates to choose from; one alone is every row's.
-        labels: those of the development set.
+        rates: the learning rates to choose from; a single one is that of all rows.
+        labels: the labels of the development set.
     """
 
     command: str
@@ -93,11 +93,11 @@ class Settings:
 
 
 def report(outcomes: Outcomes, settings: Settings) -> str:
-    """All tables, with how they were made and what they mean.
+    """Returns all tables, with text on how they were made and what they mean.
 
     Args:
-        outcomes: of every row of every question, and of `HEAD_ALONE`.
-        settings: of all of them.
+        outcomes: the outcome of every row of every question, and of `HEAD_ALONE`.
+        settings: how the rows were trained.
     """
     lines = [
         "# The paper's ablations on a small scale\n",
@@ -136,7 +136,8 @@ def _introduction(head: Outcome, settings: Settings) -> list[str]:
 
 def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
     count = len(settings.labels)
-    half = 196 * (0.9 * 0.1 / count) ** 0.5  # of the normal approximation's interval
+    # In percent, half of the 95 % interval of an accuracy of 90 %, by the normal approximation.
+    half = 196 * (0.9 * 0.1 / count) ** 0.5
     return [
         "## What this shows, and what it does not\n",
         "- The base has two layers, and the sentences come from one small grammar. With a large "
@@ -170,7 +171,7 @@ def _about_rates(outcomes: Outcomes, rates: Sequence[float]) -> str:
 
 
 def draw(outcomes: Outcomes) -> Figure:
-    """A panel a question: means with their intervals, and the head alone as a line."""
+    """Draws one panel per question: means with their intervals, and a line for the head alone."""
     figure = import_figure()(figsize=(13, 4.2), layout="constrained")
     panels = figure.subplots(1, len(QUESTIONS))
     for panel, question in zip(panels, QUESTIONS, strict=True):
@@ -195,7 +196,7 @@ def draw(outcomes: Outcomes) -> Figure:
 
 
 def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
-    """A row of the table a line, from top to bottom."""
+    """Draws each row of the table on a line of its own, from top to bottom."""
     found = [outcomes[row.key] for row in rows]
     places = range(len(rows))
     panel.errorbar(
@@ -205,7 +206,7 @@ def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
         fmt="o",
         capsize=3,
     )
-    is_one_rank = len({row.rank for row in rows}) == 1  # which the title says
+    is_one_rank = len({row.rank for row in rows}) == 1  # then the title has it
     names = [row.name if is_one_rank else str(row) for row in rows]
     panel.set_yticks(places, names)
     panel.invert_yaxis()
@@ -213,7 +214,7 @@ def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
 
 
 def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
-    """Rows of one name a curve; side by side, so that no interval hides another."""
+    """Draws a curve for the rows of each name, shifted so that no interval hides another."""
     names = list(dict.fromkeys(row.name for row in rows))
     for number, name in enumerate(names):
         own = [row for row in rows if row.name == name]

@@ -1,4 +1,4 @@
-"""The questions of utils/ablations.py: what is compared with what."""
+"""Defines the questions of utils/ablations.py, and the rows that each compares."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ class Row:
     """A way to adapt the base.
 
     Args:
-        name: in the tables.
-        flags: run_glue.py's that other rows have not, or have with another value.
+        name: the row's name in the tables.
+        flags: the flags of run_glue.py in which rows differ.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Row:
 
     @cached_property
     def key(self) -> str:
-        """The flags as text: rows of several questions that have the same ones share their runs."""
+        """The flags as text; rows with the same flags share their runs, also between questions."""
         return json.dumps(self.flags, sort_keys=True)
 
     @property
@@ -41,9 +41,9 @@ class Question:
     """Rows that are compared with each other.
 
     Args:
-        title: over the table, and over the panel of the picture.
-        rows: in the table's order.
-        over_rank: whether the picture has them as curves, from rank to rank, each by its name.
+        title: the title of the table, and of the picture's panel.
+        rows: the rows in the table's order.
+        over_rank: whether the picture shows curves over the rank, one for each name of rows.
     """
 
     title: str
@@ -52,14 +52,14 @@ class Question:
 
 
 def lora(targets: str, r: int, name: str | None = None, **flags: Any) -> Row:
-    """LoRA of one alpha for all ranks, as in the paper (section 4.1)."""
+    """Returns a row with LoRA; alpha is the same for all ranks, as in the paper (section 4.1)."""
     shared = {"apply_lora": True, "lora_alpha": ALPHA}
     own = {"lora_targets": targets.split(), "lora_r": r, **flags}
     return Row(name or targets.replace(" ", ", "), shared | own)
 
 
 def variant(name: str, **flags: Any) -> Row:
-    """LoRA where the release has it, on query and value with r = 8."""
+    """Returns a row with LoRA as in the release, on query and value with r = 8."""
     return lora("query value", 8, name, **flags)
 
 

@@ -1,4 +1,4 @@
-"""The runs of utils/ablations.py: what each of them trains."""
+"""Carries out the runs of utils/ablations.py."""
 
 import hashlib
 import json
@@ -23,9 +23,9 @@ from transformers import (
 from transformers.data.processors import load_glue_split
 
 TASK = "sst2"
-# The flags that all runs have in common; those of the quickstart.
+# The flags that all runs have in common, as in the quickstart.
 COMMON = {"per_device_train_batch_size": 16, "warmup_ratio": 0.06, "weight_decay": 0.1}
-# The row's flags that are the Trainer's; the others are the model's.
+# Flags of rows that are for the Trainer; the others are for the model.
 OF_TRAINER = {"lora_plus_ratio"}
 
 
@@ -34,10 +34,10 @@ class Trial:
     """A run of a row.
 
     Args:
-        row: what is trained.
-        learning_rate: its peak.
-        seed: of the new weights, the order of the data, and dropout.
-        tuning: whether it is there to choose the learning rate, on the training set alone.
+        row: the row that is trained.
+        learning_rate: the peak learning rate.
+        seed: the seed of new weights, the order of the data, and dropout.
+        tuning: whether the run is for choosing the learning rate, on the training set only.
     """
 
     row: Row
@@ -48,14 +48,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Results:
-    """What a trial has come to.
+    """The results of a trial.
 
     Args:
-        accuracy: from 0 to 1.
-        loss: on the same sentences.
-        lora_parameters: those of LoRA that were trained.
-        parameters: all that were trained.
-        seconds: of the processor, for training.
+        accuracy: the accuracy, from 0 to 1.
+        loss: the loss on the same sentences.
+        lora_parameters: the number of trained LoRA parameters.
+        parameters: the number of all trained parameters.
+        seconds: the CPU time of training.
     """
 
     accuracy: float
@@ -66,15 +66,15 @@ class Results:
 
 
 class Experiment:
-    """The base and its task, on which trials are run.
+    """The base and the task on which trials are run.
 
     Args:
-        quickstart: folder with both.
+        quickstart: the folder with both.
         epochs: passes over the training set.
-        scratch: a folder that the Trainer may take for its own; nothing is saved there.
+        scratch: the Trainer's output folder; nothing is saved there.
 
     Raises:
-        ValueError: base or data are not there.
+        ValueError: base or data are missing.
     """
 
     def __init__(self, quickstart: Path, epochs: float, scratch: Path):
@@ -97,7 +97,7 @@ class Experiment:
         return [{"input_ids": row, "label": label} for row, label in ids]
 
     def describe(self, trial: Trial) -> dict[str, Any]:
-        """All that decides a trial's results; what it is known by in the file of runs."""
+        """Returns all that determines a trial's results, which identifies it in the run file."""
         return {
             "flags": {**COMMON, "num_train_epochs": self.epochs, **trial.row.flags},
             "learning_rate": trial.learning_rate,
@@ -107,7 +107,7 @@ class Experiment:
         }
 
     def run(self, trial: Trial) -> Results:
-        """Trains and measures."""
+        """Trains and measures a trial."""
         training, measured = self.training, self.development
         if trial.tuning:
             cut = len(training) * 4 // 5
@@ -147,22 +147,22 @@ class Experiment:
 
 
 def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
-    """The task's metric."""
+    """Computes the task's metric."""
     return glue_compute_metrics(TASK, evaluated.predictions.argmax(axis=1), evaluated.label_ids)
 
 
 class Runs:
-    """The experiment's runs, of which none is run twice.
+    """The experiment's runs, each of which is carried out only once.
 
     Args:
-        file: the results of those that are finished.
+        file: the results of finished runs.
     """
 
     def __init__(self, file: RunFile[Results]):
         self.file = file
 
     def result(self, experiment: Experiment, trial: Trial) -> Results:
-        """A trial's, from the file where it is there; else it is run, and written."""
+        """Returns a trial's results; runs it and writes them if they are not in the file."""
         run = experiment.describe(trial)
         if run not in self.file:
             self.file[run] = experiment.run(trial)

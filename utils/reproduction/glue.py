@@ -1,6 +1,7 @@
-"""The recipes of NLU/, on GLUE's development sets.
+"""Knows the recipes of NLU/, which are measured on GLUE's development sets.
 
-PyTorch, and what needs it, is imported where runs are looked at: names are checked before.
+PyTorch, and modules that need it, are imported only by functions that read runs, so that names of
+recipes are checked first.
 """
 
 import importlib.util
@@ -15,17 +16,17 @@ from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of, train
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint in a run's output; None without one."""
+    """Returns the last checkpoint in a run's output; None if there is none."""
     from transformers.trainer_utils import get_last_checkpoint
 
     return get_last_checkpoint(folder)
 
 
 def load_recipe_module() -> ModuleType:
-    """NLU/recipe.py, which knows the recipes of GLUE."""
+    """Imports NLU/recipe.py, which reads the recipes of GLUE."""
     spec = importlib.util.spec_from_file_location("nlu_recipe", ROOT / "NLU" / "recipe.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks it up
+    sys.modules[spec.name] = module  # because dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -46,7 +47,7 @@ class Glue(Tree):
         "rte": "RTE",
         "stsb": "STS-B",
     }
-    # A task's first metric decides which epoch was best.
+    # A task's first metric determines which epoch was best.
     metrics: Mapping[str, tuple[str, ...]] = {
         "cola": ("matthews_correlation",),
         "stsb": ("pearson", "spearmanr"),
@@ -65,7 +66,7 @@ class Glue(Tree):
         self.recipes = self.module.read_recipes()
 
     def rows(self) -> dict[str, dict[str, str]]:
-        """Recipes by row and task; one that is in no row of a table is a row of its own."""
+        """Returns recipes by row and task; one that is in no table is a row of its own."""
         rows: dict[str, dict[str, str]] = {}
         for name, recipe in self.recipes.items():
             task = self._task(name)
@@ -75,11 +76,11 @@ class Glue(Tree):
         return rows
 
     def measure(self, column: str) -> str:
-        """What a task's figures are."""
+        """Returns the name of a task's metrics."""
         return self.words.get(column, "accuracy")
 
     def obstacle(self, run: Run) -> str | None:
-        """Why a run cannot begin; None where it can."""
+        """Returns why a run cannot begin; None if it can."""
         recipe = self.recipes[run.recipe]
         if self.small:
             if self._task(run.recipe) != "sst2":
@@ -94,7 +95,7 @@ class Glue(Tree):
         return f"it starts from what {recipe.after} learns: run that too, or set MNLI_CHECKPOINT"
 
     def command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        """What begins or resumes a run: the command, and environment variables for it."""
+        """Returns the command that begins or resumes a run, and environment variables for it."""
         recipe = self.recipes[run.recipe]
         flags, variables = [], {}
         if self.small:
@@ -114,7 +115,7 @@ class Glue(Tree):
         return ["bash", str(recipe.script), *map(str, flags)], variables
 
     def figures(self, run: Run) -> Figures | None:
-        """Those of the best evaluation; None for a run that is not finished."""
+        """Returns the figures of the best evaluation; None for a run that is not finished."""
         best = self._best(run)
         if best is None:
             return None
@@ -124,22 +125,22 @@ class Glue(Tree):
         return tuple(100 * best[name] for name in names)
 
     def other_scores(self, run: Run) -> dict[str, float]:
-        """Of a finished run: F1, where the task has it."""
+        """Returns a finished run's F1, if the task has it."""
         best = self._best(run)
         return {"F1": 100 * best["eval_f1"]} if "eval_f1" in best else {}
 
     def curve(self, run: Run) -> tuple[list[float], list[float]]:
-        """What a run has logged: epochs, and the task's first metric in percent."""
+        """Returns what a run has logged: epochs, and the task's first metric in percent."""
         name = f"eval_{self._metrics(run)[0]}"
         records = self._evaluations(run)
         return [record["epoch"] for record in records], [100 * record[name] for record in records]
 
     def curve_axes(self, run: Run) -> tuple[str, str]:
-        """What `curve` returns."""
+        """Returns the axes' titles for `curve`."""
         return "epoch", f"{self._metrics(run)[0].replace('_', ' ')}, %"
 
     def trained(self, run: Run) -> str:
-        """How many parameters a finished run has trained; empty where its checkpoints are gone."""
+        """Returns how many parameters a finished run has trained; empty without checkpoints."""
         from loralib.adapters.families import in_known_backbone
         from transformers.models import registry  # noqa: F401 - registers checkpoints' families
 
@@ -152,7 +153,7 @@ class Glue(Tree):
         return f"{adapted:,} + {sum(sizes.values()) - adapted:,} in the head"
 
     def make_small(self) -> None:
-        """Makes a small task and a small base, where they are not there yet."""
+        """Makes a small task and a small base."""
         with atomic_folder(self.small) as folder:
             make("examples/make_small_data.py", "--output_dir", folder / "data")
             make(
@@ -171,14 +172,15 @@ class Glue(Tree):
         return self.metrics.get(self._task(run.recipe), ("accuracy",))
 
     def _start(self, run: Run) -> Path | None:
-        """The LoRA weights to start from: of the finished run of the same seed before this one."""
+        """Returns the LoRA weights of the run to start from (MNLI's); None if it has not ended."""
         before = run_of(self.out, self.recipes[run.recipe].after, run.seed)
         return before.output / "pytorch_model_lora.bin" if self._best(before) else None
 
     def _best(self, run: Run) -> dict[str, float] | None:
-        """The best evaluation's record, and what was measured at the end, with its weights.
+        """Returns the record of the best evaluation; None for a run that is not finished.
 
-        MNLI's epochs are evaluated on the matched half only; the other half's turn is at the end.
+        At its end, a run evaluates the best evaluation's weights again. Fields that only this last
+        evaluation has are added: MNLI's mismatched half is evaluated only then.
         """
         path = run.output / "eval_results.json"
         if not path.is_file():
@@ -189,7 +191,7 @@ class Glue(Tree):
         return {**at_end, **best}
 
     def _evaluations(self, run: Run) -> list[dict[str, float]]:
-        """The evaluations that a run has logged, finished or not."""
+        """Returns the evaluations that a run has logged, finished or not."""
         path = run.output / "trainer_state.json"
         if not path.is_file() and run.output.is_dir():
             path = Path(last_checkpoint(run.output) or run.output) / path.name

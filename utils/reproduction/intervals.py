@@ -1,4 +1,4 @@
-"""Confidence intervals of means over seeds."""
+"""Computes confidence intervals of means over seeds."""
 
 import math
 import statistics
@@ -10,6 +10,9 @@ CONFIDENCE = 0.95
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the confidence interval of the values' mean (Student's t); of at least two values."""
+    """Returns half the width of the confidence interval of the mean of two or more values.
+
+    The interval is by Student's t.
+    """
     error = statistics.stdev(values) / math.sqrt(len(values))
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * error)

@@ -1,4 +1,4 @@
-"""The recipes of NLG/, on the test sets of E2E, DART and WebNLG."""
+"""Knows the recipes of NLG/, which are measured on the test sets of E2E, DART and WebNLG."""
 
 import json
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ class Nlg(Tree):
     section = "nlg_test"
     seeds = (110, 111, 112, 113, 114)
     columns: Mapping[str, str] = {"e2e": "E2E", "dart": "DART", "webnlg": "WebNLG"}
-    # The tables of scores.json that a recipe leaves.
+    # The labels in the scores.json that a recipe writes; only "all" for other corpora.
     labels: Mapping[str, tuple[str, ...]] = {"webnlg": ("unseen", "seen", "all")}
     small_name = "e2e"
     small_flags = (
         *("--max_step", "9", "--warmup_step", "2"),
         *("--lr", "0.005", "--eval_interval", "3"),
     )
-    # Lines of the small corpus, which has two to four texts on each of a split's subjects.
+    # Lines in each split of the small corpus, which has two to four texts per subject.
     small_lines: Mapping[str, int] = {"train": 200, "valid": 12, "test": 18}
 
     def rows(self) -> dict[str, dict[str, str]]:
-        """Recipes by row and corpus."""
+        """Returns recipes by row and corpus."""
         rows: dict[str, dict[str, str]] = {}
         for script in sorted((ROOT / "NLG").glob("*_gpt2_*.sh"), reverse=True):
             corpus, _, size = script.stem.split("_")
@@ -33,17 +33,17 @@ class Nlg(Tree):
         return rows
 
     def measure(self, column: str) -> str:
-        """What a corpus's figures are."""
+        """Returns the name of a corpus's metrics."""
         return f"BLEU {'/'.join(self.labels[column])}" if column in self.labels else "BLEU"
 
     def obstacle(self, run: Run) -> str | None:
-        """Why a run cannot begin; None where it can."""
+        """Returns why a run cannot begin; None if it can."""
         if self.small and self._corpus(run) != "e2e":
             return "the small data is in E2E's format only"
         return None
 
     def command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        """What begins or resumes a run: the command, and environment variables for it."""
+        """Returns the command that begins or resumes a run, and environment variables for it."""
         variables = {"SEED": str(run.seed), "RUN_DIR": str(run.output)}
         flags = ["--resume"]
         if self.small:
@@ -52,7 +52,7 @@ class Nlg(Tree):
         return ["bash", str(ROOT / "NLG" / f"{run.recipe}.sh"), *flags], variables
 
     def figures(self, run: Run) -> Figures | None:
-        """BLEU of the last epoch's texts; None for a run that is not finished."""
+        """Returns BLEU of the last epoch's texts; None for a run that is not finished."""
         scores = self._scores(run)
         if scores is None:
             return None
@@ -61,25 +61,25 @@ class Nlg(Tree):
         return tuple(scale * row["BLEU"] for row in scores.values())
 
     def other_scores(self, run: Run) -> dict[str, float]:
-        """Of a finished run, on all of the test set; without those that need a missing Java."""
+        """Returns a finished run's other scores on the whole test set, without skipped ones."""
         scores = self._scores(run)["all"].items()
         return {name: score for name, score in scores if name != "BLEU" and score is not None}
 
     def curve(self, run: Run) -> tuple[list[float], list[float]]:
-        """What a run has logged: steps, and the loss on the validation data."""
+        """Returns what a run has logged: steps, and the loss on the validation data."""
         path = run.output / "metrics.jsonl"
-        # A line that was cut off has no end.
+        # A line that was cut off has no line feed, and is dropped here.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
         records = [record for line in lines if "valid_loss" in (record := json.loads(line))]
         return [r["step"] for r in records], [r["valid_loss"] for r in records]
 
     def curve_axes(self, run: Run) -> tuple[str, str]:
-        """What `curve` returns."""
+        """Returns the axes' titles for `curve`."""
         return "step", "validation loss"
 
     def trained(self, run: Run) -> str:
-        """How many parameters a finished run has trained; empty where its checkpoints are gone."""
-        # Every checkpoint holds the LoRA weights; the last one, the full model as well.
+        """Returns how many parameters a finished run has trained; empty without checkpoints."""
+        # Every checkpoint holds the LoRA weights, and the last one the full model as well.
         paths = sorted(run.output.glob("model.*.pt"), key=lambda path: path.stat().st_size)
         if not paths:
             return ""
@@ -87,7 +87,7 @@ class Nlg(Tree):
         return f"{sum(size for name, size in sizes.items() if 'lora_' in name):,}"
 
     def make_small(self) -> None:
-        """Makes a small corpus, encoded, and a small base, where they are not there yet."""
+        """Makes a small encoded corpus and a small base."""
         with atomic_folder(self.small) as folder:
             data = folder / "data" / "e2e"
             data.mkdir(parents=True)
@@ -114,7 +114,7 @@ class Nlg(Tree):
         return run.recipe.partition("_")[0]
 
     def _scores(self, run: Run) -> dict[str, dict[str, float | None]] | None:
-        """The scores by label, where all of them are there."""
+        """Returns the scores by label; None if some are missing."""
         path = run.output / "scores.json"
         scores = read_json(path) if path.is_file() else {}
         labels = self.labels.get(self._corpus(run), ("all",))

@@ -1,4 +1,4 @@
-"""What there is to run, and what of it is asked for."""
+"""Plans the runs: reads the rows of the paper's tables, and chooses the recipes asked for."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ class Row:
     """A row of one of the paper's tables, or a recipe that is in none.
 
     Args:
-        name: the paper's.
-        tree: where its recipes are.
-        recipes: by column, in the paper's order.
-        paper: the paper's figures by column; empty where it has none.
+        name: the row's name in the paper.
+        tree: the tree that its recipes are in.
+        recipes: the recipes by column, in the paper's order.
+        paper: the paper's figures by column; empty if it has none.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Row:
 
 
 def read_rows(trees: Sequence[Tree]) -> dict[str, Row]:
-    """All rows that there are recipes for."""
+    """Reads all rows that there are recipes for, by name."""
     paper = read_json(PAPER)
     return {
         name: Row(
@@ -48,7 +48,7 @@ def read_rows(trees: Sequence[Tree]) -> dict[str, Row]:
 
 
 def choose(names: Sequence[str], rows: Mapping[str, Row]) -> dict[str, list[str]]:
-    """The recipes asked for by row, those that others start from first.
+    """Returns the recipes asked for by row, with those that others start from first.
 
     Raises:
         ValueError: a name is neither a row nor a recipe.
@@ -64,7 +64,7 @@ def choose(names: Sequence[str], rows: Mapping[str, Row]) -> dict[str, list[str]
         home = name if name in rows else homes[name]
         recipes = rows[name].recipes.values() if name in rows else [name]
         wanted.setdefault(home, set()).update(recipes)
-    # MNLI, from which others start, is the first column.
+    # MNLI, which others start from, is the first column.
     return {
         name: [recipe for recipe in rows[name].recipes.values() if recipe in recipes]
         for name, recipes in wanted.items()
@@ -74,7 +74,7 @@ def choose(names: Sequence[str], rows: Mapping[str, Row]) -> dict[str, list[str]
 def plan_runs(
     chosen: Mapping[str, list[str]], rows: Mapping[str, Row], seeds: Sequence[int] | None, out: Path
 ) -> list[tuple[Tree, Run]]:
-    """The runs asked for, in their order: full rows, a seed after the other."""
+    """Returns the runs asked for in order: all of a row's recipes, one seed after the other."""
     runs = []
     for name, recipes in chosen.items():
         tree = rows[name].tree
@@ -85,10 +85,10 @@ def plan_runs(
 
 
 def check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Checks that all runs of an output folder are made in one way.
+    """Checks that all runs of an output folder have the same settings, and writes these there.
 
     Raises:
-        ValueError: those that are there were made with other flags.
+        ValueError: existing runs were made with other settings.
     """
     path = out / SETTINGS_NAME
     if path.is_file() and (before := read_json(path)) != settings:

@@ -1,4 +1,4 @@
-"""Running the project's other programs: recipes, and the scripts that make small data."""
+"""Runs the project's other programs: recipes, and the scripts that make small data."""
 
 import os
 import re
@@ -15,22 +15,22 @@ from typing import TextIO
 from loralib.training import process
 from reproduction.runs import ROOT, Run, Tree
 
-# A model this small is not faster on several threads.
+# One thread, because models this small are not faster on several.
 SMALL_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-# How the last line of a failed script begins, and, with torch's prefix or without, Python's own.
+# How the error line of a failed script begins, or that of Python with or without torch's prefix.
 _ERROR = re.compile(r"\S+\.(?:py|sh): error|(?:\[rank\d+\]: ?)?[\w.]+(?:Error|Exception): ")
 
 
 def last_error(text: str) -> str | None:
-    """The last line of a log that says what went wrong; where there is none, the last line."""
+    """Returns the last line of a log that is an error; if there is none, the last line."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if re.search(r"\w", line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     return next(reversed(errors or lines), None)
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This program's environment for another: the same Python, and few progress bars."""
+    """Returns the environment for other programs: the same Python, and rarely updated bars."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path, "TQDM_MININTERVAL": "30", **variables}
 
@@ -43,17 +43,17 @@ def _free_port() -> int:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
-    """Holds a folder for this program and those that it starts; yields the descriptor.
+    """Locks a folder for this program and those that it starts; yields the lock's descriptor.
 
-    What it starts may outlive it, and nothing else may begin the same work then. Where nothing was
-    written, the lock and the folders that were made for it are removed.
+    Programs that inherit the descriptor hold the lock as well, because they may outlive this one.
+    If nothing was written, the lock and the folders that were made for it are removed.
 
     Raises:
-        ValueError: another program is at work there; or this is Windows, which has no shell for the
-            recipes, nor a lock that programs inherit.
+        ValueError: another program is using the folder; or this is Windows, which has no shell for
+            the recipes, and no lock that programs inherit.
     """
     try:
-        import fcntl  # here, so that --help and --estimate need none
+        import fcntl  # here, because --help and --estimate do not need it
     except ImportError as error:
         raise ValueError("on Windows, run this in WSL: see docs/installing.md") from error
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -70,19 +70,19 @@ def lock_folder(folder: Path) -> Iterator[int]:
 
 
 def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
-    """Removes the lock of a folder with nothing else in it, and what was made and is empty then."""
+    """Removes a folder's lock if nothing else is in it, then those made folders that are empty."""
     if [path.name for path in folder.iterdir()] == ["lock"]:
         (folder / "lock").unlink()
-        with suppress(OSError):  # the first that holds something, and so all above it
+        with suppress(OSError):  # stops at the first folder that is not empty
             for path in made:
                 path.rmdir()
 
 
 def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:
-    """Begins or resumes a run; leaves ``error.txt`` where it fails.
+    """Begins or resumes a run; writes ``error.txt`` if it fails.
 
     Raises:
-        ValueError: another program is at work in the run's folder.
+        ValueError: another program is using the run's folder.
     """
     with lock_folder(run.folder) as lock:
         run.error.unlink(missing_ok=True)
@@ -102,13 +102,13 @@ def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:
 
 
 def show_estimate(tree: Tree, run: Run, flags: Sequence[str]) -> int:
-    """Lets a recipe print what a run takes; its exit status."""
+    """Runs a recipe with --estimate, which prints what a run takes; returns its exit status."""
     command, variables = tree.command(run)
     return subprocess.run([*command, *flags, "--estimate"], env=environment(variables)).returncode
 
 
 def _run_program(command: list[str], variables: dict[str, str], log: TextIO, lock: int) -> int:
-    """Its exit status; when this program is stopped, so is that one."""
+    """Runs a program and returns its exit status; ends it if this program is stopped."""
     program = subprocess.Popen(
         command,
         env=variables,
@@ -128,7 +128,7 @@ def _run_program(command: list[str], variables: dict[str, str], log: TextIO, loc
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which gets its name when the block ends without an error."""
+    """Yields a folder to fill, which is renamed to `folder` if the block ends without an error."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -140,7 +140,7 @@ def make(script: str, *arguments: object) -> None:
     """Runs a script of the project.
 
     Raises:
-        TrainingError: it failed; the message is its error.
+        TrainingError: the script failed; the message is its error.
     """
     done = subprocess.run(
         [sys.executable, ROOT / script, *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""The results next to the paper's as a Markdown table, and the learning curves as a picture."""
+"""Writes a Markdown table of the results next to the paper's, and draws the learning curves."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ RESULTS_NAME, PICTURE_NAME = "results.md", "learning_curves.png"
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """The median and, of two or more values, half of their mean's confidence interval."""
+    """Formats the median and, for two or more values, half of their mean's confidence interval."""
     text = f"{statistics.median(values):.1f}"
     return text if len(values) == 1 else f"{text}±{half_width(values):.1f}"
 
@@ -27,8 +27,8 @@ class Cell:
     """A recipe with all its runs.
 
     Args:
-        tree: where the recipe is.
-        runs: those that are asked for or there; at least one.
+        tree: the tree that the recipe is in.
+        runs: the recipe's runs that are asked for or exist; at least one.
     """
 
     def __init__(self, tree: Tree, runs: Sequence[Run]):
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def result(self) -> str:
-        """The medians with their intervals, or what there is in their place."""
+        """The medians with their intervals, or why there are none."""
         if self.figures:
             return "/".join(with_interval(values) for values in zip(*self.figures, strict=True))
         words = ("failed", "unfinished", "not run")
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def median(self) -> float | None:
-        """Of the first figure; None without a finished run."""
+        """The median of the first figure; None without a finished run."""
         return statistics.median(first for first, *_ in self.figures) if self.figures else None
 
     @property
@@ -59,7 +59,7 @@ class Cell:
         )
 
     def notes(self) -> list[str]:
-        """Lines on the runs without figures; one line where all have the same problem."""
+        """Returns lines about the runs without figures; one line if all have the same problem."""
         problems = set(self.problems.values())
         if len(problems) == 1 and not self.done:
             return [problems.pop()]
@@ -67,7 +67,7 @@ class Cell:
 
 
 def cells_of(row: Row, out: Path, asked: Sequence[Run]) -> dict[str, Cell]:
-    """The row's cells by column."""
+    """Returns a row's cells by column."""
     cells = {}
     for column, recipe in row.recipes.items():
         there = [path.name.removeprefix("seed") for path in (out / recipe).glob("seed*")]
@@ -79,7 +79,7 @@ def cells_of(row: Row, out: Path, asked: Sequence[Run]) -> dict[str, Cell]:
 
 
 def report_row(row: Row, cells: Mapping[str, Cell]) -> list[str]:
-    """The lines of a row: its table, and the notes on it."""
+    """Returns the lines of a row: its table, and notes on it."""
     tree = row.tree
     lines = [
         f"## {row.name}: {tree.title}\n",
@@ -121,7 +121,7 @@ def _other_scores(tree: Tree, name: str, cell: Cell) -> list[str]:
 def report(
     rows: Sequence[Row], cells: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
 ) -> str:
-    """All tables as Markdown, with what its figures mean."""
+    """Returns all tables as Markdown, with text on what the figures mean."""
     lines = ["# Reproduction\n"]
     if settings["small"]:
         lines.append(
@@ -147,10 +147,10 @@ def report(
 
 
 def draw(tree_runs: Mapping[str, tuple[Tree, list[Run]]]) -> Figure:
-    """The learning curves: a panel a recipe, a line a seed.
+    """Draws the learning curves: one panel per recipe, one line per seed.
 
     Args:
-        tree_runs: by recipe, its tree and its runs.
+        tree_runs: the tree and the runs of each recipe.
     """
     across = min(3, max(len(tree_runs), 1))
     down = max(math.ceil(len(tree_runs) / across), 1)
@@ -176,9 +176,9 @@ def write_report(
 
     Args:
         out: the output folder.
-        rows: all; those appear of which a run is asked for or there.
-        asked: the runs that are.
-        settings: what all runs have in common.
+        rows: all rows; those appear that have a run that is asked for or exists.
+        asked: the runs that are asked for.
+        settings: the settings of all runs.
     """
     names = {run.recipe for run in asked}
     rows = [

@@ -1,4 +1,4 @@
-"""A file of finished runs: what each of them was, and what it came to."""
+"""Keeps the descriptions and results of finished runs in a file."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ Results = TypeVar("Results")
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A short digest of files' contents."""
+    """Returns a short digest of files' contents."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -21,14 +21,14 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 class RunFile(Generic[Results]):
-    """The results of the runs that are finished, by what decides them.
+    """The results of finished runs, by the runs' descriptions.
 
     Args:
-        path: a JSON object a line: the run's description, and its results.
-        kind: the results' dataclass.
+        path: the file, with one JSON object per line: a run's description, and its results.
+        kind: the dataclass of the results.
 
     Raises:
-        ValueError: a line is something else.
+        ValueError: a line is not such an object.
     """
 
     def __init__(self, path: Path, kind: type[Results]):
@@ -47,15 +47,15 @@ class RunFile(Generic[Results]):
         return json.dumps(run, sort_keys=True)
 
     def __contains__(self, run: dict[str, Any]) -> bool:
-        """Whether a run is finished."""
+        """Returns whether a run is finished."""
         return self._key(run) in self._results
 
     def __getitem__(self, run: dict[str, Any]) -> Results:
-        """A finished run's results."""
+        """Returns a finished run's results."""
         return self._results[self._key(run)]
 
     def __setitem__(self, run: dict[str, Any], results: Results) -> None:
-        """Keeps a run's results, on disk as well."""
+        """Adds a run's results, and writes the file."""
         self._results[self._key(run)] = results
         lines = [
             json.dumps({"run": json.loads(key), "results": asdict(found)}) + "\n"

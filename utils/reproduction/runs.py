@@ -1,4 +1,4 @@
-"""A run of a recipe, and what a tree of recipes says of it."""
+"""Defines a run of a recipe, and what NLU/ and NLG/ have to implement to be reproduced."""
 
 import json
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ class Run:
 
     Args:
         recipe: the recipe's name.
-        seed: the run's.
-        folder: where all of it goes.
+        seed: the run's seed.
+        folder: the folder for everything that the run writes.
     """
 
     recipe: str
@@ -30,17 +30,17 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """What the recipe writes."""
+        """The folder that the recipe writes to."""
         return self.folder / "output"
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """The file with everything that the recipe prints."""
         return self.folder / "log.txt"
 
     @property
     def error(self) -> Path:
-        """Why its last attempt failed, if it did."""
+        """The file with the last attempt's error, if it failed."""
         return self.folder / "error.txt"
 
     def __str__(self) -> str:
@@ -48,20 +48,20 @@ class Run:
 
 
 def run_of(out: Path, recipe: str, seed: int) -> Run:
-    """The run and its place in the output folder."""
+    """Returns the run of a recipe with a seed, which has its folder in the output folder."""
     return Run(recipe, seed, out / recipe / f"seed{seed}")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's content."""
+    """Reads a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def trained_sizes(path: Path) -> dict[str, int]:
-    """How many values the trained tensors of a checkpoint's file have, by name.
+    """Returns the number of values in each tensor of a checkpoint's file, by name.
 
-    Of LoRA, a frozen A is not trained, nor is what A and B started as; a full model's file also
-    holds the base.
+    Left out are LoRA's tensors that are not trained: a frozen A, and the initial values of A and B.
+    The file of a full model also holds the base's tensors.
     """
     from loralib.adapters.deltas import START_A, START_B
     from loralib.adapters.metadata import LoraMetadata
@@ -74,19 +74,19 @@ def trained_sizes(path: Path) -> dict[str, int]:
 
 
 class Tree(ABC):
-    """The recipes of NLU/ or NLG/: how they are run, and what they leave.
+    """The recipes of NLU/ or NLG/: how they are run, and how their results are read.
 
     Args:
-        out: folder of all runs; absolute.
+        out: the folder of all runs, as an absolute path.
         small: whether the runs are trials.
 
     Attributes:
-        title: what the tables of its rows are called.
-        section: the paper's, in paper_results.json.
-        seeds: of the runs, unless others are asked for.
-        columns: of its tables: task or corpus -> title.
-        small_name: what the folder with the small data and base of trials is called.
-        small: that folder; None where the runs are not trials.
+        title: the title of its tables.
+        section: the section of paper_results.json with the paper's figures.
+        seeds: the default seeds.
+        columns: the columns of its tables: task or corpus -> title.
+        small_name: the name of the folder with the small data and the small base of trials.
+        small: the path of that folder; None if the runs are not trials.
     """
 
     title: ClassVar[str]
@@ -101,39 +101,39 @@ class Tree(ABC):
 
     @abstractmethod
     def rows(self) -> dict[str, dict[str, str]]:
-        """Recipes by row and column."""
+        """Returns recipes by row and column."""
 
     @abstractmethod
     def measure(self, column: str) -> str:
-        """What a column's figures are."""
+        """Returns the name of a column's metrics."""
 
     @abstractmethod
     def obstacle(self, run: Run) -> str | None:
-        """Why a run cannot begin; None where it can."""
+        """Returns why a run cannot begin; None if it can."""
 
     @abstractmethod
     def command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        """What begins or resumes a run: the command, and environment variables for it."""
+        """Returns the command that begins or resumes a run, and environment variables for it."""
 
     @abstractmethod
     def figures(self, run: Run) -> Figures | None:
-        """What the paper's table has of a run; None for one that is not finished."""
+        """Returns a run's figures, as in the paper's table; None for one that is not finished."""
 
     @abstractmethod
     def other_scores(self, run: Run) -> dict[str, float]:
-        """A finished run's further scores, by name."""
+        """Returns a finished run's other scores, by name."""
 
     @abstractmethod
     def curve(self, run: Run) -> tuple[list[float], list[float]]:
-        """The learning curve that a run has logged so far."""
+        """Returns the learning curve that a run has logged so far: x and y values."""
 
     @abstractmethod
     def curve_axes(self, run: Run) -> tuple[str, str]:
-        """The titles of the curve's axes."""
+        """Returns the titles of the curve's axes."""
 
     @abstractmethod
     def trained(self, run: Run) -> str:
-        """How many parameters a finished run has trained; empty where its checkpoints are gone."""
+        """Returns how many parameters a finished run has trained; empty without checkpoints."""
 
     @abstractmethod
     def make_small(self) -> None:
@@ -141,7 +141,7 @@ class Tree(ABC):
 
 
 def problem_of(tree: Tree, run: Run) -> str | None:
-    """Why there are no figures of a run; None where there are."""
+    """Returns why a run has no figures; None if it has."""
     if tree.figures(run) is not None:
         return None
     if run.error.is_file():

@@ -1,4 +1,4 @@
-"""The study: ways to adapt a small encoder and a small GPT-2, compared.
+"""Compares ways to adapt a small encoder and a small GPT-2.
 
     python utils/reproduce.py --study                               all of it: hours on two cores
     python utils/reproduce.py --study "LoRA, query + value, r = 4"  some rows of the tables
@@ -6,11 +6,11 @@
 
 Both bases are pretrained here, on the text of the training sets, so only data is downloaded. The
 learning rate of each method is chosen from a few, with one shorter run each on four fifths of the
-training set. Then the method is trained once per seed, and the final state of each run is measured.
+training set. Then the method is trained once per seed, and the final model of each run is measured.
 
     OUTPUT_DIR/study.md, study.png   the tables and the picture
     OUTPUT_DIR/runs.jsonl, gpt2/runs.jsonl
-                                     a line per finished run; the same command continues after them
+                                     one line per finished run; the same command continues
     OUTPUT_DIR/base/, gpt2/base.pt   the bases; one that is deleted is trained again
 """
 
@@ -57,8 +57,8 @@ from reproduction.study_trials import Cell, run_cells
 
 logger = logging.getLogger(__name__)
 
-# The encoder has 5.7 million parameters, 1.9 of them the vocabulary's. It is trained without
-# dropout, as so small a model on so little text learns too little, not too much.
+# The encoder has 5.7 million parameters, 1.9 million of them for the vocabulary. It is trained
+# without dropout, because such a small model underfits rather than overfits this text.
 BASE_SHAPE = {
     "vocab_size": 5000,
     "hidden_size": 384,
@@ -86,7 +86,7 @@ GPT2_EPOCHS = 1
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line.
+    """Reads the command line.
 
     Raises:
         ValueError: a row is unknown, or a value is out of its range.
@@ -142,12 +142,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def all_methods() -> dict[str, Method]:
-    """The encoder's methods, by name."""
+    """Returns the encoder's methods, by name."""
     return {method.name: method for method in (*METHODS, *PROJECTIONS, *BY_RANK)}
 
 
 def encoder_cells() -> dict[tuple[str, str], Cell]:
-    """By task and method, what the tables need of the encoder, the first table's first."""
+    """Returns the encoder's cells by task and method, with those of the first table first."""
     pairs = [(task.name, method) for method in METHODS for task in TASKS]
     pairs += [(WEIGHTS_TASK, method) for method in (*PROJECTIONS, *BY_RANK)]
     cells = {}
@@ -159,7 +159,7 @@ def encoder_cells() -> dict[tuple[str, str], Cell]:
 
 
 def gpt2_cells() -> dict[str, Cell]:
-    """By method, what the table needs of GPT-2."""
+    """Returns GPT-2's cells by method."""
     return {
         method.name: Cell(
             method, [Gpt2Trial(method, rate, 0, tuning=True) for rate in method.rates]
@@ -169,10 +169,10 @@ def gpt2_cells() -> dict[str, Cell]:
 
 
 class Study:
-    """What is asked for, step by step; each step does what is not done yet.
+    """The steps of the study; each does only what has not been done yet.
 
     Args:
-        args: the command line's.
+        args: the command line's arguments.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -195,10 +195,10 @@ class Study:
             _write(self.corpus, "\n".join(sentences) + "\n")
 
     def train_base(self) -> None:
-        """Pretrains the encoder by run_mlm.py.
+        """Pretrains the encoder with run_mlm.py.
 
         Raises:
-            TrainingError: it failed; it has shown its error.
+            TrainingError: run_mlm.py failed; it has printed its error.
         """
         if (self.experiment.base / "pytorch_model.bin").is_file():
             return
@@ -221,7 +221,7 @@ class Study:
             raise TrainingError("the encoder could not be pretrained: see above")
 
     def adapt_encoder(self) -> dict[tuple[str, str], Outcome]:
-        """Runs what is asked for; the outcomes of all that is finished, by task and method."""
+        """Runs what is asked for; returns all finished outcomes by task and method."""
         cells = encoder_cells()
         wanted = [key for key in cells if self.is_wanted(key[1])]
         if wanted:
@@ -241,7 +241,7 @@ class Study:
         }
 
     def adapt_gpt2(self) -> dict[str, Gpt2Outcome]:
-        """Runs what is asked for; the outcomes of all that is finished, by method."""
+        """Runs what is asked for; returns all finished outcomes by method."""
         cells = gpt2_cells()
         wanted = [name for name in cells if self.is_wanted(name)]
         folder = self.out / "gpt2"
@@ -262,11 +262,11 @@ class Study:
         }
 
     def is_wanted(self, name: str) -> bool:
-        """Whether a row is to be run."""
+        """Returns whether a row is to be run."""
         return not self.args.names or name in self.args.names
 
     def labels(self) -> dict[str, list[str]]:
-        """Those of the development sets, by task."""
+        """Returns the labels of the development sets, by task."""
         return {
             task.name: [row["label"] for row in self.experiment.rows(task.name, "validation")]
             for task in TASKS
@@ -279,14 +279,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs what is asked for and not run yet, and reports.
+    """Runs what is asked for and has not been run yet, and writes the report.
 
     Args:
         argv: the command line, without ``--study``.
     """
     args = parse_args(argv)
     process.set_up_logging(own=["reproduction"])
-    import_figure()  # before hours of work: the picture needs it
+    import_figure()  # fails now, not after hours of work, if matplotlib is missing
     with lock_folder(args.output_dir):
         study = Study(args)
         study.prepare()

@@ -1,7 +1,7 @@
-"""The texts of the study: one corpus for both bases, and the sets that the methods are held on.
+"""Prepares the study's data: a corpus for both bases, and the sets for the methods.
 
-The corpus is the text of the training sets, and of the development sets of DART and WebNLG. What is
-also a text on which a method is measured is left out.
+The corpus is the text of the training sets, and of the development sets of DART and WebNLG, without
+any text on which methods are measured.
 """
 
 import json
@@ -21,14 +21,14 @@ E2E_SOURCE = "e2e"
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A task of GLUE, as the study takes it.
+    """A task of GLUE as the study uses it.
 
     Args:
-        name: run_glue.py's.
-        title: in the tables.
-        metric: the one that the tables show, of those that GLUE has for the task.
-        metric_title: what the tables call it.
-        train_rows: at most so many rows of the training set, chosen at random.
+        name: the task's name in run_glue.py.
+        title: its title in the tables.
+        metric: the one of the task's metrics that the tables show.
+        metric_title: the metric's title in the tables.
+        train_rows: the largest number of rows of the training set, chosen at random.
     """
 
     name: str
@@ -47,10 +47,10 @@ TASKS = (
 
 
 def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample]]:
-    """What the study takes of a task: "train", in random order, and "validation".
+    """Returns the study's splits of a task, among them "train" in random order, and "validation".
 
-    Learning rates are chosen by training on "tuning_train" and measuring on "tuning", which are
-    "train" in two parts.
+    "tuning_train" and "tuning" are two parts of "train". Learning rates are chosen by training on
+    the first and measuring on the second.
     """
     train = load_glue_split(task.name, glue_dir, "train")
     random.Random(DATA_SEED).shuffle(train)
@@ -65,10 +65,10 @@ def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample
 
 
 def find_file(folder: Path, pattern: str) -> Path:
-    """The first file of a folder that fits a pattern.
+    """Returns the first file in a folder that matches a pattern.
 
     Raises:
-        ValueError: none does.
+        ValueError: no file does.
     """
     found = sorted(folder.glob(pattern))
     if not found:
@@ -99,9 +99,9 @@ def _texts(rows: Iterable[InputExample]) -> Iterator[str]:
 
 
 def whole_sentences(texts: Iterable[str]) -> list[str]:
-    """The texts that are not a part of another one, longest first.
+    """Returns the texts that are not a part of another text, longest first.
 
-    SST-2's training set has most sentences again in phrases, down to single words.
+    SST-2's training set repeats parts of most sentences as phrases, down to single words.
     """
     kept: list[str] = []
     parts: set[tuple[str, ...]] = set()
@@ -118,19 +118,19 @@ def whole_sentences(texts: Iterable[str]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """What two texts have in common that differ in case or spacing alone."""
+    """Returns a text in lower case without spaces, for comparing texts."""
     return "".join(text.lower().split())
 
 
 def corpus_sentences(glue_dir: Path, nlg_dir: Path) -> list[str]:
-    """The corpus, in random order.
+    """Returns the sentences of the corpus, in random order.
 
     Args:
-        glue_dir: folder with GLUE's files, as utils/download_glue_data.py makes it.
-        nlg_dir: folder with those of E2E, WebNLG and DART, as NLG/download_data.sh makes it.
+        glue_dir: the folder with GLUE's files, as utils/download_glue_data.py makes it.
+        nlg_dir: the folder with E2E, WebNLG and DART, as NLG/download_data.sh makes it.
 
     Raises:
-        ValueError: a file is missing, or is not what it should be.
+        ValueError: a file is missing, or is not in its format.
     """
     texts: list[str] = []
     for task in TASKS:

@@ -1,7 +1,8 @@
-"""The study's GPT-2: a base trained on the corpus, then E2E, by the scripts of NLG/.
+"""Trains the study's GPT-2 with the scripts of NLG/: a base on the corpus, then methods on E2E.
 
-E2E's validation set, which is small enough for a study, is what is trained on; its test set is
-what is measured on. Learning rates are chosen by the loss on a fifth of the meanings.
+Methods are trained on E2E's validation set, which is small enough for a study, and measured on its
+test set. Learning rates are chosen by the loss on a fifth of the validation set, which shares no
+meaning representation with the rest.
 """
 
 import json
@@ -43,12 +44,12 @@ COMMON = {
     "weight_decay": 0.01,
 }
 """The flags that all runs have in common: the release's, with less time to warm up."""
-_DIVERGED = re.compile(r"\bloss\b.* is (nan|-?inf)\b")  # of what gpt2_ft.py says
+_DIVERGED = re.compile(r"\bloss\b.* is (nan|-?inf)\b")  # matches an error of gpt2_ft.py
 SCORES = ("BLEU", "NIST", "METEOR", "ROUGE_L", "CIDEr")
 
 
 class Used(NamedTuple):
-    """What a program has used: seconds of the processor, and bytes of memory at its peak."""
+    """The CPU time of a program in seconds, and its peak memory in bytes."""
 
     seconds: float
     memory: int
@@ -59,10 +60,10 @@ class Gpt2Trial:
     """A run of a method on E2E.
 
     Args:
-        method: what is trained.
-        learning_rate: its peak.
-        seed: of the new weights, the order of the data, and dropout.
-        tuning: whether it is there to choose the learning rate.
+        method: the method.
+        learning_rate: the peak learning rate.
+        seed: the seed of new weights, the order of the data, and dropout.
+        tuning: whether the run is for choosing the learning rate.
     """
 
     method: Gpt2Method
@@ -72,7 +73,7 @@ class Gpt2Trial:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the trial's folder."""
         kind = "lora" if "lora_dim" in self.method.flags else "full"
         stage = "tuning" if self.tuning else "final"
         return f"{kind}_{self.learning_rate:g}_{stage}_{self.seed}"
@@ -80,14 +81,14 @@ class Gpt2Trial:
 
 @dataclass(frozen=True)
 class Gpt2Results:
-    """What a trial has come to.
+    """The results of a trial.
 
     Args:
-        loss: on the measured examples, a token, in nats.
-        scores: E2E's, by name; none of a trial for tuning.
-        parameters: those that were trained.
-        seconds: of the processor, for training.
-        memory: peak of the process that trained, in bytes, with its libraries.
+        loss: the loss on the measured examples, per token, in nats.
+        scores: E2E's scores by name; empty for tuning.
+        parameters: the number of trained parameters.
+        seconds: the CPU time of training.
+        memory: the peak memory of the training process in bytes, including libraries.
     """
 
     loss: float
@@ -101,10 +102,10 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     """The base, the data, and the trials on them.
 
     Args:
-        folder: where all of it goes.
-        vocab: folder with GPT-2's vocabulary.
-        runs: the results of the trials that are finished.
-        jobs: how many run at a time, each on one thread.
+        folder: the folder for all files.
+        vocab: the folder with GPT-2's vocabulary.
+        runs: the results of finished trials.
+        jobs: the number of trials that run at a time, each on one thread.
     """
 
     def __init__(self, folder: Path, vocab: Path, runs: RunFile[Gpt2Results], jobs: int):
@@ -113,15 +114,15 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
 
     @property
     def base(self) -> Path:
-        """The base's weights."""
+        """The file of the base's weights."""
         return self.folder / "base.pt"
 
     def prepare(self, sentences: Sequence[str], e2e: Path) -> None:
-        """Encodes the texts, where that is not done yet.
+        """Encodes the texts that have not been encoded yet.
 
         Args:
             sentences: the corpus.
-            e2e: folder with E2E's ``valid.txt`` and ``test.txt``.
+            e2e: the folder with E2E's ``valid.txt`` and ``test.txt``.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # The first word is the context, which may not be empty; --obj jlm learns it as well.
@@ -129,7 +130,8 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         rows = [{"context": first, "completion": rest} for first, _, rest in parts if rest]
         self._encode("corpus", rows)
         train, test = (self._formatted(e2e, split) for split in ("valid", "test"))
-        # Meanings are sorted, each with all its texts: a fifth of the rows has meanings of its own.
+        # Rows with the same meaning representation follow each other. The cut is moved so that both
+        # parts have different ones.
         cut = round(len(train) * (1 - TUNING_SHARE))
         while train[cut]["context"] == train[cut - 1]["context"]:
             cut += 1
@@ -142,7 +144,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
             self._encode(name, rows)
 
     def train_base(self, epochs: int) -> None:
-        """Trains the base on the corpus, where that is not done yet."""
+        """Trains the base on the corpus, unless that has been done."""
         if self.base.is_file():
             return
         work = self.folder / "base"
@@ -161,7 +163,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the base and the examples."""
+        """The fingerprint of the base and the examples."""
         return fingerprint(
             [self.base, *map(self._file, ("train", "tuning_train", "tuning", "test"))]
         )
@@ -188,25 +190,25 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
                     if future.cancelled():
                         continue
                     if error := future.exception():
-                        # Those that are under way are still worth having, the others can wait.
+                        # Trials that have begun are finished and kept, the others are not begun.
                         logger.error("%s: %s", futures[future].name, error)
                         failed = failed or error
                         _cancel(futures)
                         continue
                     yield futures[future], future.result()
             finally:
-                _cancel(futures)  # where it is interrupted, too
+                _cancel(futures)  # also after an interruption
         if failed:
             raise failed
 
     def _carry_out(self, trial: Gpt2Trial) -> Gpt2Results:
         work = self.folder / trial.name
-        shutil.rmtree(work, ignore_errors=True)  # of an attempt that was cut off
+        shutil.rmtree(work, ignore_errors=True)  # left by an attempt that was interrupted
         try:
             used, model = self._train(trial, work)
         except TrainingError as error:
             if trial.tuning and _DIVERGED.search(str(error)):
-                # A learning rate that is too large, and not chosen.
+                # The learning rate is too large: an infinite loss is never chosen.
                 return Gpt2Results(math.inf, {}, 0, 0.0, 0)
             raise
         losses = [
@@ -218,11 +220,11 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         trained = {n: s for n, s in sizes.items() if "lora_" in n} or sizes
         scores = {} if trial.tuning else self._scores(trial, model)
         for path in work.glob("*.pt"):
-            path.unlink()  # each has the full model
+            path.unlink()  # to save disk space, since each holds the full model
         return Gpt2Results(losses[-1], scores, sum(trained.values()), used.seconds, used.memory)
 
     def _train(self, trial: Gpt2Trial, work: Path) -> tuple[Used, Path]:
-        """What it took, and the model that came of it."""
+        """Trains a method; returns the time and memory used, and the path of the model."""
         train, measured = ("tuning_train", "tuning") if trial.tuning else ("train", "test")
         epochs = TUNING_EPOCHS if trial.tuning else EPOCHS
         with open(self._file(train), encoding="utf-8") as file:
@@ -292,7 +294,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         """Runs a script of NLG/.
 
         Raises:
-            TrainingError: it failed; the message is its error.
+            TrainingError: the script failed; the message is its error.
         """
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
             program = subprocess.Popen(
@@ -301,7 +303,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
                 stdout=subprocess.DEVNULL,
                 stderr=said,
             )
-            # Waits as Popen does, and learns what the program has used.
+            # Waits like Popen.wait, but also returns the program's CPU time and peak memory.
             _, status, usage = os.wait4(program.pid, 0)
             program.returncode = os.waitstatus_to_exitcode(status)
             if program.returncode:
@@ -312,7 +314,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
 
 
 def _cancel(futures: Iterable[Future]) -> None:
-    """Those that have not begun."""
+    """Cancels the futures that have not begun."""
     for future in futures:
         future.cancel()
 

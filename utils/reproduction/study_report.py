@@ -1,4 +1,4 @@
-"""The results of the study: tables as Markdown, and a picture."""
+"""Writes the results of the study: Markdown tables, and a picture."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ USED = ("seconds", "memory, MiB")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method's runs on a task.
+    """A method's results on a task.
 
     Args:
-        learning_rate: of all of them.
+        learning_rate: the learning rate of all runs.
         at_end: whether it is the largest or the smallest of those it was chosen from.
-        runs: the results, one a seed.
+        runs: the results of the runs, one per seed.
     """
 
     learning_rate: float
@@ -55,27 +55,27 @@ class Outcome:
 
     @property
     def scores(self) -> list[float]:
-        """Of each seed, in percent."""
+        """Each seed's score, in percent."""
         return [100 * run.score for run in self.runs]
 
     @property
     def mean(self) -> float:
-        """Of the scores."""
+        """The mean of the scores."""
         return statistics.mean(self.scores)
 
     @property
     def half(self) -> float:
-        """Half of the mean's interval; 0 with one seed."""
+        """Half the width of the mean's confidence interval; 0 with one seed."""
         return half_width(self.scores) if len(self.runs) > 1 else 0.0
 
     @property
     def seconds(self) -> float:
-        """Of the processor, for one training."""
+        """The mean CPU time of one training."""
         return statistics.mean(run.seconds for run in self.runs)
 
     @property
     def cell(self) -> str:
-        """In a table of scores."""
+        """The cell in a table of scores."""
         return with_interval(self.scores)
 
 
@@ -85,11 +85,11 @@ Outcomes = Mapping[tuple[str, str], Outcome]
 
 @dataclass(frozen=True)
 class Gpt2Outcome:
-    """A method's runs on E2E.
+    """A method's results on E2E.
 
     Args:
-        learning_rate: of all of them.
-        runs: the results, one a seed.
+        learning_rate: the learning rate of all runs.
+        runs: the results of the runs, one per seed.
     """
 
     learning_rate: float
@@ -98,13 +98,13 @@ class Gpt2Outcome:
 
 @dataclass(frozen=True)
 class Settings:
-    """How all of it was made.
+    """How the results were made.
 
     Args:
-        seeds: of the runs.
-        labels: those of each task's development set, by task.
-        words: of the corpus.
-        made: on what machine, and when.
+        seeds: the seeds of the runs.
+        labels: the labels of each task's development set, by task.
+        words: the number of words in the corpus.
+        made: the machine and the date.
     """
 
     seeds: Sequence[int]
@@ -114,19 +114,19 @@ class Settings:
 
 
 def with_interval(values: Sequence[float], digits: int = 1) -> str:
-    """The mean and, of two or more values, half of its interval."""
+    """Formats the mean and, for two or more values, half the width of its confidence interval."""
     text = f"{statistics.mean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ± {half_width(values):.{digits}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table's lines, and an empty one."""
+    """Returns the lines of a Markdown table, and an empty one."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
 
 
 def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settings) -> str:
-    """All tables, with how they were made and what they mean."""
+    """Returns all tables, with text on how they were made and what they mean."""
     title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
     lines = [
         "# A study on a small scale\n",
@@ -190,7 +190,7 @@ def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
 
 
 def four_tasks(outcomes: Outcomes, settings: Settings) -> list[str]:
-    """The methods that every task is adapted with; first, what needs no training."""
+    """Returns the table of methods on all tasks; its first row is the most frequent label."""
     header = ["", "trained", *(f"{task.title}, {task.metric_title}" for task in TASKS)]
     header += ["mean", *USED]
     rows = [["the most frequent label", "-", *(_majority(t, settings) for t in TASKS), *"---"]]
@@ -217,7 +217,7 @@ def _majority(task: StudyTask, settings: Settings) -> str:
 
 
 def chosen_rates(outcomes: Outcomes) -> list[str]:
-    """The learning rates; one at an end of its three is marked."""
+    """Returns the table of learning rates; the largest and the smallest tried are marked."""
     rows = []
     for method in METHODS:
         found = [outcomes.get((task.name, method.name)) for task in TASKS]
@@ -229,7 +229,7 @@ def chosen_rates(outcomes: Outcomes) -> list[str]:
 
 
 def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[str]:
-    """A table of some methods on one task."""
+    """Returns a table of some methods on one task."""
     rows = [
         [
             *(method.name, f"{found.runs[0].parameters:,}", found.cell),
@@ -243,7 +243,7 @@ def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[s
 
 
 def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
-    """E2E's scores; losses are a token's, in nats."""
+    """Returns the table of GPT-2's results on E2E; losses are per token, in nats."""
     if not outcomes:
         return ["Not run.\n"]
     scores = list(next(iter(outcomes.values())).runs[0].scores)
@@ -263,7 +263,7 @@ def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
 
 
 def draw(outcomes: Outcomes) -> Figure:
-    """A panel a task: scores by trained parameters, LoRA as a curve over its ranks."""
+    """Draws one panel per task: scores by trained parameters, with LoRA's ranks as a curve."""
     figure = import_figure()(figsize=(11, 7), layout="constrained")
     for panel, task in zip(figure.subplots(len(TASKS) // 2, 2).ravel(), TASKS, strict=True):
         _draw_task(panel, task, outcomes)

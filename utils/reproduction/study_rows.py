@@ -1,4 +1,4 @@
-"""What the study compares: ways to adapt its encoder, and ways to adapt its GPT-2."""
+"""Defines what the study compares: methods that adapt its encoder, and its GPT-2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from reproduction.ablation_rows import ALL, HEAD_ALONE, Row, lora
 QV = "query value"
 RANKS = (1, 2, 4, 8, 64)
 
-# A factor of about three apart. What trains the base's own weights
-# needs small ones; what starts at no change at all needs large ones.
+# Learning rates about a factor of three apart. Methods that train the base's own weights need small
+# ones. Methods that start without any change to the base need large ones.
 SMALL_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 LARGE_RATES = (3e-4, 1e-3, 3e-3)
 
@@ -20,10 +20,10 @@ class Method:
     """A row of the study's tables.
 
     Args:
-        row: its name, and run_glue.py's flags for it.
-        rates: the learning rates that it chooses from.
-        trains_base: whether the base's own weights are trained, all of them.
-        tuned_as: another method, whose learning rate it takes; None chooses one.
+        row: the method's name, and its flags of run_glue.py.
+        rates: the learning rates to choose from.
+        trains_base: whether all of the base's own weights are trained.
+        tuned_as: another method whose learning rate is used; None to choose one.
     """
 
     row: Row
@@ -33,7 +33,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """In the tables; no other method has it."""
+        """The method's name in the tables, which is unique."""
         return self.row.name
 
 
@@ -81,9 +81,9 @@ class Gpt2Method:
     """A way to adapt GPT-2.
 
     Args:
-        name: in the tables.
-        flags: gpt2_ft.py's for it.
-        rates: the learning rates that it chooses from.
+        name: the method's name in the tables.
+        flags: its flags of gpt2_ft.py.
+        rates: the learning rates to choose from.
     """
 
     name: str
@@ -93,6 +93,6 @@ class Gpt2Method:
 
 GPT2_METHODS = (
     Gpt2Method("GPT-2, full fine-tuning", {}, (*SMALL_RATES, 1e-2)),
-    # A base that knows little of the task wants much of an update.
+    # The base has learned little that helps with the task, so the update has to become large.
     Gpt2Method("GPT-2, LoRA, r = 4", {"lora_dim": 4, "lora_alpha": 32}, (*LARGE_RATES, 1e-2, 3e-2)),
 )

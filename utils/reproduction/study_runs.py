@@ -1,4 +1,4 @@
-"""The runs of the study's encoder: what a trial is, and what it comes to."""
+"""Carries out the study's runs of the encoder."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Trial:
     """A run of a method on a task.
 
     Args:
-        task: `StudyTask.name`.
-        method: what is trained.
-        learning_rate: its peak.
-        seed: of the new weights, the order of the data, and dropout.
-        tuning: whether it is there to choose the learning rate, on the training set alone.
+        task: the task, a `StudyTask.name`.
+        method: the method.
+        learning_rate: the peak learning rate.
+        seed: the seed of new weights, the order of the data, and dropout.
+        tuning: whether the run is for choosing the learning rate, on the training set only.
     """
 
     task: str
@@ -64,21 +64,21 @@ class Trial:
 
     @property
     def epochs(self) -> int:
-        """Passes over what is trained on."""
+        """The number of passes over the training data."""
         return TUNING_EPOCHS if self.tuning else EPOCHS
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a trial has come to.
+    """The results of a trial.
 
     Args:
         score: the task's metric, from -1 or 0 to 1.
-        loss: on the same rows.
-        parameters: those that were trained, without the head's.
-        head_parameters: the head's.
-        seconds: of the processor, for training.
-        memory: the process's peak, in bytes, with its libraries.
+        loss: the loss on the same rows.
+        parameters: the number of trained parameters, without the head's.
+        head_parameters: the number of the head's parameters.
+        seconds: the CPU time of training.
+        memory: the peak memory of the process in bytes, including libraries.
     """
 
     score: float
@@ -91,10 +91,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The base and the tasks, on which trials are run.
+    """The base and the tasks on which trials are run.
 
     Args:
-        folder: the study's: ``base/``, ``data/TASK.json``, and what the Trainer wants a folder for.
+        folder: the study's folder with ``base/``, ``data/TASK.json``, and the Trainer's folder.
     """
 
     folder: Path
@@ -105,22 +105,22 @@ class Experiment:
         return self.folder / "base"
 
     def data_file(self, task: str) -> Path:
-        """A task's rows by split."""
+        """Returns the path of the file with a task's rows by split."""
         return self.folder / "data" / f"{task}.json"
 
     def rows(self, task: str, split: str) -> list[dict[str, Any]]:
-        """A task's rows: `text_a`, `text_b` (None without a second text) and `label`."""
+        """Reads a task's rows: `text_a`, `text_b` (None without a second text) and `label`."""
         return read_json(self.data_file(task))[split]
 
     def fingerprint(self) -> str:
-        """Of the base's weights, its vocabulary, and the tasks' rows."""
+        """Returns the fingerprint of the base's weights, its vocabulary, and the tasks' rows."""
         files = [self.base / name for name in ("pytorch_model.bin", "tokenizer.json")]
         return fingerprint([*files, *(self.data_file(task.name) for task in TASKS)])
 
 
 def run_trial(experiment: Experiment, trial: Trial) -> Results:
-    """Trains and measures; in a process of its own, for its peak of memory."""
-    logging.disable(logging.WARNING)  # that the head is new, and that texts are cut
+    """Trains and measures a trial; run it in a new process, because it reports peak memory."""
+    logging.disable(logging.WARNING)  # about the new head, and texts that are cut
     set_verbosity_error()
     task = next(task for task in TASKS if task.name == trial.task)
     splits = ("tuning_train", "tuning") if trial.tuning else ("train", "validation")
@@ -171,7 +171,7 @@ def run_trial(experiment: Experiment, trial: Trial) -> Results:
 
 
 def encode(rows: list[dict[str, Any]], task: StudyTask, tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows as the Trainer takes them."""
+    """Returns rows as the Trainer takes them."""
     first, second = [row["text_a"] for row in rows], [row["text_b"] for row in rows]
     texts = (first,) if second[0] is None else (first, second)
     ids = tokenizer(*texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
@@ -181,19 +181,19 @@ def encode(rows: list[dict[str, Any]], task: StudyTask, tokenizer: Any) -> list[
 
 
 def score(task: StudyTask, evaluated: EvalPrediction) -> float:
-    """The task's metric."""
+    """Computes the task's metric."""
     outputs = np.asarray(evaluated.predictions)
     predictions = outputs.argmax(axis=1) if glue_task(task.name).label_words else outputs[:, 0]
     return glue_compute_metrics(task.name, predictions, evaluated.label_ids)[task.metric]
 
 
 class EncoderTrials(Trials[Trial, Results]):
-    """Trials of an experiment, each in a process of its own, on one thread.
+    """The trials of an experiment, each in a process of its own, on one thread.
 
     Args:
-        experiment: what they train.
-        runs: the results of those that are finished.
-        jobs: how many run at a time.
+        experiment: the base and the tasks.
+        runs: the results of finished trials.
+        jobs: the number of trials that run at a time.
     """
 
     def __init__(self, experiment: Experiment, runs: RunFile[Results], jobs: int):
@@ -217,7 +217,7 @@ class EncoderTrials(Trials[Trial, Results]):
 
     def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
         """As in `Trials`."""
-        # Forked from a process that has imported everything and has run nothing.
+        # Processes are forked from one that has imported everything and has run nothing.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         work = [(self.experiment, trial) for trial in trials]
@@ -236,5 +236,6 @@ def _run(work: tuple[Experiment, Trial]) -> tuple[Trial, Results]:
     except TrainingError:
         if not trial.tuning:
             raise
-        # Its loss is not a number any more: a learning rate that is too large, and not chosen.
+        # The loss is not finite: the learning rate is too large, and an infinite loss is never
+        # chosen.
         return trial, Results(math.nan, math.inf, 0, 0, 0.0, 0)

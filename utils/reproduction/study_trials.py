@@ -1,4 +1,4 @@
-"""Trials: runs of which a study is made, none of them twice, and how a learning rate is chosen."""
+"""Runs the trials of a study, each only once, and chooses learning rates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ class Trials(ABC, Generic[Trial, Results]):
     """The trials of an experiment.
 
     Args:
-        runs: the results of those that are finished.
-        jobs: how many run at a time, each on one thread.
+        runs: the results of finished trials.
+        jobs: the number of trials that run at a time, each on one thread.
     """
 
     def __init__(self, runs: RunFile[Results], jobs: int):
@@ -27,26 +27,26 @@ class Trials(ABC, Generic[Trial, Results]):
 
     @abstractmethod
     def describe(self, trial: Trial) -> dict[str, Any]:
-        """All that decides a trial's results; what it is known by in the file of runs."""
+        """Returns all that determines a trial's results, which identifies it in the run file."""
 
     @abstractmethod
     def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
-        """Runs trials side by side; yields each with its results when it is finished."""
+        """Runs trials in parallel; yields each with its results when it is finished."""
 
     def is_finished(self, trial: Trial) -> bool:
-        """Whether there are results of it."""
+        """Returns whether there are results of a trial."""
         return self.describe(trial) in self.runs
 
     def result(self, trial: Trial) -> Results:
-        """A finished trial's.
+        """Returns a finished trial's results.
 
         Raises:
-            KeyError: it is not finished.
+            KeyError: the trial is not finished.
         """
         return self.runs[self.describe(trial)]
 
     def run(self, trials: Sequence[Trial], title: str) -> None:
-        """Runs those that are not finished; a result is kept as soon as it is there."""
+        """Runs the trials that are not finished; saves each result as soon as it is there."""
         missing = [trial for trial in trials if not self.is_finished(trial)]
         if not missing:
             return
@@ -61,9 +61,9 @@ class Cell:
     """A method on a task.
 
     Args:
-        method: what is trained.
-        tuning: a trial for each learning rate that is tried, of this method or of the one whose
-            rate it takes; a single one is not run, as there is nothing to choose.
+        method: the method.
+        tuning: a trial for each learning rate to choose from, of this method or of the one whose
+            rate it uses. A single one is not run, as there is nothing to choose.
     """
 
     method: Any
@@ -71,22 +71,22 @@ class Cell:
 
     @property
     def tried(self) -> Sequence[Any]:
-        """The trials that are needed to choose."""
+        """The trials that are needed to choose a learning rate."""
         return self.tuning if len(self.tuning) > 1 else ()
 
     def best(self, trials: Trials) -> Any:
-        """The trial with the least loss; those that are tried are finished."""
+        """Returns the trial with the lowest loss; those in `tried` have to be finished."""
         if not self.tried:
             return self.tuning[0]
         return min(self.tuning, key=lambda trial: trials.result(trial).loss)
 
     def final(self, trials: Trials, seeds: Sequence[int]) -> list[Any]:
-        """The trials that are measured, with the learning rate chosen."""
+        """Returns the trials that are measured, one per seed, with the chosen learning rate."""
         best = self.best(trials)
         return [replace(best, method=self.method, seed=seed, tuning=False) for seed in seeds]
 
     def is_at_end(self, rate: float) -> bool:
-        """Whether a learning rate is the least or the largest of several that were tried."""
+        """Returns whether a learning rate is the smallest or the largest of several tried."""
         rates = [trial.learning_rate for trial in self.tried]
         return bool(rates) and rate in (min(rates), max(rates))
 
@@ -94,13 +94,13 @@ class Cell:
 def run_cells(
     trials: Trials, cells: Mapping[Key, Cell], wanted: Sequence[Key], seeds: Sequence[int]
 ) -> dict[Key, list[Any]]:
-    """Chooses learning rates and trains, where that is not done yet.
+    """Chooses learning rates and trains, as far as that has not been done yet.
 
     Args:
-        trials: runs what is missing, and knows the results.
-        cells: all that a report has a place for.
-        wanted: those that are to be run.
-        seeds: a run each.
+        trials: the experiment's trials.
+        cells: all cells of the report.
+        wanted: the keys of the cells to run.
+        seeds: the seeds, with one run each.
 
     Returns:
         The final trials of the cells that are finished, wanted now or before.

@@ -1,4 +1,4 @@
-"""The name that WebNLG's and DART's program has in the release; it is `../measure_scores.py`."""
+"""Runs `../measure_scores.py` under the name of the release's program for WebNLG and DART."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The name that E2E's program has in the release; it is `../measure_scores.py`."""
+"""Runs `../measure_scores.py` under the name of the release's program for E2E."""
 
 import sys
 from pathlib import Path
