@@ -20,7 +20,7 @@ from .adapted_layers import (
 )
 from .errors import UnsupportedLayerError
 from .experts import AdaptedStack, adapted_stacks, with_stacks
-from .in_place import class_of, set_class, turn_back, turn_into, was_turned
+from .in_place import convert_in_place, restore, set_class, unparametrized_class, was_converted
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
 from .quantized_layers import around, is_quantized_class, is_quantized_linear
@@ -59,7 +59,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Returns whether this is Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
-    return class_of(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return unparametrized_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
@@ -68,7 +68,7 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     Raises:
         UnsupportedLayerError: there is no such function.
     """
-    kind = class_of(module)
+    kind = unparametrized_class(module)
     if kind is nn.MultiheadAttention or _is_without_update(module):
         return _adapt_attention
     if is_conv1d(module) or is_quantized_class(kind):
@@ -78,9 +78,9 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
     for plain, build in _BUILDERS.items():
         # A subclass works too, unless it has a forward of its own, or additional attributes that
         # the model may use.
-        if not issubclass(kind, plain) or of_its_own(kind, plain):
+        if not issubclass(kind, plain) or added_attributes(kind, plain):
             continue
-        if computes_as(kind, plain) or package_and_name(kind) in _PRODUCTS:
+        if inherits_forward(kind, plain) or package_and_name(kind) in _PRODUCTS:
             return build
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
@@ -97,7 +97,7 @@ _HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
 _CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
 
 
-def of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
+def added_attributes(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     """Returns the attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
     names = {name for each in between for name in vars(each)}
@@ -105,7 +105,7 @@ def of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     return own - _HARMLESS - vars(plain).keys()
 
 
-def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
+def inherits_forward(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     """Returns whether a subclass of one of PyTorch's layers inherits its forward unchanged."""
     methods = ("forward", "_conv_forward")
     return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
@@ -131,7 +131,7 @@ def _adapt_linear(module: Any, settings: LayerSettings) -> None:
         in_features, out_features = module.weight.shape
     kind: type[Any] = MergedLinear if sliced else Linear
     if is_quantized_linear(module):
-        kind = around(class_of(module), kind)
+        kind = around(unparametrized_class(module), kind)
     turn_with(module, kind, settings)
     module.fan_in_fan_out = fan_in_fan_out
     if fan_in_fan_out:
@@ -167,10 +167,10 @@ def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
     """Adapts a stack of matrices: changes its module's class, and adds the stack's LoRA layer."""
     owner: Any = stack.owner
     name = stack.parameter
-    if not was_turned(owner):
-        turn_into(owner, with_stacks(class_of(owner), stacks_in(owner)))
+    if not was_converted(owner):
+        convert_in_place(owner, with_stacks(unparametrized_class(owner), stacks_in(owner)))
     elif name not in owner._stacks:  # registered after the class was made
-        set_class(owner, with_stacks(class_of(owner), [name]))
+        set_class(owner, with_stacks(unparametrized_class(owner), [name]))
     layer: Any = AdaptedStack(owner, name, **settings.of_layer())
     layer._add_update(_update_dtype(layer))
     layer.reset_lora_parameters()
@@ -181,8 +181,8 @@ def drop_stack(stack: Stack) -> None:
     """Undoes `adapt_stack`, even one that failed halfway."""
     owner, name = stack
     owner._modules.pop(layer_of_stack(name), None)
-    if was_turned(owner) and not adapted_stacks(owner):
-        turn_back(owner)
+    if was_converted(owner) and not adapted_stacks(owner):
+        restore(owner)
 
 
 _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
@@ -196,8 +196,8 @@ _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
 
 def turn_with(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
     """Turns a module into a LoRA layer of class `kind`, still without its update's parameters."""
-    if not was_turned(module):
-        turn_into(module, kind)
+    if not was_converted(module):
+        convert_in_place(module, kind)
     LoRALayer.__init__(module, **settings.of_layer())  # type: ignore[arg-type]
     module.train(module.training)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from .in_place import own_class
+from .in_place import original_class
 from .stacks import stack_named
 from .targets import first_names
 from .wrappers import has_own_forward
@@ -55,7 +55,7 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         *parts, parameter = name.split(".")
         if stack_named(model, name) is None:
             parts, parameter = [*parts, parameter], "weight"
-        kinds = [own_class(modules[".".join(parts[:at])]) for at in range(len(parts) + 1)]
+        kinds = [original_class(modules[".".join(parts[:at])]) for at in range(len(parts) + 1)]
         is_in_one_place = places[".".join(parts)] == 1
         for at, kind in enumerate(kinds[:-1]):
             if id(kind) not in used:

@@ -15,10 +15,10 @@ from torch.nn.utils import parametrize
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
-from .wrappers import drop_set_forward, has_own_forward, own_forward_message
+from .wrappers import drop_leftover_forward, has_own_forward, own_forward_message
 
 
-class _Turned(NamedTuple):
+class _Conversion(NamedTuple):
     """A turned module's record: its former class, and the attributes that were added to it."""
 
     before: type[nn.Module]
@@ -26,8 +26,8 @@ class _Turned(NamedTuple):
 
 
 @contextmanager
-def turning(module: nn.Module) -> Iterator[None]:
-    """Records which attributes a module gets in this block, so that `turn_back` can remove them.
+def recording_additions(module: nn.Module) -> Iterator[None]:
+    """Records which attributes a module gets in this block, so that `restore` can remove them.
 
     Attributes that a user sets on it later are not recorded, and stay.
     """
@@ -35,41 +35,41 @@ def turning(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if was_turned(module):
-            turned = vars(module)["_turned"]
+        if was_converted(module):
+            turned = vars(module)["_converted"]
             added = turned.added | (_names(module) - names)
-            vars(module)["_turned"] = turned._replace(added=added)
+            vars(module)["_converted"] = turned._replace(added=added)
 
 
-def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
+def convert_in_place(module: nn.Module, kind: type[nn.Module]) -> None:
     """Changes a module's class. Called in a `turning` block that also adds what the class needs."""
-    drop_set_forward(module)
-    vars(module)["_turned"] = _Turned(class_of(module), frozenset())
+    drop_leftover_forward(module)
+    vars(module)["_converted"] = _Conversion(unparametrized_class(module), frozenset())
     set_class(module, kind)
 
 
-def turn_back(module: nn.Module) -> None:
+def restore(module: nn.Module) -> None:
     """Gives a module its former class again, and removes what `turning` blocks have added."""
-    drop_set_forward(module)
-    turned = vars(module)["_turned"]
+    drop_leftover_forward(module)
+    turned = vars(module)["_converted"]
     for attributes in _attributes(module):
         for name in attributes.keys() & turned.added:
             del attributes[name]
     set_class(module, turned.before)
 
 
-def was_turned(module: nn.Module) -> bool:
+def was_converted(module: nn.Module) -> bool:
     """Returns whether a module was turned: it was plain before it was adapted."""
-    return "_turned" in vars(module)
+    return "_converted" in vars(module)
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
+def unparametrized_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class, without the subclass that PyTorch's parametrizations give it."""
     return type(module).__bases__[0] if _has_class_over(module) else type(module)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Replaces the class that `class_of` returns, and keeps the module's parametrizations."""
+    """Replaces the class that `unparametrized_class` returns, and keeps the module's parametrizations."""
     if _has_class_over(module):
         over = {n: v for n, v in vars(type(module)).items() if n not in ("__dict__", "__weakref__")}
         kind = type(f"Parametrized{kind.__name__}", (kind,), over)
@@ -86,14 +86,14 @@ def _has_class_over(module: nn.Module) -> bool:
     return is_theirs and parametrize.is_parametrized(module)
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
+def original_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class, the former one if the module was turned."""
-    return vars(module)["_turned"].before if was_turned(module) else type(module)
+    return vars(module)["_converted"].before if was_converted(module) else type(module)
 
 
 def is_in_place(module: nn.Module) -> bool:
     """Returns whether this LoRA layer was made by adapting a model's module, as by `add_lora`."""
-    return was_turned(module) or isinstance(module, AdaptedProjection)
+    return was_converted(module) or isinstance(module, AdaptedProjection)
 
 
 def _attributes(module: nn.Module) -> tuple[dict, ...]:
@@ -108,34 +108,34 @@ def merge_in_place(model: nn.Module) -> None:
     """Turns a model's modules back into plain ones, with their updates merged into new weights.
 
     Raises:
-        ValueError: as `turn_all_back`.
+        ValueError: as `restore_all`.
     """
-    _check_turnable(model)  # first, as a weight that is read below may be gone
+    _check_restorable(model)  # first, as a weight that is read below may be gone
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
         (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
     ]
-    turn_all_back(model)
+    restore_all(model)
     for base, name, parameter in merged:
         setattr(base, name, parameter)
 
 
-def turn_all_back(model: nn.Module) -> None:
-    """Turns a model's modules back into plain ones, and undoes `leave_fast_path`.
+def restore_all(model: nn.Module) -> None:
+    """Turns a model's modules back into plain ones, and undoes `disable_fast_paths`.
 
     Raises:
         ValueError: since a module was adapted, its weight or update has been parametrized or
             pruned, or it has got a forward of its own.
     """
-    _check_turnable(model)
+    _check_restorable(model)
     for module in list(model.modules()):
-        if was_turned(module):
-            turn_back(module)
-    take_fast_path(model)
+        if was_converted(module):
+            restore(module)
+    restore_fast_paths(model)
 
 
-def _check_turnable(model: nn.Module) -> None:
+def _check_restorable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not is_in_place(module) or not isinstance(module, LoRALayer):
             continue
@@ -161,7 +161,9 @@ def _check_turnable(model: nn.Module) -> None:
 
 def _is_update_parametrized(module: nn.Module) -> bool:
     """Returns whether a tensor of a turned module's update has been parametrized."""
-    return any(parametrize.is_parametrized(module, name) for name in vars(module)["_turned"].added)
+    return any(
+        parametrize.is_parametrized(module, name) for name in vars(module)["_converted"].added
+    )
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:
@@ -187,7 +189,7 @@ _FAST_PATH: dict[type[nn.Module], tuple[str, object]] = {
 }
 
 
-def leave_fast_path(model: nn.Module) -> None:
+def disable_fast_paths(model: nn.Module) -> None:
     """Disables the fast path of PyTorch's encoders that contain LoRA, so they call their children.
 
     Also keeps the quantized layers of a model with LoRA off the fast path of bitsandbytes.
@@ -203,8 +205,8 @@ def leave_fast_path(model: nn.Module) -> None:
                 setattr(module, name, off)
 
 
-def take_fast_path(model: nn.Module) -> None:
-    """Undoes `leave_fast_path`, for PyTorch's encoders and for quantized layers."""
+def restore_fast_paths(model: nn.Module) -> None:
+    """Undoes `disable_fast_paths`, for PyTorch's encoders and for quantized layers."""
     let_pack(model)
     for module in model.modules():
         for kind, (name, _) in _FAST_PATH.items():

@@ -35,7 +35,14 @@ from .adaptation import (
 )
 from .adapted_layers import MultiheadAttention
 from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
-from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
+from .in_place import (
+    disable_fast_paths,
+    is_in_place,
+    recording_additions,
+    restore,
+    restore_all,
+    was_converted,
+)
 from .inject_checks import (
     check_adaptable,
     check_dropout,
@@ -73,7 +80,7 @@ from .targets import (
     is_any,
     matched_stacks,
 )
-from .text import called, listed
+from .text import listed, module_label
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, freeze_base, train_biases
 from .zero3 import with_shapes
@@ -82,7 +89,7 @@ logger = logging.getLogger(__name__)
 
 _VARIANT = "variant ('lora', 'rslora', 'dora' or 'rslora+dora')"
 # What PEFT and others call the arguments of `add_lora`.
-_WORDS_OF_OTHERS = {
+_OTHER_LIBRARIES_NAMES = {
     "target_modules": "targets",
     "target_parameters": "targets",
     "exclude_modules": "exclude",
@@ -99,7 +106,7 @@ _WORDS_OF_OTHERS = {
 }
 
 
-@answering(_WORDS_OF_OTHERS)
+@answering(_OTHER_LIBRARIES_NAMES)
 def add_lora(
     model: nn.Module,
     targets: Target | Iterable[Target],
@@ -204,7 +211,7 @@ def add_lora(
         if without_parameters:
             logger.warning(
                 "modules_to_train names %s, with no parameters to train",
-                listed(map(called, without_parameters)),
+                listed(map(module_label, without_parameters)),
             )
         if ALL_LINEAR in targets:
             warn_of_guessed_head(model, exclude)
@@ -286,7 +293,7 @@ def adapt(
     model: nn.Module,
     settings: Mapping[str, LayerSettings],
     untie: bool = False,
-    any_rank: bool = False,
+    from_file: bool = False,
     rank_pattern: Iterable[Target] = (),
 ) -> tuple[str, ...]:
     """Adapts exactly these modules and stacks of a model, and freezes their weights.
@@ -295,7 +302,7 @@ def adapt(
         model: the model, which is changed in place.
         settings: the settings of the modules and stacks, by their names.
         untie: as for `add_lora`.
-        any_rank: allows ranks larger than a dimension of their weight, as some files have them, and
+        from_file: allows ranks larger than a dimension of their weight, as some files have them, and
             DoRA on rows of zeros.
         rank_pattern: the targets that gave some of them another rank than the rest, for errors.
 
@@ -317,9 +324,9 @@ def adapt(
         check_module(name, module, settings[name])
         check_owner(model, name)
         check_dropout(model, name, settings[name])
-        if not any_rank:
+        if not from_file:
             check_rows(name, module, settings[name])
-    if not any_rank:
+    if not from_file:
         check_rank(model, settings, rank_pattern)
     if not untie:
         check_tied(model, settings)
@@ -327,7 +334,7 @@ def adapt(
     if not had_update:
         forget_steps(model)
     _turn_all(model, modules, stacks, settings)
-    leave_fast_path(model)
+    disable_fast_paths(model)
     return tuple(name for name in lora_layers(model) if name not in had_update)
 
 
@@ -343,23 +350,23 @@ def _turn_all(
     try:
         for name, module in modules.items():
             turned.append(module)
-            with turning(module):
+            with recording_additions(module):
                 builder_of(module)(module, settings[name])
         for name, stack in stacks.items():
-            with turning(stack.owner):
+            with recording_additions(stack.owner):
                 adapt_stack(stack, settings[name])
         for name in modules:
             owner = model.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
                 turned.append(owner)
-                with turning(owner):
+                with recording_additions(owner):
                     turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     except BaseException as error:  # undo all changes
         for stack in stacks.values():
             drop_stack(stack)
         for module in reversed(turned):
-            if was_turned(module):
-                turn_back(module)
+            if was_converted(module):
+                restore(module)
         for parameter, was_trained in were_trained:
             parameter.requires_grad = was_trained
         if isinstance(error, torch.linalg.LinAlgError):
@@ -410,11 +417,11 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     for name in layers:
         if not is_in_place(model.get_submodule(name)):
             raise ValueError(
-                f"{called(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
+                f"{module_label(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
                 "it plain, with its update in its weight; or build the model without LoRA"
             )
     adapted = tuple(lora_layers(model))
-    turn_all_back(model)
+    restore_all(model)
     forget_frozen(model)
     forget_steps(model)
     return adapted

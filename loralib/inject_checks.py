@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
+from .adaptation import LayerSettings, added_attributes, builder_of, is_conv1d, is_linear
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import class_of, is_in_place
+from .in_place import is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -36,7 +36,7 @@ from .stacks import (
     stacks_in,
 )
 from .targets import Target, matches, means, shortest_target, text_of
-from .text import called, listed
+from .text import listed, module_label
 from .wrappers import (
     has_own_dispatch,
     has_own_forward,
@@ -135,7 +135,7 @@ def check_has_parameters(
     ]
     if without and not with_some:
         raise ValueError(
-            f"modules_to_train: {called(without[0])} has no parameters to train: leave it out"
+            f"modules_to_train: {module_label(without[0])} has no parameters to train: leave it out"
         )
     return without
 
@@ -146,7 +146,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
-    what = called(name)
+    what = module_label(name)
     if isinstance(module, LoRALayer) and module.r > 0:
         if not is_in_place(module):
             raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
@@ -295,13 +295,13 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
         others = sharing(model, parts, whole_parts)
         if others:
             raise ValueError(
-                f"{called(whole)} shares a weight with {', '.join(others)}, which would be trained "
+                f"{module_label(whole)} shares a weight with {', '.join(others)}, which would be trained "
                 "as well: name all of them in modules_to_train, or none"
             )
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
-                    f"{called(whole)} cannot be trained as it is while {called(name)} is adapted, "
+                    f"{module_label(whole)} cannot be trained as it is while {module_label(name)} is adapted, "
                     "whose weight is frozen: leave the one out of modules_to_train, or the other "
                     "out of targets"
                 )
@@ -313,12 +313,12 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
     scripted = (each for each in part.modules() if isinstance(each, torch.jit.ScriptModule))
     if any(next(each.parameters(), None) is not None for each in scripted):
         raise ValueError(
-            f"{called(trained)} cannot be trained as it is: it is scripted or traced; leave it out "
+            f"{module_label(trained)} cannot be trained as it is: it is scripted or traced; leave it out "
             "of modules_to_train, or script it when it has been trained"
         )
     parameters = dict(part.named_parameters(remove_duplicate=False))
     if any(map(is_lazy, parameters.values())):
-        raise ValueError(f"{called(trained)} {_WITHOUT_SHAPE}")
+        raise ValueError(f"{module_label(trained)} {_WITHOUT_SHAPE}")
     for name, parameter in parameters.items():
         reason = unreadable(parameter)
         if reason:
@@ -348,7 +348,7 @@ def _kind_not_held(buffer: Tensor) -> object | None:
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
     return ValueError(
-        f"{called(trained)} cannot be trained as it is: its {name} is {reason}; leave it out of "
+        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it out of "
         f"modules_to_train, or {way_out}"
     )
 
@@ -406,7 +406,7 @@ def check_rank(
             target = shortest_target(name, alike, largest)
             way_out = f"lower it, or there alone: rank_pattern={{{target}: {most}}}"
         raise ValueError(
-            f"r = {rank} is larger than a dimension of {called(name)}: {most}; {way_out}"
+            f"r = {rank} is larger than a dimension of {module_label(name)}: {most}; {way_out}"
         )
 
 
@@ -453,7 +453,7 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
         adapted = zip(slices, settings.enable_lora, strict=True)
         if not all(rows.all() for rows, enabled in adapted if enabled) and initializes():
             raise ValueError(
-                f"{called(name)} has rows of zeros in its {part}, which have no direction for "
+                f"{module_label(name)} has rows of zeros in its {part}, which have no direction for "
                 f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"
             )
 
@@ -463,19 +463,19 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
     slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
-            f"{called(name)} is not a linear layer, whose slices enable_lora could select: leave "
+            f"{module_label(name)} is not a linear layer, whose slices enable_lora could select: leave "
             "it out of enable_lora, where more of the linear layers' names means these alone"
         )
     if not any(settings.enable_lora) or out % slices:
         raise ValueError(
-            f"enable_lora {list(settings.enable_lora)} does not fit {called(name)}: it has to "
+            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: it has to "
             f"enable some of the equal slices of {out} outputs"
         )
     if not isinstance(settings.r, int) or settings.r < 1:
         raise ValueError(
-            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} ({called(name)})"
+            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} ({module_label(name)})"
         )
-    as_number(f"{called(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
+    as_number(f"{module_label(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
     if settings.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
@@ -501,7 +501,7 @@ def check_owner(model: nn.Module, name: str) -> None:
     if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
-    if has_own_forward or of_its_own(class_of(owner), nn.MultiheadAttention):
+    if has_own_forward or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             f"way of its own: {_LEAVE_OUT}"
@@ -514,7 +514,7 @@ def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
         if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
             raise ValueError(
-                f"{called(name)} {what} an nn.MultiheadAttention, whose update takes no dropout: "
+                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update takes no dropout: "
                 f"set lora_dropout to 0, or {_LEAVE_OUT}"
             )
 
@@ -532,7 +532,7 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(
-                    f"{called(name)} shares its weight with {called(others[0])}; an update of one "
+                    f"{module_label(name)} shares its weight with {module_label(others[0])}; an update of one "
                     "is not the other's, and merging it unties them: give untie=True, or "
                     f"{_LEAVE_OUT}"
                 )

@@ -14,7 +14,7 @@ from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .stacks import stack_named
 from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_targets
-from .text import called, in_short, listed
+from .text import in_short, listed, module_label
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
         "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
         "exclude, if it is to stay frozen",
         ALL_LINEAR,
-        called(head),
+        module_label(head),
         "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
     )
 

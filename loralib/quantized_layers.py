@@ -30,7 +30,7 @@ from .initialization import starts_from_weight
 from .layers import Linear
 from .lora_layer import LoRALayer
 from .nn.products import check_dense, product_dtype
-from .text import called
+from .text import module_label
 from .wrappers import package_and_name
 
 _LAYERS = {
@@ -127,7 +127,7 @@ def check_unpacked(
         state = getattr(parameter, "quant_state", None)
         # Unpacking leaves `original_nested` behind.
         if getattr(state, "packing_format_for_cpu", False) or hasattr(state, "original_nested"):
-            owner = called(name.rpartition(".")[0]) or "the layer"
+            owner = module_label(name.rpartition(".")[0]) or "the layer"
             raise ValueError(
                 f"the weight of {owner} has been packed for evaluation on this CPU: {way_out}"
             )
@@ -145,7 +145,7 @@ def needs_weight(variant: str, initialization: str) -> str | None:
 def not_merged(name: str) -> str:
     """Returns the message of the error about merging an update into a quantized weight."""
     return (
-        f"the weight of {called(name) or 'the layer'} is quantized, and nothing is merged into it: "
+        f"the weight of {module_label(name) or 'the layer'} is quantized, and nothing is merged into it: "
         "save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
     )
 

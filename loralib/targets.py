@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from .experts import AdaptedStack
 from .stacks import is_suggested, layer_of_stack, stacks_in
-from .text import called, in_short, listed, shown
+from .text import in_short, listed, module_label, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -594,7 +594,7 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
     if head is None:
         return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
     return (
-        f"'{ALL_LINEAR}' takes {called(head)}, the model's only linear layer, for its head, and "
+        f"'{ALL_LINEAR}' takes {module_label(head)}, the model's only linear layer, for its head, and "
         "leaves it out: name it, to adapt it"
     )
 

@@ -11,7 +11,7 @@ def listed(names: Iterable[str], at_most: int = 4) -> str:
     return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
 
 
-def called(module: str) -> str:
+def module_label(module: str) -> str:
     """Returns a module's name for an error: "module 0.1" if it has only numbers (nn.Sequential)."""
     return f"module {module}" if re.fullmatch(r"[\d.]+", module) else module
 

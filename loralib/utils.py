@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .adapted_layers import AdaptedProjection
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
-from .in_place import is_in_place, leave_fast_path, merge_in_place, merged_copy, was_turned
+from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
 from .initialization import initializes, start_is_deferred
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -19,7 +19,7 @@ from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
-from .text import called, in_short
+from .text import in_short, module_label
 from .trained import forget_trained, note_frozen, note_trained
 from .wrappers import is_fake, is_sharded
 from .zero3 import check_gathered
@@ -59,7 +59,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     freeze_base(model)
     _unfreeze_lora(model)
     train_biases(model, bias)
-    leave_fast_path(model)
+    disable_fast_paths(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         logger.warning(
             "%s has no LoRA parameters: all of it but the selected biases is frozen now",
@@ -137,7 +137,7 @@ def start_from_weights(model: nn.Module) -> None:
             "weights are loaded later, load lora_magnitude_vector with them, or call "
             "start_from_weights again; otherwise remove_lora(model), then leave it out of targets, "
             "or choose another variant",
-            in_short(map(called, zero), at_most=4),
+            in_short(map(module_label, zero), at_most=4),
             variant,
         )
 
@@ -298,7 +298,7 @@ def merge(module: nn.Module) -> nn.Module:
         if isinstance(part, LoRALayer) and not is_in_place(part):
             part.check_merged_layer()
     if isinstance(module, LoRALayer):
-        return merged_copy(module) if was_turned(module) else module.merged_layer()
+        return merged_copy(module) if was_converted(module) else module.merged_layer()
     sound = [
         _place(name, layer) for name, layer in lora_layers(module).items() if _is_finite(layer)
     ]

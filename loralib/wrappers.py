@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .text import called
+from .text import module_label
 
 # The names of wrapper classes, and the attribute in which each holds the wrapped module.
 _WRAPPERS = {
@@ -149,14 +149,14 @@ def own_forward_message(name: str, module: nn.Module, if_hooked: str, if_set: st
         if_set: the end if other code has set it: what is wrong with that. The message then says
             how to delete the forward.
     """
-    what = f"{called(name) or 'the layer'} has a forward of its own"
+    what = f"{module_label(name) or 'the layer'} has a forward of its own"
     if "_hf_hook" in vars(module):  # accelerate's
         return f"{what}, {if_hooked}"
     delete = f"del model.get_submodule('{name}').forward" if name else "del model.forward"
     return f"{what}, {if_set}: delete it first ({delete})"
 
 
-def drop_set_forward(module: nn.Module) -> None:
+def drop_leftover_forward(module: nn.Module) -> None:
     """Deletes a module's `forward` if it is only its class's, as removed hooks leave it behind."""
     if "forward" in vars(module) and not has_own_forward(module):
         del vars(module)["forward"]

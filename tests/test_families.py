@@ -19,7 +19,7 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into
 from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
-from loralib.training.precision import hold_frozen_in
+from loralib.training.precision import cast_frozen
 
 # The release's DeBERTa had LoRA that relative positions do not reach.
 FORBIDDEN = {("deberta", "release"): "reaches positions"}
@@ -158,7 +158,7 @@ def test_what_stands_at_padding_does_not_matter(family, model):
 def test_frozen_weights_in_half_precision(family, model, dtype):
     """What is trained stays in float32."""
     lora.mark_only_lora_as_trainable(model)
-    hold_frozen_in(model, dtype)
+    cast_frozen(model, dtype)
     for parameter in model.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else dtype)
     ours, exact = family.logits(model, PEFT.ids, PEFT.mask), PEFT.logits(family.case)

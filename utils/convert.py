@@ -44,7 +44,7 @@ from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.families import family_of
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
-from loralib.adapters.soundness import check_lora
+from loralib.adapters.validation import check_lora
 from loralib.errors import (
     AdapterAsModelError,
     AlphaError,

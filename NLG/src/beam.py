@@ -193,7 +193,7 @@ class _Search:
     def _grow(self, logits: Tensor) -> None:
         """Extends each prompt's beams by one token, keeping the best of all continuations."""
         logits = logits.to(self.sums.dtype)
-        penalise(logits, self.history, self.ends, self.settings)
+        penalize(logits, self.history, self.ends, self.settings)
         self.sums, parents, tokens = best_candidates(logits, self.sums, self.settings.beam)
         row = torch.arange(len(parents), device=parents.device)[:, None]
         self.history = torch.cat([self.history[row, parents], tokens[..., None]], dim=2)
@@ -240,7 +240,7 @@ class _Search:
         if not (8 * sum(over) >= count or self.cache.is_full):
             return
         if any(over):
-            self._note_found(over)
+            self._store_best(over)
         kept = torch.tensor(
             [row for row in range(count) if not over[row]],
             dtype=torch.int64,
@@ -251,7 +251,7 @@ class _Search:
         if len(kept):
             self.cache.keep(kept)
 
-    def _note_found(self, over: list[bool]) -> None:
+    def _store_best(self, over: list[bool]) -> None:
         """Copies the best texts of searches that are over into `found`."""
         columns = (self.places, self.best_text, self.best_length)
         rows = zip(over, *(column.tolist() for column in columns), strict=True)
@@ -360,7 +360,7 @@ class TreeCache:
                 held[layer] = new.unflatten(0, source.shape)
 
 
-def penalise(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettings) -> None:
+def penalize(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettings) -> None:
     """Applies the repetition penalty, and sets logits of forbidden tokens to -inf, in place.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from config_json import check_settings_beside
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
@@ -32,7 +33,6 @@ from loralib.targets import pattern_of_words
 from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
 from script import seen_from
-from settings_beside import check_settings_beside
 from weights import canonical_names, load_base, own_tensors
 
 logger = logging.getLogger(__name__)

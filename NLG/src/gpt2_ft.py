@@ -59,17 +59,17 @@ from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
 from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches, rate_of
-from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
 from loralib.training.precision import (
     Precision,
+    cast_frozen,
     check_precision,
     compute_dtype,
-    counted_half,
-    hold_frozen_in,
+    estimate_precision,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
+from loralib.training.restarts import find_launch
 from loralib.training.resume import Stateful
 from metrics_log import MetricsLog
 from model import GPT2LMModel
@@ -227,7 +227,7 @@ def build_run(
     )
     check_fits(args, model.config)
     choose_trained(model, args.lora_dim)
-    hold_frozen_in(model, held_in)
+    cast_frozen(model, held_in)
     model.to(dist_env.device)
     set_dropout_seed(args.random_seed, dist_env.rank)
 
@@ -472,7 +472,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     """
     device, config = dist_env.device, config_of_flags(args, args.lora_dropout)
     check_fits(args, config)
-    fp16, bf16 = counted_half(args.fp16, args.bf16, device)
+    fp16, bf16 = estimate_precision(args.fp16, args.bf16, device)
     precise = argparse.Namespace(**{**vars(args), "fp16": fp16, "bf16": bf16})
     data = estimated_data(args)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.random_seed))
@@ -514,7 +514,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
     """Returns the parts of a training step for an estimate; see `take_steps`."""
     choose_trained(model, args.lora_dim)
-    hold_frozen_in(model, compute_dtype(args.fp16, args.bf16))
+    cast_frozen(model, compute_dtype(args.fp16, args.bf16))
     optimizer = create_adam_optimizer(model, args)
     precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
     loss_of = loss_function(precision, device)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from loralib.io.command_line import check_bounds
 from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
-from loralib.training.launched import Place, is_launched, launched_place
+from loralib.training.launcher_env import Place, is_launched, process_place
 
 _OPENMPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -145,10 +145,10 @@ def _place(args: argparse.Namespace) -> Place:
     if args.platform == "azure":
         return _place_from_horovod()
     if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return launched_place(names=_OPENMPI_NAMES)
+        return process_place(names=_OPENMPI_NAMES)
     if not is_launched():
         return Place(0, 1, args.local_rank or 0)
-    return launched_place(None if "LOCAL_RANK" in os.environ else args.local_rank)
+    return process_place(None if "LOCAL_RANK" in os.environ else args.local_rank)
 
 
 def _place_from_horovod() -> Place:

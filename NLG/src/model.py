@@ -28,10 +28,10 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.functional import variant_of
 from loralib.initialization import check_initialization
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
-from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
+from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
 from loralib.targets import by_pattern
 from loralib.utils import start_from_weights
 
@@ -414,7 +414,7 @@ class GPT2LMModel(nn.Module):
         mask, targets = rows.pack(lm_mask), rows.targets
         labels, weights = rows.pack(lm_labels)[targets], mask[targets]
         matrix = self.transformer.wte.weight
-        count = recurring(len(targets), like=matrix)
+        count = bucketed(len(targets), like=matrix)
         if added := count - len(targets):
             labels, weights = F.pad(labels, (0, added)), F.pad(weights, (0, added))
         hidden = self._hidden(input_ids, rows, keep=fill(targets, count))
@@ -425,7 +425,7 @@ class GPT2LMModel(nn.Module):
         """Returns a batch's last hidden states, (tokens, n), or with `keep`, (k,), only (k, n)."""
         ids, positions = rows.pack(input_ids), rows.positions
         if keep is not None:
-            rows = filled_up(rows, like=self.transformer.wte.weight)
+            rows = with_filler_rows(rows, like=self.transformer.wte.weight)
             ids, positions = (fill(x, len(rows.index)) for x in (ids, positions))
         return self.transformer(ids, positions, self._within(rows), keep)
 

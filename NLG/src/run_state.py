@@ -20,7 +20,7 @@ from checkpoints import check_finite
 from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.io.digests import lines_digest
-from loralib.io.likeness import check_like
+from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
@@ -29,8 +29,8 @@ from loralib.training.resume import (
     Stateful,
     check_not_beyond,
     check_same_run,
-    damage_named,
     like_rng_state,
+    naming_damaged_file,
     read_state,
     restore,
     warn_of_length,
@@ -46,7 +46,7 @@ _IS_FINISHED = f"it is finished; begin a new run of that length in {_ANOTHER_FOL
 _WAY_OUT = "remove it and the model.*.pt next to it to start the run over"
 
 # The flags that affect the bits of a run's results: a resumed run needs the same values.
-_SAME_IN_A_RUN = (
+_FIXED_FLAGS = (
     *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout", "lora_variant"),
     *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
@@ -91,7 +91,7 @@ def identity_of(
         for pattern in [getattr(config, name)]
     }
     return {
-        **{f"--{name}": _as_written(getattr(args, name)) for name in _SAME_IN_A_RUN},
+        **{f"--{name}": _as_written(getattr(args, name)) for name in _FIXED_FLAGS},
         **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
@@ -171,7 +171,7 @@ def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
     path = Path(work_dir, RESUME_NAME)
     if not path.is_file():
         return None
-    with damage_named(path, _WAY_OUT):
+    with naming_damaged_file(path, _WAY_OUT):
         return read_state(path, {"run": {}, "step": 0, "finished": False})
 
 
@@ -278,10 +278,10 @@ def restore_run(
     warn_of_length(work_dir, state["run"]["last step"], identity["last step"])
     weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
-    with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
+    with naming_damaged_file(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
         like = {name: weight.cpu() for name, weight in weights.items()}
-        check_like(state, {**Progress()._asdict(), **{name: {} for name in parts}})
-        check_like(state, {"trained": like, "rng_state": generators, "threads": 1})
+        check_structure(state, {**Progress()._asdict(), **{name: {} for name in parts}})
+        check_structure(state, {"trained": like, "rng_state": generators, "threads": 1})
         for name, weight in weights.items():
             weight.copy_(state["trained"][name])
         for name, part in parts.items():

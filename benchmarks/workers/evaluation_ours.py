@@ -17,7 +17,7 @@ from torch import Tensor
 import transformers
 from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
@@ -63,7 +63,7 @@ def prediction(plan: dict) -> LogitsOf:
     script = load_script()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
     model.train_only(())
-    hold_frozen_in(model, getattr(torch, plan["weights"]))
+    cast_frozen(model, getattr(torch, plan["weights"]))
     model.to(plan["device"])
     bank = AdapterBank(model)
     for name in sorted({name for entry in plan["batches"] for name in entry["adapters"]}):

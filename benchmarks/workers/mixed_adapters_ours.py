@@ -10,7 +10,7 @@ from torch import Tensor
 import transformers
 from loralib.nn.packing import PackedRows
 from loralib.training.determinism import set_up_device
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
@@ -27,7 +27,7 @@ def make_step(plan: dict) -> Step:
     set_up_device()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
     model.train_only(())
-    hold_frozen_in(model, getattr(torch, plan["weights"]))
+    cast_frozen(model, getattr(torch, plan["weights"]))
     model.to(plan["device"])
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
 

@@ -7,7 +7,7 @@ from timing import Batch, Step
 from torch import Tensor, nn
 
 from loralib.training.determinism import set_up_device
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from loralib.training.product_choices import choose_products, frozen_weights
 
 
@@ -28,7 +28,7 @@ def training_step(
         max_norm: the largest norm of the gradient.
     """
     set_up_device()
-    hold_frozen_in(model, getattr(torch, plan["weights"]))
+    cast_frozen(model, getattr(torch, plan["weights"]))
     model.to(plan["device"]).train()
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
     if plan["device"] == "cpu":

@@ -52,12 +52,12 @@ from transformers.utils.cli import (
     check_room,
     check_sources_kept,
     choose_length,
-    cut_rows,
     find_checkpoint,
     load_tokenizer,
-    report_cut,
+    report_truncation,
     run_script,
     set_up_datasets,
+    truncated_rows,
 )
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
@@ -142,7 +142,7 @@ def choose_shape(
     """Returns the model's settings, its tokenizer, and the length to which lines are truncated."""
     length = text_args.max_seq_length
     if model_args.model_name_or_path:
-        config = load_config(origin_of(model_args), finetuning_task=None, text_columns=None)
+        config = load_config(starting_point_of(model_args), finetuning_task=None, text_columns=None)
         tokenizer = load_tokenizer(
             model_args.model_name_or_path, config, cache_dir=model_args.cache_dir
         )
@@ -153,7 +153,7 @@ def choose_shape(
     return new_config(model_args, len(tokenizer), length), tokenizer, length
 
 
-def origin_of(model_args: ModelArguments) -> AdaptedModelArguments:
+def starting_point_of(model_args: ModelArguments) -> AdaptedModelArguments:
     """Returns the flags of the model to start from."""
     return AdaptedModelArguments(model_args.model_name_or_path, cache_dir=model_args.cache_dir)
 
@@ -170,7 +170,7 @@ def make_model(
         return untrained_model(AutoModelForMaskedLM, config)
     way_out = "a model that is trained to fill masks, or --do_train as well"
     return build_model(
-        AutoModelForMaskedLM, origin_of(model_args), config, (), args, way_out=way_out
+        AutoModelForMaskedLM, starting_point_of(model_args), config, (), args, way_out=way_out
     )
 
 
@@ -224,7 +224,9 @@ def read_sets(
         for name, file in files.items()
         if file
     }
-    report_cut({name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length)
+    report_truncation(
+        {name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length
+    )
     return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
 
 
@@ -239,7 +241,7 @@ def read_lines(
         beat()
         encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)
         masks = encoded["attention_mask"]
-        return {**encoded, CUT: cut_rows(tokenizer, [rows["text"]], masks, max_length)}
+        return {**encoded, CUT: truncated_rows(tokenizer, [rows["text"]], masks, max_length)}
 
     return lines.map(
         encode,

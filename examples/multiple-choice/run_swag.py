@@ -65,7 +65,7 @@ from transformers.fine_tuning.script import (
     train,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
+from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
@@ -139,7 +139,7 @@ def tokenize(
         columns: dict[str, list] = {
             name: grouped(encoded[name], count) for name in tokenizer.model_input_names
         }
-        cut = cut_rows(tokenizer, [contexts, continued], encoded["attention_mask"], length)
+        cut = truncated_rows(tokenizer, [contexts, continued], encoded["attention_mask"], length)
         columns[CUT] = [sum(row) for row in grouped(cut, count)]
         return columns
 
@@ -156,7 +156,7 @@ def tokenize(
         )
         cut[split] = (sum(encoded[CUT][:]), len(encoded) * len(endings))
         datasets[split] = encoded.remove_columns(CUT)
-    report_cut(cut, length)
+    report_truncation(cut, length)
     return datasets
 
 

@@ -54,7 +54,7 @@ from loralib.serving.bank import AdapterBank
 from loralib.text import in_short
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import choose_device
-from loralib.training.precision import Precision, check_precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen, check_precision
 from loralib.training.process import LOG_LEVELS
 from loralib.training.product_choices import choose_products, frozen_weights
 from transformers import (
@@ -73,11 +73,11 @@ from transformers.data.word_labels import first_tokens
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
     choose_length,
-    cut_rows,
     load_tokenizer,
-    report_cut,
+    report_truncation,
     run_script,
     set_up_logging,
+    truncated_rows,
 )
 from transformers.utils.logging import errors_only
 
@@ -430,7 +430,7 @@ def load_model(
         )
     model.train_only(())
     if args.bf16:
-        hold_frozen_in(model, precision.dtype, model.tensors_read)
+        cast_frozen(model, precision.dtype, model.tensors_read)
     return model.to(device), precision
 
 
@@ -491,7 +491,7 @@ def tokenize(
         for name, values in encoded.items():
             for index, value in zip(chosen, values, strict=True):
                 rows[index][name] = value
-        cut = cut_rows(tokenizer, texts, encoded["attention_mask"], max_length)
+        cut = truncated_rows(tokenizer, texts, encoded["attention_mask"], max_length)
         for index, is_cut in zip(chosen, cut, strict=True):
             was_cut[index] = is_cut
     return rows, was_cut
@@ -510,7 +510,7 @@ def tokenize_words(
     how: dict[str, Any] = {"is_split_into_words": True}
     encoded = tokenizer(words, truncation=True, max_length=max_length, **how)
     rows = [{name: values[row] for name, values in encoded.items()} for row in range(len(words))]
-    was_cut = cut_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
+    was_cut = truncated_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
     firsts: list[list[int | None]] = []
     for row, of_row in enumerate(words):
         places = first_tokens(encoded.word_ids(row))
@@ -630,7 +630,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows, was_cut, firsts = tokenize_words(lines, tokenizer, length)
     else:
         rows, was_cut = tokenize(lines, tokenizer, length)
-    report_cut({"the input": (sum(was_cut), len(lines))}, length)
+    report_truncation({"the input": (sum(was_cut), len(lines))}, length)
     check_output(args.output_file, args.input_file)
 
     model, precision = load_model(args, config, head)

@@ -65,12 +65,12 @@ from transformers.data.text_labels import (
     whole_scores,
 )
 from transformers.fine_tuning.adapted_model import (
-    Origin,
+    StartingPoint,
     build_model,
     keep_to_layers,
     load_config,
     open_tokenizer,
-    origin_of,
+    starting_point_of,
     untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
@@ -90,10 +90,10 @@ from transformers.utils.cli import (
     DEFAULT_LENGTH,
     check_length,
     choose_length,
-    cut_rows,
-    report_cut,
+    report_truncation,
     run_script,
     set_up_datasets,
+    truncated_rows,
 )
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
@@ -243,7 +243,10 @@ def load_glue(
 
 
 def load_own_files(
-    data_args: DataTrainingArguments, splits: list[str], origin: Origin, cache_dir: str | None
+    data_args: DataTrainingArguments,
+    splits: list[str],
+    origin: StartingPoint,
+    cache_dir: str | None,
 ) -> TextData:
     """Loads the user's own CSV or JSON files.
 
@@ -300,7 +303,7 @@ def own_labels(
     labelled: dict[str, Dataset],
     files: Mapping[str, str],
     columns: Columns,
-    origin: Origin,
+    origin: StartingPoint,
     is_training: bool,
 ) -> tuple[dict[str, Dataset], tuple[str, ...]]:
     """Returns the labeled splits with numbers as labels, and the classes' names (none for scores).
@@ -385,7 +388,7 @@ def tokenize(
         beat()
         texts = [rows[key] for key in keys]
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
-        return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}
+        return {**encoded, CUT: truncated_rows(tokenizer, texts, encoded["attention_mask"], length)}
 
     tokenized, cut = {}, {}
     for split, texts in data.splits.items():
@@ -398,7 +401,7 @@ def tokenize(
         )
         cut[split] = (sum(encoded[CUT][:]), len(encoded))
         tokenized[split] = encoded.remove_columns(CUT)
-    report_cut(cut, length)
+    report_truncation(cut, length)
     return tokenized
 
 
@@ -500,7 +503,7 @@ def settings_of(
     return load_config(model_args, **consistent, **settings)
 
 
-def check_task(data: TextData, origin: Origin, training: bool) -> None:
+def check_task(data: TextData, origin: StartingPoint, training: bool) -> None:
     """Refuses to evaluate a head on a task or on classes that it was not trained for."""
     if data.task and _family(data.task.name) != _family(origin.task):
         origin.check_task(data.task.name, training)
@@ -526,7 +529,7 @@ def prepare(
     keep_to_layers(model_args, config, adapters)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
-    origin = origin_of(model_args, config, adapters)
+    origin = starting_point_of(model_args, config, adapters)
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:

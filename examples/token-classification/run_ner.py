@@ -51,7 +51,7 @@ from transformers.fine_tuning.adapted_model import (
     load_config,
     load_task_config,
     open_tokenizer,
-    origin_of,
+    starting_point_of,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import Table, load_tables
@@ -67,7 +67,7 @@ from transformers.fine_tuning.script import (
 )
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, cut_rows, report_cut, run_script
+from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
@@ -133,7 +133,7 @@ def prepare(
 ) -> PreparedWords:
     """Reads settings, data and tokenizer, and checks that they fit together."""
     config = load_task_config(model_args, args, adapters)
-    origin = origin_of(model_args, config, adapters)
+    origin = starting_point_of(model_args, config, adapters)
     read = list(splits)
     if not origin.labels and "train" not in splits and data_args.train_file:
         read.append("train")  # the model's training set defines the order of the tags
@@ -195,7 +195,7 @@ def tokenize(
             for row, firsts in zip(words, map(first_tokens, words_of), strict=True)
         ]
         masks = encoded["attention_mask"]
-        columns[CUT] = cut_rows(tokenizer, [words], masks, length, is_split_into_words=True)
+        columns[CUT] = truncated_rows(tokenizer, [words], masks, length, is_split_into_words=True)
         if TAGS in rows:
             both = zip(words_of, rows[TAGS], strict=True)
             columns["labels"] = [label_tokens(*row, all_tokens) for row in both]
@@ -214,7 +214,7 @@ def tokenize(
         cut[split] = (sum(encoded[CUT][:]), len(encoded))
         firsts[split] = encoded[FIRSTS][:]
         datasets[split] = encoded.remove_columns([CUT, FIRSTS])
-    report_cut(cut, length)
+    report_truncation(cut, length)
     return datasets, firsts
 
 

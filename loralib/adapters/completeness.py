@@ -12,7 +12,7 @@ from .adapter import LORA, Adapter
 from .peft import CONFIG_NAME, is_targeted, is_targeted_parameter
 
 
-def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
+def check_complete(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
     """Checks that an adapter has tensors for every part of the model that its settings name.
 
     Args:

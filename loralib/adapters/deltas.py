@@ -31,10 +31,10 @@ from ..nn.positions import shared_projections, unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
-from ..text import called
+from ..text import module_label
 from .adapter import LORA, Adapter
 from .checks import check_positions
-from .completeness import check_all_there
+from .completeness import check_complete
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
 from .names import more_layers
@@ -236,7 +236,9 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     module, weight_name = _module_and_weight(model, name)
     if module is None:
         instead = _fitting(model, name, adapter)
-        raise CheckpointError(f"{source}: the model has no {called(name)} to be adapted: {instead}")
+        raise CheckpointError(
+            f"{source}: the model has no {module_label(name)} to be adapted: {instead}"
+        )
     weight = getattr(module, weight_name, None)
     if weight is not None and module._parameters.get(weight_name) is None:
         raise CheckpointError(
@@ -374,7 +376,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         theirs, ours = adapted.shape_of_delta(adapter.tensors[f"{name}.lora_A"]), adapted.shape
         if theirs != ours:
             raise CheckpointError(
-                f"{adapter.source}: the delta of {called(name)} is {theirs}, the model's weight "
+                f"{adapter.source}: the delta of {module_label(name)} is {theirs}, the model's weight "
                 f"is {ours}: a base of another size; {base_to_give(adapter)}"
             )
         modules[name] = adapted
@@ -416,7 +418,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             model. The model is then unchanged.
     """
     modules = adapted_modules(model, adapter)
-    check_all_there(model, adapter, modules)
+    check_complete(model, adapter, modules)
     for name, adapted in modules.items():
         if is_quantized_linear(adapted.module):
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")

@@ -49,7 +49,7 @@ from .deltas import lora_pairs, slices_of
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
-from .soundness import check_lora, check_names, check_values
+from .validation import check_lora, check_names, check_values
 
 FORMATS = ("lora", "release", "peft")
 
@@ -389,7 +389,7 @@ def format_of_path(path: Path) -> str:
     return "peft"
 
 
-def what_forbids(adapter: Adapter, format: str) -> str | None:
+def why_not_expressible(adapter: Adapter, format: str) -> str | None:
     """Returns why an adapter would compute something else in a format, or None if it would not."""
     reached = getattr(adapter.metadata, "positions", None)
     if format == "release" and has_ddp_prefix(adapter.tensors):
@@ -410,7 +410,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
                 "module (separate, as in PEFT), which this format cannot record"
             )
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
-        reason = peft_writing.what_forbids(adapter)
+        reason = peft_writing.why_not_expressible(adapter)
         if reason:
             return reason
     if format == "release" and reached:
@@ -429,7 +429,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
 
 def _check_sound(adapter: Adapter, format: str) -> None:
     """Checks that the written adapter could be read again."""
-    reason = what_forbids(adapter, format)
+    reason = why_not_expressible(adapter, format)
     if reason:
         raise NeedsMergingError(adapter.source, reason)
     if adapter.metadata is not None:

@@ -39,7 +39,7 @@ from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
-from .completeness import check_all_there
+from .completeness import check_complete
 from .deltas import (
     AdaptedWeight,
     adapted_modules,
@@ -370,7 +370,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter, besides)
-    check_all_there(model, adapter, weights)
+    check_complete(model, adapter, weights)
     _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
@@ -547,9 +547,9 @@ def _add_layers(
         by_module[stack_of_layer(name) if weights[name].is_stack else at] = own
     if by_module:
         # untie: an adapter belongs to the module that it names, even if others share its weight.
-        # any_rank: PEFT's adapters may have any rank.
+        # from_file: PEFT's adapters may have any rank.
         with deferring_start():  # the adapter brings what would be computed from the weights
-            adapt(model, by_module, untie=True, any_rank=True)
+            adapt(model, by_module, untie=True, from_file=True)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = {
     *("eva_config", "megatron_core", "qalora_group_size"),
 }
 # Settings that say which modules are adapted, trained and saved.
-_SAYING_WHAT = (
+_SCOPE_SETTINGS = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "bias", "modules_to_save"),
 )
@@ -141,7 +141,7 @@ def read(
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
     # Our own folders have a checksum instead, and PEFT's settings do not say all that they hold.
-    written = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
+    written = {} if known else {name: config.get(name) for name in _SCOPE_SETTINGS}
     return Adapter(tensors, metadata, source, format="peft", peft_config=written)
 
 

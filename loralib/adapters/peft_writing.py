@@ -70,7 +70,7 @@ def write(
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
-def what_forbids(adapter: Adapter) -> str | None:
+def why_not_expressible(adapter: Adapter) -> str | None:
     """Returns why PEFT cannot hold an adapter, or None if it can."""
     metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)

@@ -30,7 +30,7 @@ from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..stacks import stacked_weights
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
-from ..text import called, in_short
+from ..text import in_short, module_label
 from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
@@ -201,7 +201,7 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     last = next(reversed(outputs))
     return (
-        f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
+        f"the number of labels is {len(labels)}, and that of the outputs of {module_label(last)} "
         f"{outputs[last]}: a bank takes it only with one label per output"
     )
 

@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def has_colours(stream: TextIO | None) -> bool:
+def has_colors(stream: TextIO | None) -> bool:
     """Returns whether text written to a stream may be colored."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
@@ -42,7 +42,7 @@ def has_colours(stream: TextIO | None) -> bool:
 
 def painted(text: str, style: str, stream: TextIO | None) -> str:
     """Styles text as "bold", "dim", "red", "yellow" or "cyan", if the stream has colors."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colors(stream) else text
 
 
 def table(*groups: Rows, indent: str = "", width: int = 0, stream: TextIO | None = None) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import flash
 from .routing import note_tokens, slices
 from .row_attention import attend_rows, suits_cpu
-from .row_groups import ONE_GROUPS_CALLS
+from .row_groups import GROUP_OVERHEAD
 
 
 class PackedRows:
@@ -44,7 +44,7 @@ class PackedRows:
             padding is on the right.
         padded_right: whether all rows have their padding on the right; a flag, so that a compiled
             graph does not depend on the numbers.
-        starts_hidden: whether the first position of some row is padding. Attention within packed
+        starts_padded: whether the first position of some row is padding. Attention within packed
             rows does not support such batches: a row may have no token at all, and the first
             position, which a classifier reads, is not among the packed tokens.
         is_token: (batch, length), true at real tokens, false at padding.
@@ -70,7 +70,7 @@ class PackedRows:
                 f"attention_mask must be (batch, length), not {tuple(attention_mask.shape)}"
             )
         self.is_token = mask = attention_mask.cpu() != 0
-        self.starts_hidden = not bool(mask[:, 0].all())
+        self.starts_padded = not bool(mask[:, 0].all())
         self.shape = mask.shape
         row, self.positions = mask.nonzero(as_tuple=True)
         self.index = row * mask.shape[1] + self.positions
@@ -261,7 +261,7 @@ def attend(
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
 
 
-def padding_is_cheap(rows: PackedRows, heads: int, calls: int = ONE_GROUPS_CALLS) -> bool:
+def padding_is_cheap(rows: PackedRows, heads: int, calls: int = GROUP_OVERHEAD) -> bool:
     """Returns whether attention on padded rows costs less than row by row, on a CPU.
 
     Args:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from . import processor
 from .fast_paths import are_fast_paths_off, is_transformed
-from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
+from .kernels import KERNELS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 # ---- products that autograd records ----
 
@@ -213,7 +213,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_ordinary(x, weight) or not _has_ways(x, weight):
         return small_product(x, weight, bias)
     way = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
-    return WAYS[way](x, weight, bias)
+    return KERNELS[way](x, weight, bias)
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
@@ -253,7 +253,7 @@ def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> 
         return gradient_of_weight(x, grad).t()
     a, b = grad.t(), x.t()
     if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_ways(a, b):
-        return WAYS[_usual(a, b, None)](a, b, None)
+        return KERNELS[_usual(a, b, None)](a, b, None)
     return small_product(a, b)
 
 
@@ -335,7 +335,7 @@ def machine() -> str:
     """Returns what a choice depends on besides the product: processor, PyTorch, threads, ways."""
     threads = torch.get_num_threads()
     count = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{processor.name()}, torch {torch.__version__}, {count}, ways: {' '.join(WAYS)}"
+    return f"{processor.name()}, torch {torch.__version__}, {count}, ways: {' '.join(KERNELS)}"
 
 
 def choices() -> dict[str, Any]:
@@ -358,7 +358,7 @@ def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
 
 def _ways_of(key: str) -> Collection[str]:
     """Returns the ways that exist for a kind of product."""
-    return WAYS_OF_BATCHES if key == _BATCHES else WAYS
+    return WAYS_OF_BATCHES if key == _BATCHES else KERNELS
 
 
 class FrozenWeight(NamedTuple):
@@ -411,7 +411,7 @@ def measure(
             key = _key(x, cast, added)
             if processor.is_emulated(x):  # other ways may take a hundred times as long
                 ways[key] = "float32"
-            if key not in ways and known.get(key) in WAYS:
+            if key not in ways and known.get(key) in KERNELS:
                 ways[key] = known[key]
             if key not in ways:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
@@ -477,9 +477,9 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
         ways += ["onednn"] if frozen_owner(weight) is None else ["onednn", "packed"]
     if x.dtype is torch.bfloat16:
         ways += ["float32"]
-    shares = _shares({way: WAYS[way] for way in ways}, x, weight, bias)
+    shares = _shares({way: KERNELS[way] for way in ways}, x, weight, bias)
     best, least = "plain", 1.0
-    for way in sorted(ways[1:], key=list(WAYS).index):
+    for way in sorted(ways[1:], key=list(KERNELS).index):
         if shares[way] < worth[way] * least:
             best, least = way, shares[way]
     owner = frozen_owner(weight)

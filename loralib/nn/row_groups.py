@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ONE_GROUPS_CALLS = 20_000
+GROUP_OVERHEAD = 20_000
 """Attention's probabilities that take a CPU as long as the calls for one group: about 0.2 ms of
 calls, 10 ns a probability, forward and backward."""
 _LARGEST = 2**18
@@ -174,7 +174,7 @@ def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
         costs = least[beginnings] + (last + 1 - beginnings) * size
         best = int(costs.argmin())
         begins.append(earliest + best)
-        least[last + 1] = costs[best] + ONE_GROUPS_CALLS
+        least[last + 1] = costs[best] + GROUP_OVERHEAD
     groups = []
     stop = len(ascending)
     while stop:

@@ -39,7 +39,7 @@ from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacke
 from ..text import in_short, shown
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
-from .seen import SeenModules
+from .snapshot import ModelSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class AdapterBank:
         keep_unpacked(model, for_good=True)  # once packed, the model could not have another bank
         self._fingerprint: str | None = None  # the model's, from when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
-        self._seen = SeenModules()
+        self._seen = ModelSnapshot()
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adaptation import computes_as, scales_rows
+from ..adaptation import inherits_forward, scales_rows
 from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
-from ..adapters.completeness import check_all_there
+from ..adapters.completeness import check_complete
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import (
@@ -162,7 +162,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
             f"to a model of their own ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
-    check_all_there(model, adapter, modules)
+    check_complete(model, adapter, modules)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter)
@@ -224,7 +224,7 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
             if not issubclass(kind, plain):
                 continue
-            if not (computes_as(kind, plain) or scales_rows(adapted.module)):
+            if not (inherits_forward(kind, plain) or scales_rows(adapted.module)):
                 raise NeedsMergingError(
                     source, f"adapts {name}, a {kind.__name__}, which computes in a way of its own"
                 )

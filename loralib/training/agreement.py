@@ -21,7 +21,7 @@ from .distributed import gather_objects, gather_on_first
 logger = logging.getLogger(__name__)
 
 
-class _Said(NamedTuple):
+class _Reported(NamedTuple):
     """What a process reports to the others."""
 
     host: str
@@ -41,8 +41,8 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     """
     if world_size == 1:
         return
-    said = gather_objects(_Said(socket.gethostname(), dict(settings)), world_size)
-    elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Said)]
+    said = gather_objects(_Reported(socket.gethostname(), dict(settings)), world_size)
+    elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Reported)]
     if elsewhere:
         raise TrainingError(
             f"process {', '.join(elsewhere)} is at another step of the run than this one: all have "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .launched import rank
+from .launcher_env import rank
 
 logger = logging.getLogger(__name__)
 

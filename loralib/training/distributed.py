@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError
 from ..text import first_line
-from .launched import launched_address, launched_place
+from .launcher_env import launched_address, process_place
 from .process import warnings_so_far
 from .watch import start_watching
 
@@ -122,7 +122,7 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
     """
     if not 0 < timeout < 1e9:
         raise ValueError(f"the timeout has to be a positive number of seconds, not {timeout:g}")
-    place = launched_place(local_rank=0)  # any: the device is already chosen
+    place = process_place(local_rank=0)  # any: the device is already chosen
     rank, world_size, address = place.rank, place.world_size, launched_address()
     prefix, store = _attempt_store(address, rank, world_size, timeout)
     on_gpu = device.type == "cuda"

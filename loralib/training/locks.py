@@ -103,7 +103,7 @@ class Owner:
             temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property
-    def can_be_asked_for(self) -> bool:
+    def can_be_checked(self) -> bool:
         """Whether this host can tell if the process is alive."""
         # Asking is sending signal 0, which on Windows is Ctrl-C.
         return self.host == socket.gethostname() and os.name != "nt"
@@ -111,7 +111,7 @@ class Owner:
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended."""
-        if not self.can_be_asked_for:
+        if not self.can_be_checked:
             return False
         try:
             os.kill(self.pid, 0)
@@ -185,6 +185,6 @@ def means_no_locks(error: Exception) -> bool:
 def _held(folder: Path, owner: Owner | None) -> TrainingError:
     whose = "unknown" if owner is None else str(owner)
     advice = "wait until it ends, or give another folder"
-    if owner is None or not owner.can_be_asked_for:
+    if owner is None or not owner.can_be_checked:
         advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"
     return TrainingError(f"{folder}: another run is writing there ({whose}): {advice}")

@@ -45,7 +45,7 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
         )
 
 
-def counted_half(fp16: bool, bf16: bool, device: torch.device) -> tuple[bool, bool]:
+def estimate_precision(fp16: bool, bf16: bool, device: torch.device) -> tuple[bool, bool]:
     """Returns the flags fp16 and bf16 with which an estimate counts and times steps.
 
     On a CPU, bfloat16, which takes the same memory, stands for float16. See estimate.py.
@@ -58,7 +58,7 @@ def counted_half(fp16: bool, bf16: bool, device: torch.device) -> tuple[bool, bo
     return fp16 and is_gpu, bf16 or (fp16 and not is_gpu)
 
 
-def hold_frozen_in(
+def cast_frozen(
     model: nn.Module, dtype: torch.dtype, read: Mapping[str, Tensor] | None = None
 ) -> None:
     """Casts the parameters of `model` that need no gradient to `dtype`, in place.
@@ -90,7 +90,7 @@ class Precision:
     """Autocast, backward pass and update in float32, bfloat16 or float16.
 
     float16 uses a gradient scaler. Half precision only saves memory and casts if the model's frozen
-    weights are held in it by `hold_frozen_in`, which this class does not check.
+    weights are held in it by `cast_frozen`, which this class does not check.
 
     Args:
         dtype: what matrices are multiplied in.
@@ -141,7 +141,7 @@ class Precision:
 
     def state_dict(self) -> dict:
         """Returns the scaler's state, empty except in float16, and how products are computed."""
-        # The choices are text, because `check_like` compares the structure of states, and runs of
+        # The choices are text, because `check_structure` compares the structure of states, and runs of
         # one model may have choices for more or fewer kinds of products.
         return {**self.scaler.state_dict(), _PRODUCTS: json.dumps(products.choices())}
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 from ..io.console import ConsoleHandler, say
 from ..io.elastic_error import tell_launcher
-from .launched import rank
+from .launcher_env import rank
 
 # The levels that `set_up_logging` accepts.
 LOG_LEVELS = ("debug", "info", "warning", "error")

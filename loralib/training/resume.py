@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..io.digests import short_digest
-from ..io.likeness import check_like
+from ..io.structure import check_structure
 from ..io.tensors import verify_archive
 from ..text import first_line
 from .determinism import rng_state
@@ -40,7 +40,7 @@ class DamagedStateError(CheckpointError):
 
 
 @contextmanager
-def damage_named(path: str | os.PathLike, way_out: str) -> Iterator[None]:
+def naming_damaged_file(path: str | os.PathLike, way_out: str) -> Iterator[None]:
     """Turns any error in a block that reads a file and uses its content into one that names it.
 
     Args:
@@ -68,15 +68,15 @@ def read_state(
 
     Args:
         path: the file.
-        example: a value of the structure that its content has to have, see `check_like`.
+        example: a value of the structure that its content has to have, see `check_structure`.
         device: where tensors are put.
 
     Raises:
-        Exception: of any kind, if the file is missing or damaged; see `damage_named`.
+        Exception: of any kind, if the file is missing or damaged; see `naming_damaged_file`.
     """
     verify_archive(path)
     state = torch.load(Path(path), map_location=device, weights_only=True)
-    check_like(state, example)
+    check_structure(state, example)
     return state
 
 
@@ -90,17 +90,17 @@ def restore(part: Stateful, state: Any, checked: Collection[str] | None = None) 
             that the part does not have are skipped.
 
     Raises:
-        Exception: of any kind, if the state is not this part's; see `damage_named`.
+        Exception: of any kind, if the state is not this part's; see `naming_damaged_file`.
     """
     example = part.state_dict()
     if checked is not None:
         example = {name: example[name] for name in checked if name in example}
-    check_like(state, example)
+    check_structure(state, example)
     part.load_state_dict(state)
 
 
 def like_rng_state() -> dict[str, Any]:
-    """Returns an example of a process's `rng_state` for `check_like`.
+    """Returns an example of a process's `rng_state` for `check_structure`.
 
     It has no GPU's generator, because `set_rng_state` checks whether a state has one.
     """

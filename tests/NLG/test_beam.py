@@ -10,7 +10,7 @@ import torch
 from compare import assert_close_to_rounding
 
 import beam
-from beam import BeamSettings, TreeCache, best_candidates, penalise, search
+from beam import BeamSettings, TreeCache, best_candidates, penalize, search
 from model import GPT2Config, GPT2LMModel
 
 WORDS = 28
@@ -390,7 +390,7 @@ def test_best_candidates_may_be_equal_but_are_not_the_same():
 def test_repetition_penalty():
     logits = torch.tensor([[[2.0, -2.0, 3.0, -3.0, 0.0]]])
     history = torch.tensor([[[1, 0, 1, 4]]])
-    penalise(logits, history, torch.tensor([3]), BeamSettings(repetition_penalty=2))
+    penalize(logits, history, torch.tensor([3]), BeamSettings(repetition_penalty=2))
     assert logits.tolist() == [[[1, -4, 3, -3, 0]]]
 
 
@@ -398,7 +398,7 @@ def test_repetition_penalty():
 def test_no_end_before_the_least_length(length, suppressed):
     logits = torch.zeros(1, 1, 5)
     history = torch.zeros(1, 1, length, dtype=torch.int64)
-    penalise(logits, history, torch.tensor([1, 3]), BeamSettings(min_length=3))
+    penalize(logits, history, torch.tensor([1, 3]), BeamSettings(min_length=3))
     assert logits.isneginf().nonzero()[:, 2].tolist() == ([1, 3] if suppressed else [])
 
 
@@ -421,7 +421,7 @@ def test_no_ngram_comes_twice(size, text, suppressed):
     others = [4, 3, 2, 1, 0, 1, 3][: len(text)]
     history = torch.tensor([[text, others]], dtype=torch.int64)
     before = logits.clone()
-    penalise(logits, history, torch.tensor([4]), BeamSettings(no_repeat_ngram_size=size))
+    penalize(logits, history, torch.tensor([4]), BeamSettings(no_repeat_ngram_size=size))
     assert logits[0, 0].isneginf().nonzero().flatten().tolist() == suppressed
     changed = logits != before
     assert bool(logits[changed].isneginf().all())

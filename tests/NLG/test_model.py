@@ -16,9 +16,9 @@ import loralib as lora
 import model as model_module
 from loralib.nn import filling, packing, processor, products
 from loralib.nn.fast_paths import fast_paths_off
+from loralib.nn.kernels import KERNELS
 from loralib.nn.packing import PackedRows
-from loralib.nn.ways import WAYS
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from loralib.training.product_choices import frozen_weights
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of, head_loss
 from weights import canonical_names, load_base
@@ -362,7 +362,7 @@ def test_evaluation_and_training_differ_by_lora_s_dropout_alone(build):
 @pytest.mark.parametrize("device", DEVICES)
 def test_frozen_weights_in_half(build, device, dtype, tolerance, label_smooth):
     model = train_only(build(**LORA), "lora")
-    hold_frozen_in(model, dtype)
+    cast_frozen(model, dtype)
     batch = (*draw_batch("clm"), label_smooth)
     expected, gradients = plain_gradients(model, *batch)
     model.to(device)
@@ -445,7 +445,7 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
 def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, what, large):
     """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
     model, found = train_only(build(**LORA), what), []
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     for is_emulated in (False, True):
         choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
         halves, results = step_and_evaluate(
@@ -462,7 +462,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", KERNELS)
 def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeypatch, way, what):
     """All that is done for speed on a CPU, in turns with PyTorch's own operations."""
     if way in ("onednn", "packed") and not processor.has_onednn(torch.float32):
@@ -470,8 +470,8 @@ def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeyp
     Ways(monkeypatch, tmp_path).fastest(way)
     monkeypatch.setattr(products, "_usual", lambda *_: way)
     steps, attended, attend_rows = [], [], packing.attend_rows
-    multiplied, multiply = [], WAYS[way]
-    monkeypatch.setitem(WAYS, way, lambda *a: multiplied.append(a) or multiply(*a))
+    multiplied, multiply = [], KERNELS[way]
+    monkeypatch.setitem(KERNELS, way, lambda *a: multiplied.append(a) or multiply(*a))
     monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
     for is_off in (True, False):
         model = train_only(build(**LORA), what)
@@ -613,7 +613,7 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss, **grads})
     given, filled = seen[:2], seen[2:]  # tokens and targets of either
-    assert filled == [filling.recurring(count, loss) for count in given]
+    assert filled == [filling.bucketed(count, loss) for count in given]
     assert filled != given
     theirs, ours = found
     largest = max(tensor.abs().max().item() for tensor in theirs.values())

@@ -18,7 +18,7 @@ from beam import BeamSettings, TreeCache, search
 from data_utils import Row, collate
 from gpt2_ft_arguments import parse_args
 from gpu import DistEnv
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from model import GPT2Config, GPT2LMModel, head_loss
 
 # Of a step of two blocks, forward and backward, with bfloat16's casts and the optimizer.
@@ -227,7 +227,7 @@ def test_losses_and_gradients_are_the_cpus(monkeypatch, kind, dtype, terms, at_o
 
     def loss_of(network, device, **how):
         if dtype is not torch.float32:
-            hold_frozen_in(network, dtype)
+            cast_frozen(network, dtype)
         *tensors, packed = (batch[name].to(device, **how) for name in names)
         with Precision(dtype, device).autocast():
             loss = network(*tensors, packed_rows=packed)

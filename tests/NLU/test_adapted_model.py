@@ -12,18 +12,18 @@ from transformers import RobertaConfig, TrainingArguments
 from transformers.adapter_kinds import BITFIT
 from transformers.fine_tuning import adapted_model
 from transformers.fine_tuning.adapted_model import (
-    Origin,
+    StartingPoint,
     check_arguments,
     keep_to_layers,
     leave_out_missing,
     load_config,
     open_tokenizer,
-    origin_of,
     read_adapters,
+    starting_point_of,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments
 
-ORIGIN = Origin("a file", ("no", "yes"), "rte", ("premise", "claim"), 2, is_adapter=True)
+ORIGIN = StartingPoint("a file", ("no", "yes"), "rte", ("premise", "claim"), 2, is_adapter=True)
 
 
 def flags(**given):
@@ -133,17 +133,19 @@ def test_an_adapter_says_what_a_run_begins_with():
     """The first one that says anything, and the model where there is none."""
     config = RobertaConfig(num_labels=3, finetuning_task="mnli")
     config.text_columns = ["a", "b"]
-    model = Origin("some/base", (), "mnli", ("a", "b"), 3, is_adapter=False)
-    assert origin_of(flags(), config, []) == model
+    model = StartingPoint("some/base", (), "mnli", ("a", "b"), 3, is_adapter=False)
+    assert starting_point_of(flags(), config, []) == model
     config.id2label = {number: f"class {number}" for number in reversed(range(12))}
     names = tuple(f"class {number}" for number in range(12))
-    assert origin_of(flags(), config, []) == replace(model, labels=names, outputs=12)
+    assert starting_point_of(flags(), config, []) == replace(model, labels=names, outputs=12)
     silent = Adapter(tensors_of("roberta"), None, source="silent")
     second = adapter_of("second", task="rte")
-    found = origin_of(flags(), config, [silent, second])
-    assert found == Origin("silent", ("no", "yes"), "rte", ("premise", "claim"), 2, True)
+    found = starting_point_of(flags(), config, [silent, second])
+    assert found == StartingPoint("silent", ("no", "yes"), "rte", ("premise", "claim"), 2, True)
     unnamed = adapter_of(labels=None, text_columns=None, task=None)
-    assert origin_of(flags(), config, [unnamed]) == Origin("a file", names, None, (), 2, True)
+    assert starting_point_of(flags(), config, [unnamed]) == StartingPoint(
+        "a file", names, None, (), 2, True
+    )
 
 
 # ---- files and the hub ----

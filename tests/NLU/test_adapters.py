@@ -6,7 +6,7 @@ from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from encoder_options import ENCODER_TERMS
 from half_products import choose_processor, step_and_evaluate
 
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
@@ -205,7 +205,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
 ):
     """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
     model, found = build_adapted(family, names, **NO_DROPOUT), []
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     for is_emulated in (False, True):
         choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
         halves, results = step_and_evaluate(
@@ -226,7 +226,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
 def test_frozen_weights_in_bfloat16(build_adapted, batch, family, names):
     model = build_adapted(family, names, **NO_DROPOUT).train()
     expected = model(**batch)
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     precision = Precision(torch.bfloat16, "cpu")
     with precision.autocast():
         output = model(**batch)

@@ -15,11 +15,11 @@ from trainer_runs import make_data, trained
 from loralib.errors import CheckpointError
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.training import compiled
-from loralib.training.precision import hold_frozen_in
+from loralib.training.precision import cast_frozen
 from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
 from transformers.models.deberta_v2 import modeling_deberta_v2
-from transformers.trainer_data import TrainingPasses
+from transformers.trainer_data import EpochBatches
 from transformers.weight_files import read_weights
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(
     trainer = make_trainer(model_of(family), train=make_data(9))
     graphs = compile_layers(trainer.model.base_model.encoder.layer)
     loader, device = trainer.get_train_dataloader(), torch.device("cpu")
-    example = TrainingPasses(loader, seed=0, device=device).example()
+    example = EpochBatches(loader, seed=0, device=device).example()
     assert len(example["labels"]) == 2
     for batch in (example, batch_of([7, 5, 12])):
         trainer.model(**batch).loss.backward()
@@ -98,7 +98,7 @@ def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(
 def test_in_half_precision_as_well(model_of, family):
     """Under autocast, with frozen weights that are held in it."""
     eager = model_of(family, **STEADY)
-    hold_frozen_in(eager, torch.bfloat16)
+    cast_frozen(eager, torch.bfloat16)
     model, half = copy.deepcopy(eager), torch.autocast("cpu", torch.bfloat16)
     with half:
         assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []

@@ -69,7 +69,7 @@ def test_all_layers_multiply_a_number_of_rows_that_recurs(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_shown_is_not_filled(make_classifier, batch, monkeypatch, family):
     encoder = importlib.import_module("transformers.modeling_encoder")
-    monkeypatch.setattr(encoder, "filled_up", None)
+    monkeypatch.setattr(encoder, "with_filler_rows", None)
     del batch["labels"]
     output = make_classifier(family)(**batch, output_hidden_states=True)
     assert output.hidden_states[0].shape[:2] == batch["input_ids"].shape

@@ -9,7 +9,7 @@ from model_folders import LORA, QUERY, SHAPE, fails, is_one_line, make, same, wr
 from loralib.adapters.fingerprint import fingerprint
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
-from loralib.training.precision import hold_frozen_in
+from loralib.training.precision import cast_frozen
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,
@@ -234,7 +234,7 @@ def test_base_keeps_its_bits_through_half_precision(tmp_path, format, file_dtype
     folder = write(tmp_path / "base", base, format)
     model = AutoModelForSequenceClassification.from_pretrained(folder, **LORA)
     model.train_only(("lora",))
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
@@ -255,7 +255,7 @@ def test_a_frozen_weight_that_was_changed_is_saved_as_it_is(tmp_path):
     folder = write(tmp_path / "base", make(RobertaModel).state_dict())
     model = AutoModelForSequenceClassification.from_pretrained(folder, **LORA)
     model.train_only(("lora",))
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     model.get_parameter(f"{QUERY}.weight").data += 1
     saved = model.full_state_dict()[f"{QUERY}.weight"]
     assert saved.dtype == torch.bfloat16
@@ -266,7 +266,7 @@ def test_tied_base_weights_keep_their_bits_under_both_names(tmp_path):
     base = make(RobertaForMaskedLM).state_dict()
     model = RobertaForMaskedLM.from_pretrained(write(tmp_path / "base", base), **LORA)
     model.train_only(("lora",))
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     model.save_pretrained(tmp_path / "out")
     loaded = RobertaForMaskedLM.from_pretrained(tmp_path / "out")
     name = "roberta.embeddings.word_embeddings.weight"

@@ -10,7 +10,7 @@ from mapped_files import lies_in_file
 from trainer_runs import trained
 
 from loralib.io.tensors import write_tensors
-from loralib.training.precision import hold_frozen_in
+from loralib.training.precision import cast_frozen
 from transformers import RobertaForSequenceClassification
 from transformers.weight_files import read_weights
 
@@ -74,7 +74,7 @@ def test_what_is_held_in_its_precision_already_is_not_read(make_base, monkeypatc
     )
     model.train_only(("lora",))
     monkeypatch.setattr(torch, "equal", lambda *given: compared.append(given) or True)
-    hold_frozen_in(model, torch.bfloat16, model.tensors_read)
+    cast_frozen(model, torch.bfloat16, model.tensors_read)
     assert compared == []
 
 
@@ -158,9 +158,9 @@ def test_the_tasks_scripts_copy_nothing_that_is_frozen(
         base = model.base_model.named_parameters()
         copied.extend(n for n, p in base if "lora_" not in n and not lies_in_file(p, path))
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        hold_frozen_in(model, dtype, read)
+        cast_frozen(model, dtype, read)
 
-    monkeypatch.setattr("transformers.trainer.hold_frozen_in", hold)
+    monkeypatch.setattr("transformers.trainer.cast_frozen", hold)
     data = ["--task_name", "rte", "--data_dir", str(tiny_glue), "--output_dir", str(tmp_path / "o")]
     lora = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"] if adapted else []
     run_glue.main([*common(base), *data, *lora, "--do_train", "--max_steps", "2", "--bf16"])

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 import loralib as lora
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows
-from loralib.training.precision import Precision, all_in_half, hold_frozen_in
+from loralib.training.precision import Precision, all_in_half, cast_frozen
 from transformers import (
     AutoModelForSequenceClassification,
     DebertaV2Config,
@@ -436,7 +436,7 @@ def test_frozen_weights_in_bfloat16(variant, mode, autocast, path):
     model.train(mode)
     given = {**CASES["padded"], "labels": INPUTS["classes"]}
     expected = model(**given)
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     precision = Precision(torch.bfloat16 if autocast else torch.float32, "cpu")
     with precision.autocast():
         output = model(**given)
@@ -453,7 +453,7 @@ def test_biases_can_be_trained_beside_half_precision(dropout):
     model = build("classifier", **LORA, **dropout)
     model.train_only(("lora", "bias"))
     model.train()
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     with Precision(torch.bfloat16, "cpu").autocast():
         loss = model(**CASES["padded"], labels=INPUTS["classes"]).loss
     loss.backward()

@@ -164,7 +164,7 @@ def test_padding_on_the_left(tokenizer):
     tokenizer.padding_side = "left"
     collator = PackedCollator(DataCollatorWithPadding(tokenizer))
     rows = collator([{"input_ids": [5] * n} for n in (3, 5)])["packed_rows"]
-    assert rows.starts_hidden
+    assert rows.starts_padded
     assert rows.index.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
 
 

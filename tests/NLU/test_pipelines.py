@@ -469,7 +469,7 @@ def test_a_text_that_just_fits_is_not_cut(make, tokenizers, caplog):
 @pytest.mark.parametrize("task", ["sentiment-analysis", "ner", "fill-mask"])
 def test_batches_change_no_answer(make, tokenizers, family, task, monkeypatch):
     """They have the longest rows first; the answers keep the texts' order."""
-    monkeypatch.setattr(base, "ROWS_A_BATCH", 2)
+    monkeypatch.setattr(base, "ROWS_PER_BATCH", 2)
     pipe = make(family, task)
     mask = tokenizers[family].mask_token if task == "fill-mask" else "is"
     texts = [f"{'the film ' * (index % 4)}{mask} good {'s' * index}" for index in range(7)]

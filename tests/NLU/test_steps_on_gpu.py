@@ -9,7 +9,7 @@ from encoder_options import ENCODER_TERMS
 from pretended_device import GPUS, PretendedGpu, brought_back, on_cpu
 
 from loralib.errors import TrainingError
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -71,7 +71,7 @@ def model_of(make_classifier):
 def loss_of(gpu, model, batch, dtype):
     """The loss of a batch as the Trainer computes it there."""
     if dtype is not torch.float32:
-        hold_frozen_in(model, dtype)
+        cast_frozen(model, dtype)
     model.to("cuda:0")
     gpu.waits.clear()
     gpu.launches.clear()
@@ -242,7 +242,7 @@ def test_losses_and_gradients_are_the_cpus(model_of, batch, kind, family, dtype,
     settings = {"num_labels": 3, **STEADY}
     expected = model_of(family, **settings).train()
     if dtype is not torch.float32:
-        hold_frozen_in(expected, dtype)
+        cast_frozen(expected, dtype)
     with Precision(dtype, "cpu").autocast():
         loss = expected(**batch).loss
     loss.backward()

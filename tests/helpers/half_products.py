@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn import processor, products
 from loralib.nn.fast_paths import fast_paths_off
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 
 _OPERATORS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_linear_pointwise"}
 
@@ -74,7 +74,7 @@ def assert_as_exact_as_plain(
 
     def step(dtype: torch.dtype) -> dict[str, Tensor]:
         own, precision = copy.deepcopy(model), Precision(dtype, "cpu")
-        hold_frozen_in(own, dtype)
+        cast_frozen(own, dtype)
         with precision.autocast():
             loss = loss_of(own)
         precision.backward(loss)

@@ -44,7 +44,7 @@ import make_peft_fixture as maker
 
 import convert
 from checkpoints import read_base, save_model
-from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
+from loralib.adapters.formats import read_adapter, why_not_expressible, write_adapter
 from model import GPT2Config
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS
@@ -98,7 +98,7 @@ class Writer:
         self.tensors[f"logits/{name}"] = logits.contiguous()
         base = self.bases[base_name]
         head = head or ("causal_lm" if base_name == "gpt2" else "sequence_classification")
-        formats = ["peft"] if what_forbids(read_adapter(source), "peft") is None else []
+        formats = ["peft"] if why_not_expressible(read_adapter(source), "peft") is None else []
         for format in (*formats, "merged"):
             folder = self.out / format / name
             convert.main([str(source), str(folder), "--to", format, "--base", str(base)])

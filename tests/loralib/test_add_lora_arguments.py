@@ -12,7 +12,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.errors import CheckpointError
-from loralib.inject import _WORDS_OF_OTHERS
+from loralib.inject import _OTHER_LIBRARIES_NAMES
 
 
 def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
@@ -85,10 +85,10 @@ def test_words_of_others_for_its_arguments_are_answered_with_its_own(theirs, our
 
 def test_all_words_of_others_at_once_are_answered_in_a_line_that_can_be_read():
     with pytest.raises(TypeError, match=r"_modules, layers_to_.* and 9 more: give ") as refused:
-        lora.add_lora(AnyModel(), **dict.fromkeys(_WORDS_OF_OTHERS))
+        lora.add_lora(AnyModel(), **dict.fromkeys(_OTHER_LIBRARIES_NAMES))
     assert len(str(refused.value)) < 300
     given = str(refused.value).partition(": give ")[2]
-    assert all(ours in given for ours in _WORDS_OF_OTHERS.values())
+    assert all(ours in given for ours in _OTHER_LIBRARIES_NAMES.values())
 
 
 def test_a_keyword_that_nobody_knows_is_python_s_error():
@@ -101,7 +101,7 @@ def test_what_is_given_instead_is_its_argument_and_the_page_for_peft_s_users_say
     arguments = inspect.signature(lora.add_lora).parameters
     page = (ROOT / "docs" / "from-peft.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
-    for theirs, ours in _WORDS_OF_OTHERS.items():
+    for theirs, ours in _OTHER_LIBRARIES_NAMES.items():
         assert theirs not in arguments
         assert ours.partition(" ")[0] in arguments
         for left, right in rows:

@@ -16,9 +16,9 @@ from transformers.weight_files import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
+from config_json import TANH_GELUS, first_difference, settings_beside
 from family import GPT2
 from model import MODEL_CARDS, GPT2Config, config_of
-from settings_beside import TANH_GELUS, first_difference, settings_beside
 from weights import canonical_names, card_of, load_base
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")

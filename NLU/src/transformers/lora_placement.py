@@ -14,7 +14,7 @@ from loralib.adapters.metadata import is_alpha, is_rank
 from loralib.adapters.names import within_layer
 from loralib.initialization import check_initialization
 
-from .models.registry import CARRIED
+from .models.registry import SUPPORTED
 
 if TYPE_CHECKING:
     from .configuration_encoder import EncoderConfig
@@ -93,7 +93,7 @@ def _projections(config: "EncoderConfig") -> dict[str, Projection]:
     """All projections that LoRA can adapt, by their modules' names."""
     hidden, inner = config.hidden_size, config.intermediate_size
     widths = dict.fromkeys(("intermediate", "output"), min(hidden, inner))
-    start = CARRIED[config.model_type].family.layers
+    start = SUPPORTED[config.model_type].family.layers
     return {
         f"{start}{layer}.{module}": Projection(layer, name, widths.get(name, hidden))
         for layer in range(config.num_hidden_layers)

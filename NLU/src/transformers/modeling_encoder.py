@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.packing import PackedRows
+from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
 
 from . import consistency
 from .adapters import Intermediate, SubLayerOutput
@@ -165,7 +165,7 @@ class Encoder(nn.Module):
         """
         given = rows
         if padded is None and shown is None:
-            rows = filled_up(rows, like=hidden)
+            rows = with_filler_rows(rows, like=hidden)
             hidden = fill(hidden, len(rows.index))
         batch = self.describe(rows)
         recompute = self.config.gradient_checkpointing and self.training
@@ -390,7 +390,7 @@ def _place(
     """
     if not needs_padded_batch(attention_mask, head_mask, show_attentions):
         rows = _rows_of(given, attention_mask, packed_rows)
-        if not rows.starts_hidden:
+        if not rows.starts_padded:
             return rows.routed()
     if packed_rows is not None and (attention_mask is None or attention_mask.dim() == 2):
         attention_mask = packed_rows.is_token
@@ -501,7 +501,7 @@ class EncoderForMaskedLM(PreTrainedModel):
 
     def _filled_logits(self, hidden: Tensor) -> Tensor:
         """The same, and below them those of the rows that were added."""
-        return self.logits_of(fill(hidden, recurring(len(hidden), like=hidden)))
+        return self.logits_of(fill(hidden, bucketed(len(hidden), like=hidden)))
 
 
 class EncoderForSequenceClassification(PreTrainedModel):

@@ -34,7 +34,7 @@ from .file_utils import (
     ModelOutput,
 )
 from .loading_arguments import refuse_unknown, split_arguments
-from .models.registry import CARRIED
+from .models.registry import SUPPORTED
 from .module_utils import ModuleUtilsMixin
 from .pruning import heads_by_layer
 from .token_embeddings import TokenEmbeddingsMixin
@@ -219,7 +219,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
     def _labels(self) -> tuple[str, ...] | None:
         """What the head's outputs stand for; None where that is not labels."""
-        heads = CARRIED[self.config.model_type].family.heads
+        heads = SUPPORTED[self.config.model_type].family.heads
         if self.head is None or not heads[self.head].labelled:
             return None
         names = self.config.id2label
@@ -329,7 +329,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             output_loading_info: return what did not fit as well: "missing_keys" (newly
                 initialized), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
             held_in: what the backbone's weights, except those that adapt it, are going to be held
-                in by `loralib.training.precision.hold_frozen_in`, because they are going to be
+                in by `loralib.training.precision.cast_frozen`, because they are going to be
                 frozen. Those that the file has in it are in it already, mapped and not copied: the
                 model computes under autocast alone, and they are not to be trained.
             brought: names of tensors that adapters are going to bring: of these it is not logged

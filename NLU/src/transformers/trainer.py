@@ -30,7 +30,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
-from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import check_not_beyond, warn_of_length
 from loralib.utils import with_lora_plus
@@ -62,7 +62,7 @@ from .trainer_checkpoint import (
 )
 from .trainer_checks import check_data, check_hooks, check_model
 from .trainer_data import (
-    TrainingPasses,
+    EpochBatches,
     collator_settings,
     label_names_of,
     length_of,
@@ -238,7 +238,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             # Layers of other models may not support low-precision weights, so autocast casts those.
             # Done before the model is moved, so that the device never holds its frozen weights in
             # float32.
-            hold_frozen_in(model, args.compute_dtype, model.tensors_read)
+            cast_frozen(model, args.compute_dtype, model.tensors_read)
         held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         # Tensors without memory (see trainer_estimate.py) fail in `to`, even to their own device.
         self.model = model if held == {args.device} else model.to(args.device)
@@ -354,7 +354,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
         )
 
-    def _warm_up(self, passes: TrainingPasses) -> None:
+    def _warm_up(self, passes: EpochBatches) -> None:
         """Runs one batch so that DDP lays out its gradient buckets (see `warm_up_ddp`)."""
 
         def backward() -> None:
@@ -499,7 +499,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         args = self.args
         if length is not None:
             updates = args.updates_of(length)
-            return updates, math.ceil(updates / args.updates_an_epoch(length))
+            return updates, math.ceil(updates / args.updates_per_epoch(length))
         if args.max_steps <= 0:
             raise ValueError("the training set has no length: give --max_steps")
         return args.max_steps, sys.maxsize
@@ -509,14 +509,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self, Trainer, ("evaluate", "get_eval_dataloader")
         )
 
-    def _training_passes(self) -> TrainingPasses:
+    def _training_passes(self) -> EpochBatches:
         """Returns the run's batches; the Trainer's own loader also marks where their tokens are."""
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
             loader.collate_fn = self._collator()
-        return TrainingPasses(loader, self.args.seed, self.args.device)
+        return EpochBatches(loader, self.args.seed, self.args.device)
 
-    def _begin(self, checkpoint: str | None, passes: TrainingPasses) -> str | None:
+    def _begin(self, checkpoint: str | None, passes: EpochBatches) -> str | None:
         """Resumes from a checkpoint or begins a new run, and tells the launcher that it has begun.
 
         Returns:
@@ -537,7 +537,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
         return checkpoint
 
-    def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
+    def _train_epoch(self, epoch: int, passes: EpochBatches) -> None:
         args, progress = self.args, self._progress
         # The batches that a run resumed in the middle of an epoch has already seen.
         skip = 0 if args.ignore_data_skip else progress.batches
@@ -573,7 +573,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             progress.epoch, progress.batches = epoch + 1, 0
         self._end_epoch(epoch, passes)
 
-    def _end_epoch(self, epoch: int, passes: TrainingPasses) -> None:
+    def _end_epoch(self, epoch: int, passes: EpochBatches) -> None:
         """Does the work due at the end of an epoch, complete or not."""
         progress = self._progress
         if progress.batches == passes.length or self.control.should_epoch_stop:

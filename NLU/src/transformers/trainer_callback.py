@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from loralib.errors import CheckpointError
 from loralib.io.atomic import atomic_write
 from loralib.io.console import Pace, in_words
-from loralib.io.likeness import check_like
+from loralib.io.structure import check_structure
 
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_data import length_of
@@ -75,8 +75,8 @@ class TrainerState:
         """
         try:
             values = json.loads(Path(json_path).read_text(encoding="utf-8"))
-            check_like(values, {})
-            check_like(values, asdict(cls()))
+            check_structure(values, {})
+            check_structure(values, asdict(cls()))
             filled = {
                 "epoch": 0.0,
                 "best_metric": 0.0,
@@ -85,9 +85,9 @@ class TrainerState:
                 "trial_params": {},
             }
             known = {name: like for name, like in filled.items() if values[name] is not None}
-            check_like(values, known)
+            check_structure(values, known)
             for record in values["log_history"]:
-                check_like(record, {"step": 0}, "an entry of 'log_history'")
+                check_structure(record, {"step": 0}, "an entry of 'log_history'")
             return cls(**values)
         except (ValueError, TypeError, OSError) as error:
             raise CheckpointError(f"{json_path}: not a trainer's state ({error})") from error

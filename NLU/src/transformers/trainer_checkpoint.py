@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from loralib.errors import CheckpointError, TrainingError
 from loralib.io.atomic import replacing_folder
-from loralib.io.likeness import check_like
+from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
@@ -33,8 +33,8 @@ from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
 from loralib.training.resume import (
     check_same_run,
-    damage_named,
     like_rng_state,
+    naming_damaged_file,
     read_state,
     restore,
 )
@@ -68,7 +68,7 @@ LEFT_FOLDERS = tuple(
 _SCHEDULE_KEYS = ("base_lrs", "last_epoch", "_last_lr")
 
 # Settings that a resumed run must keep. Its length and hardware may change.
-_SAME_IN_A_RUN = (
+_FIXED_FLAGS = (
     "seed",
     "tf32",
     "use_deterministic_algorithms",
@@ -321,13 +321,13 @@ class Checkpoints:
 
     # ---- resuming ----
 
-    def resume(self, folder: str, run: RunState, steps_an_epoch: int) -> TrainerState:
+    def resume(self, folder: str, run: RunState, steps_per_epoch: int) -> TrainerState:
         """Restores the model and all parts of a run from a checkpoint.
 
         Args:
             folder: the checkpoint.
             run: the parts to restore. Its Trainer's state is not used.
-            steps_an_epoch: the number of batches that each process gets per epoch.
+            steps_per_epoch: the number of batches that each process gets per epoch.
 
         Returns:
             The Trainer's state.
@@ -351,7 +351,7 @@ class Checkpoints:
             with _damage_named(path / name):
                 device = self.args.device if part is run.optimizer else "cpu"
                 restore(part, read_state(path / name, device=device), checked)
-        self._resume_process(path, run, steps_an_epoch, state.global_step)
+        self._resume_process(path, run, steps_per_epoch, state.global_step)
         return state
 
     def load_weights(self, folder: str, model: nn.Module) -> None:
@@ -371,18 +371,18 @@ class Checkpoints:
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
         settings = [
-            {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
+            {f"--{name}": values.get(name) for name in _FIXED_FLAGS} for values in (before, now)
         ]
         if isinstance(model, PreTrainedModel):
             of_model = _model_settings(model, path)
             settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
         check_same_run(path, *settings, _SAME_SETTING)
 
-    def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
+    def _resume_process(self, path: Path, run: RunState, steps_per_epoch: int, step: int) -> None:
         """Restores this process's place in the data, pending gradients and random generators.
 
         Args:
-            path, run, steps_an_epoch: as in `resume`.
+            path, run, steps_per_epoch: as in `resume`.
             step: the checkpoint's step.
         """
         first = self._read_process_state(path, 0, run, step)
@@ -400,7 +400,7 @@ class Checkpoints:
         gradients = own["pending_gradients"]
         if saved_layout != layout:
             batches = _rescaled(run.progress.batches, saved_layout, layout)
-            run.progress.batches = min(batches, steps_an_epoch)
+            run.progress.batches = min(batches, steps_per_epoch)
             if _changed_beside_processes(saved_layout, layout):
                 gradients = {}  # they belong to a partial update, which is dropped
         for name, gradient in gradients.items():
@@ -470,9 +470,9 @@ class Checkpoints:
             if own["progress"]["step"] != step:
                 raise ValueError(f"of step {own['progress']['step']}, the other files of {step}")
             if "epoch_rng" in own:
-                check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
+                check_structure(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
             for name, gradient in own["pending_gradients"].items():
-                check_like(gradient, run.model.get_parameter(name).detach().cpu(), f"'{name}'")
+                check_structure(gradient, run.model.get_parameter(name).detach().cpu(), f"'{name}'")
             return own
 
 
@@ -481,7 +481,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
     own = model.config.to_dict()
     with _damage_named(path / CONFIG_NAME):
         config = type(model.config).read_values(path)
-        check_like(config, {"id2label": {}})
+        check_structure(config, {"id2label": {}})
         # Fills in the defaults of settings that are newer than the checkpoint.
         saved = type(model.config).from_dict(config).to_dict()
     columns = ["text_columns"] if saved["text_columns"] is not None else []
@@ -547,7 +547,7 @@ def _way_out(folder: Path) -> str:
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
     """Makes errors in reading a checkpoint's file name that file and what the user can do."""
-    with damage_named(path, _way_out(path.parent)):
+    with naming_damaged_file(path, _way_out(path.parent)):
         yield
 
 

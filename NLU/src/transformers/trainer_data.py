@@ -168,7 +168,7 @@ class Examples(Sampler[int]):
 # ------------------------------------------------------------------------------------------------
 
 
-class TrainingPasses:
+class EpochBatches:
     """The batches of a run, epoch by epoch, from the Trainer's own loader or a user's.
 
     Args:

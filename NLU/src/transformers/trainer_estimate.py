@@ -24,7 +24,7 @@ from loralib.training.estimate import (
     notable_batches,
     rate_of,
 )
-from loralib.training.precision import Precision, counted_half
+from loralib.training.precision import Precision, estimate_precision
 
 from .configuration_utils import PretrainedConfig
 from .hf_argparser import flag
@@ -143,7 +143,7 @@ def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
         own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
         own.torch_compile = False  # the counter has to see every operation
         device = own.device  # chosen before the precision, which it need not support
-        own.fp16, own.bf16 = counted_half(args.fp16, args.bf16, device)
+        own.fp16, own.bf16 = estimate_precision(args.fp16, args.bf16, device)
         yield own
 
 

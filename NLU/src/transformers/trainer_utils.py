@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loralib.io.atomic import atomic_write
-from loralib.io.likeness import check_like
+from loralib.io.structure import check_structure
 from loralib.training.determinism import set_seed  # noqa: F401 - upstream has it here
 
 from .utils import logging
@@ -192,7 +192,7 @@ def _read_results(path: Path) -> dict[str, float]:
     """Returns the content of ``all_results.json``; if it is damaged, warns and returns {}."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        check_like(results, {})
+        check_structure(results, {})
         return results
     except ValueError as error:
         logger.warning("%s: is damaged (%s), and is replaced", path, error)

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from loralib.adapters.adapter import Kind
-from loralib.adapters.formats import format_of_name, read_adapter, what_forbids, write_adapter
+from loralib.adapters.formats import (
+    format_of_name,
+    read_adapter,
+    why_not_expressible,
+    write_adapter,
+)
 from loralib.errors import CheckpointError, SettingsError
 from loralib.io.tensors import write_torch
-from loralib.training.resume import damage_named, read_state
+from loralib.training.resume import naming_damaged_file, read_state
 
 from .adapter_kinds import KINDS, fitting_flag
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -54,7 +59,7 @@ def _save_pretrained(model: PreTrainedModel, folder: Path, lora_only: bool) -> N
     for kind in model.adapted_by:
         adapter = model.adapter(kind)
         for name in reversed(kind.files):
-            if what_forbids(adapter, format_of_name(folder / name)) is None:
+            if why_not_expressible(adapter, format_of_name(folder / name)) is None:
                 write_adapter(folder / name, adapter)
             else:
                 _remove(folder, name)
@@ -94,7 +99,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
         with _ending_with(way_out):
             weights = read_weights(folder, verify=True)
     else:
-        with damage_named(folder / WEIGHTS_NAME, way_out):
+        with naming_damaged_file(folder / WEIGHTS_NAME, way_out):
             weights = read_state(folder / WEIGHTS_NAME, device=device)
     try:
         model.load_state_dict(weights)

@@ -19,11 +19,11 @@ from loralib.io.command_line import check_bounds
 from loralib.io.console import is_terminal
 from loralib.training.determinism import LARGEST_SEED
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
-from loralib.training.launch import Launch
-from loralib.training.launched import is_launched, launched_place, rank
+from loralib.training.launcher_env import is_launched, process_place, rank
 from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.process import LOG_LEVELS
 from loralib.training.reports import check_none_is_alone
+from loralib.training.restarts import Launch
 
 from .hf_argparser import check_ranges, flag
 from .trainer_utils import IntervalStrategy, SchedulerType, is_main_process
@@ -275,7 +275,7 @@ class TrainingArguments:
                 setattr(self, name, default(self))
         # torchrun and torch.distributed.launch set it in the environment.
         if self.local_rank == -1 and is_launched():
-            place = launched_place()
+            place = process_place()
             if place.world_size > 1 or "LOCAL_RANK" in os.environ:
                 self.local_rank = place.local_rank
 
@@ -408,7 +408,7 @@ class TrainingArguments:
         """The number of examples per batch on this process in evaluations."""
         return self.per_device_eval_batch_size
 
-    def updates_an_epoch(self, batches: int) -> int:
+    def updates_per_epoch(self, batches: int) -> int:
         """Returns the number of updates in an epoch of `batches` batches on each process."""
         return max(batches // self.gradient_accumulation_steps, 1)
 
@@ -416,7 +416,7 @@ class TrainingArguments:
         """Returns the updates of a run whose epochs have `batches` batches on each process."""
         if self.max_steps > 0:
             return self.max_steps
-        return math.ceil(self.num_train_epochs * self.updates_an_epoch(batches))
+        return math.ceil(self.num_train_epochs * self.updates_per_epoch(batches))
 
     @property
     def compute_dtype(self) -> torch.dtype:

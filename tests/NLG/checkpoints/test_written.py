@@ -15,7 +15,7 @@ from family import GPT2
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
-from loralib.training.precision import hold_frozen_in
+from loralib.training.precision import cast_frozen
 from weights import canonical_names
 
 
@@ -64,7 +64,7 @@ def test_round_trip_of_a_whole_model(tmp_path, base_path, open_lora, held, file_
     model, base = open_lora()
     trained = {n: p for n, p in parameters(model).items() if "lora_" in n}
     if held is not None:
-        hold_frozen_in(model, held)
+        cast_frozen(model, held)
     path = tmp_path / "model.9.pt"
     save_model(path, model, base, lora_only=False)
     drawn = {n: t.to(file_dtype) for n, t in draw_base().items()}
@@ -87,7 +87,7 @@ def test_round_trip_of_lora_alone(tmp_path, base_path, open_lora, held):
     model, base = open_lora()
     expected = {n: p.clone() for n, p in parameters(model).items()}
     if held is not None:
-        hold_frozen_in(model, held)
+        cast_frozen(model, held)
     path = tmp_path / "model.9.pt"
     save_model(path, model, base, lora_only=True)
     again, _ = open_model(parse("--init_checkpoint", base_path), str(path))

@@ -9,7 +9,7 @@ from encoder_options import ENCODER_TERMS
 from roberta_cases import KINDS, LABELS, LORA, NO_DROPOUT, close
 
 import loralib as lora
-from loralib.training.precision import Precision, all_in_half, hold_frozen_in
+from loralib.training.precision import Precision, all_in_half, cast_frozen
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
@@ -118,7 +118,7 @@ def test_frozen_weights_in_bfloat16(upstream, build, arguments, mode, autocast):
     model.train(mode)
     given = {**arguments("padded"), "labels": upstream["inputs/classes"]}
     expected = model(**given)
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     for parameter in model.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
     precision = Precision(torch.bfloat16 if autocast else torch.float32, "cpu")
@@ -137,7 +137,7 @@ def test_biases_can_be_trained_beside_half_precision(upstream, build, arguments)
     model = build("classifier", **LORA)
     model.train_only(("lora", "bias"))
     model.train()
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     with Precision(torch.bfloat16, "cpu").autocast():
         loss = model(**arguments("padded"), labels=upstream["inputs/classes"]).loss
     loss.backward()

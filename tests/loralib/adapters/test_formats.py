@@ -29,7 +29,7 @@ import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.canonical import without_ddp_prefix
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.formats import FORMATS, read_adapter, what_forbids, write_adapter
+from loralib.adapters.formats import FORMATS, read_adapter, why_not_expressible, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
@@ -240,17 +240,17 @@ def test_nothing_is_said_where_nothing_is_lost(tmp_path):
 def test_what_each_format_forbids():
     adapter = adapter_of("roberta")
     begun = replace(adapter, metadata=replace(adapter.lora, initialization="orthogonal"))
-    assert what_forbids(begun, "release") is None  # it is trained as from any other A and B
+    assert why_not_expressible(begun, "release") is None  # it is trained as from any other A and B
     adapter = adapter_of("gpt2")
     magnitudes = {f"{module}.lora_magnitude_vector": torch.ones(12) for module in MODULES["gpt2"]}
     info = replace(adapter.lora, variant="dora")
     dora = replace(adapter, tensors={**adapter.tensors, **magnitudes}, metadata=info)
-    assert "c_attn has DoRA's magnitudes for slices" in str(what_forbids(dora, "peft"))
+    assert "c_attn has DoRA's magnitudes for slices" in str(why_not_expressible(dora, "peft"))
     # Of an attention that is no target, PEFT saves all.
     pool = nn.MultiheadAttention(6, 1).state_dict(prefix="pool.")
     adapter = adapter_of("plain")
     with_head = replace(adapter, tensors={**adapter.tensors, **pool})
-    assert what_forbids(with_head, "peft") is None
+    assert why_not_expressible(with_head, "peft") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from loralib.io.console import (
     Pace,
     counted,
     devices_in_words,
-    has_colours,
+    has_colors,
     in_words,
     painted,
     say,
@@ -61,19 +61,19 @@ def test_an_empty_table():
 
 
 def test_a_stream_that_was_closed_from_outside_has_no_colours(terminal):
-    assert not has_colours(None)
+    assert not has_colors(None)
     assert painted("text", "bold", None) == "text"
 
 
 def test_colours_are_a_terminal_s(terminal, monkeypatch):
-    assert has_colours(terminal)
+    assert has_colors(terminal)
     assert painted("x", "red", terminal) == "\033[31mx\033[0m"
-    assert not has_colours(io.StringIO())
+    assert not has_colors(io.StringIO())
     assert painted("x", "red", io.StringIO()) == "x"
     monkeypatch.setenv("NO_COLOR", "")  # counts as not set
-    assert has_colours(terminal)
+    assert has_colors(terminal)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not has_colours(terminal)
+    assert not has_colors(terminal)
 
 
 @pytest.mark.parametrize("kind", ["dumb", None])
@@ -82,7 +82,7 @@ def test_a_terminal_that_shows_none(terminal, monkeypatch, kind):
         monkeypatch.delenv("TERM")
     else:
         monkeypatch.setenv("TERM", kind)
-    assert not has_colours(terminal)
+    assert not has_colors(terminal)
 
 
 def test_a_table_in_colours_is_aligned_as_without(terminal):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from loralib.nn.fast_paths import fast_paths_off
-from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import Routing, routed
+from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
 
 HALF = torch.empty(0, dtype=torch.bfloat16)
 ROWS = PackedRows.from_lengths([40, 70, 30])  # 140 tokens
@@ -28,7 +28,7 @@ ROWS = PackedRows.from_lengths([40, 70, 30])  # 140 tokens
 )
 def test_numbers_recur(lengths, expected):
     rows = PackedRows.from_lengths(lengths)
-    filled = filled_up(rows, HALF)
+    filled = with_filler_rows(rows, HALF)
     assert filled.lengths == expected
     assert (filled is rows) == (lengths == expected)
     assert filled.offsets[: len(lengths) + 1].tolist() == rows.offsets.tolist()
@@ -40,16 +40,16 @@ def test_numbers_recur(lengths, expected):
 )
 def test_few_numbers_are_left(like, largest, doublings):
     """Eight for each doubling from 16 on, and multiples of the largest step from there on."""
-    numbers = {recurring(count, like) for count in range(16, 4097)}
+    numbers = {bucketed(count, like) for count in range(16, 4097)}
     assert len(numbers) == doublings * 8 + 4096 // largest - 16 * 2**doublings // largest + 1
     for count in range(1, 4097):
-        assert 0 <= recurring(count, like) - count <= min(count / 8, largest - 1)
+        assert 0 <= bucketed(count, like) - count <= min(count / 8, largest - 1)
 
 
 def test_targets_stay():
     rows = PackedRows.from_lengths([40, 70, 30])
     rows.targets = torch.tensor([3, 139])
-    assert filled_up(rows, HALF).targets is rows.targets
+    assert with_filler_rows(rows, HALF).targets is rows.targets
 
 
 def test_fill():
@@ -63,22 +63,22 @@ def test_fill():
 
 
 def test_only_where_kernels_are_compiled():
-    assert filled_up(ROWS, HALF) is not ROWS
-    assert filled_up(ROWS, HALF.half()) is not ROWS
-    assert filled_up(ROWS, HALF.float()) is not ROWS
-    assert filled_up(ROWS, HALF.double()) is ROWS
-    assert filled_up(ROWS, HALF.to("meta")) is ROWS
-    assert recurring(1105, HALF.float()) == 1120
+    assert with_filler_rows(ROWS, HALF) is not ROWS
+    assert with_filler_rows(ROWS, HALF.half()) is not ROWS
+    assert with_filler_rows(ROWS, HALF.float()) is not ROWS
+    assert with_filler_rows(ROWS, HALF.double()) is ROWS
+    assert with_filler_rows(ROWS, HALF.to("meta")) is ROWS
+    assert bucketed(1105, HALF.float()) == 1120
     with torch.autocast("cpu", torch.bfloat16):
-        assert recurring(1105, HALF.float()) == 1152
+        assert bucketed(1105, HALF.float()) == 1152
     with fast_paths_off():
-        assert filled_up(ROWS, HALF) is ROWS
+        assert with_filler_rows(ROWS, HALF) is ROWS
 
 
 def test_not_where_tokens_are_counted_or_have_padding_between():
     with routed(Routing(key=None, adapters=(None,))):
-        assert filled_up(ROWS, HALF) is ROWS
+        assert with_filler_rows(ROWS, HALF) is ROWS
     mask = torch.ones(2, 100)
     mask[0, 50] = 0
     rows = PackedRows(mask)
-    assert filled_up(rows, HALF) is rows
+    assert with_filler_rows(rows, HALF) is rows

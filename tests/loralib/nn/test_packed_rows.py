@@ -72,13 +72,13 @@ def test_rows_of_lengths_have_at_least_one_token():
 def test_rows_whose_first_position_is_padding():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
     rows = PackedRows(mask)
-    assert rows.starts_hidden
+    assert rows.starts_padded
     assert (rows.lengths, rows.spans) == ([2, 0, 2], [2, 0, 3])
     assert rows.first.tolist() == [0, 2, 2]
     x = torch.arange(1.0, 10.0).view(3, 3)
     assert rows.pack(x).tolist() == [1, 2, 8, 9]
     assert torch.equal(rows.pad(rows.pack(x)), x * mask)
-    assert not PackedRows(HOLES).starts_hidden
+    assert not PackedRows(HOLES).starts_padded
     assert PackedRows(torch.zeros(2, 3)).lengths == [0, 0]
 
 

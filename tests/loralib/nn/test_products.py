@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loralib as lora
 from loralib.nn import processor, products
 from loralib.nn.fast_paths import fast_paths_off
-from loralib.nn.ways import WAYS, WAYS_OF_BATCHES, _packed_copies, in_float32
+from loralib.nn.kernels import KERNELS, WAYS_OF_BATCHES, _packed_copies, in_float32
 
 # A product of the first is left to F.linear; the second is large.
 SIZES = [(5, 16, 24), (320, 1024, 832)]
@@ -90,7 +90,7 @@ def assert_rounded_once(found, exact, terms):
 @torch.no_grad()
 def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, monkeypatch):
     """However many parts the weight is converted in; also where autocast would narrow it."""
-    monkeypatch.setattr("loralib.nn.ways._CONVERTED", converted)
+    monkeypatch.setattr("loralib.nn.kernels._CONVERTED", converted)
     x, weight, bias = make(SIZES[1], torch.bfloat16, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -178,7 +178,7 @@ def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bia
 
 def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 3.0, "blocks": 3.0, "packed": 3.0, "float32": 2.0}
-    names = {way: name for name, way in WAYS.items()}
+    names = {way: name for name, way in KERNELS.items()}
     names |= {way: name for name, way in WAYS_OF_BATCHES.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[names[way]])
     monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
@@ -218,7 +218,7 @@ def no_choices(monkeypatch):
     monkeypatch.setattr(products, "_chosen", {})
 
 
-@pytest.fixture(params=list(WAYS))
+@pytest.fixture(params=list(KERNELS))
 def one_way(request, monkeypatch, no_choices):
     """Every large product is computed in this way."""
     if request.param in ("onednn", "packed") and not processor.has_onednn(torch.float32):
@@ -453,7 +453,7 @@ def test_a_copy_goes_with_its_weight(packing):
 
 def test_the_fastest_is_chosen(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 2.0, "blocks": 1.0, "packed": 0.9}
-    ways = {way: name for name, way in WAYS.items()}
+    ways = {way: name for name, way in KERNELS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
     layer = products.Linear(1024, 832).requires_grad_(False)
     weights = [products.FrozenWeight(layer.weight, layer.bias)]
@@ -494,7 +494,7 @@ def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
     products.use_choices({"machine": products.machine(), "ways": ways})
     used = []
-    monkeypatch.setitem(WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
+    monkeypatch.setitem(KERNELS, "blocks", lambda *given: used.append(given[0].shape[0]))
     with torch.no_grad():
         for rows in (100, 320):
             products.product(torch.randn(rows, 1024), weight.matrix)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn import row_groups
 from loralib.nn.row_attention import attend_rows
-from loralib.nn.row_groups import _LARGEST, ONE_GROUPS_CALLS, _divide, group_rows
+from loralib.nn.row_groups import _LARGEST, GROUP_OVERHEAD, _divide, group_rows
 
 HEADS = 12
 MIXED = (5, 41, 3, 1, 123, 8, 40)
@@ -22,7 +22,7 @@ def probabilities(lengths, rows):
 
 
 def cost(lengths, groups):
-    return sum(ONE_GROUPS_CALLS + probabilities(lengths, rows) for rows in groups)
+    return sum(GROUP_OVERHEAD + probabilities(lengths, rows) for rows in groups)
 
 
 def all_divisions(ascending):

@@ -10,7 +10,7 @@ from loralib.training.agreement import check_alike, check_same_code, check_same_
 
 
 def _as_said(each):
-    return agreement._Said(*each) if isinstance(each, tuple) else each
+    return agreement._Reported(*each) if isinstance(each, tuple) else each
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from loralib.training import launch
-from loralib.training.launch import find_launch
+from loralib.training.restarts import find_launch
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loralib.training.launched import Place, is_launched, launched_place
+from loralib.training.launcher_env import Place, is_launched, process_place
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_process_s_number_on_its_machine(
     environment({"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank})
     if expected is None:
         with pytest.raises(ValueError, match=r"^LOCAL_RANK is '' in the environment: start"):
-            launched_place()
+            process_place()
     else:
-        assert launched_place() == Place(0, int(world_size), expected)
-    assert launched_place(3).local_rank == 3
+        assert process_place() == Place(0, int(world_size), expected)
+    assert process_place(3).local_rank == 3

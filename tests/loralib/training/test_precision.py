@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from loralib.training.precision import Precision, check_precision, compute_dtype, hold_frozen_in
+from loralib.training.precision import Precision, cast_frozen, check_precision, compute_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ def test_what_is_held_in_half_precision():
     model.whole = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
     model.frozen.requires_grad = model.lora_A.requires_grad = False
     model.register_buffer("buffer", torch.ones(2))
-    hold_frozen_in(model, torch.bfloat16)
+    cast_frozen(model, torch.bfloat16)
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
         "frozen": torch.bfloat16,
         **dict.fromkeys(("trained", "lora_A", "buffer"), torch.float32),

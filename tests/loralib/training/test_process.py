@@ -20,7 +20,7 @@ import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training import watch
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
-from loralib.training.launched import rank
+from loralib.training.launcher_env import rank
 from loralib.training.process import HEAD_START, run, without_collector
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.nn import processor, products
-from loralib.nn.ways import WAYS
+from loralib.nn.kernels import KERNELS
 from loralib.training import product_choices
 from loralib.training.precision import Precision
 from loralib.training.product_choices import choose_products, chosen_products, frozen_weights
@@ -109,7 +109,7 @@ def test_a_machine_is_measured_once(cache, measured):
 def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    ways = {way: name for name, way in WAYS.items()}
+    ways = {way: name for name, way in KERNELS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "packed")

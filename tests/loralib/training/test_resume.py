@@ -12,8 +12,8 @@ from loralib.training.optimizer import AdamW
 from loralib.training.resume import (
     DamagedStateError,
     check_same_run,
-    damage_named,
     like_rng_state,
+    naming_damaged_file,
     read_state,
     restore,
 )
@@ -47,7 +47,7 @@ def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
     write_torch(path, {"step": 3, "rate": 0.5, "averages": torch.tensor([3.0, 5.0])})
     assert read_state(path, example)["rate"] == 0.5
     damage(path)
-    with pytest.raises(DamagedStateError) as caught, damage_named(path, "remove it"):
+    with pytest.raises(DamagedStateError) as caught, naming_damaged_file(path, "remove it"):
         read_state(path, example)
     message = str(caught.value)
     assert message.startswith(f"{path}: missing or damaged (")
@@ -63,8 +63,8 @@ def test_a_file_of_torch_s_older_format_is_read(tmp_path):
 def test_the_innermost_file_is_named(tmp_path):
     with (
         pytest.raises(DamagedStateError, match=r"inner: missing or damaged \(bad\); first"),
-        damage_named(tmp_path / "outer", "second"),
-        damage_named(tmp_path / "inner", "first"),
+        naming_damaged_file(tmp_path / "outer", "second"),
+        naming_damaged_file(tmp_path / "inner", "first"),
     ):
         raise KeyError("bad")
 
@@ -73,7 +73,7 @@ def test_nothing_in_a_file_is_run(tmp_path):
     torch.save(nn.Linear(1, 1), tmp_path / "state.pt")
     with (
         pytest.raises(DamagedStateError, match=r"(?i)weights"),
-        damage_named(tmp_path / "state.pt", "remove it"),
+        naming_damaged_file(tmp_path / "state.pt", "remove it"),
     ):
         read_state(tmp_path / "state.pt")
 

@@ -28,7 +28,7 @@ from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import ADAPTATIONS, PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
-from ..models.registry import CARRIED
+from ..models.registry import SUPPORTED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
 from ..utils.cli import load_tokenizer
@@ -230,7 +230,7 @@ def load_task_config(
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartingPoint:
     """The trained adapter or model that a run starts from, and what it says of its training.
 
     Args:
@@ -353,16 +353,16 @@ def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
     return in_short(ordered, width=120)
 
 
-def origin_of(
+def starting_point_of(
     model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
-) -> Origin:
+) -> StartingPoint:
     """Returns what a run starts from: the first adapter or, without one, the model."""
     info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
     if info is not None and info.labels:
         names = info.labels
     texts = info.text_columns if info else config.text_columns
-    return Origin(
+    return StartingPoint(
         source=adapters[0].source if adapters else model_args.model_name_or_path,
         labels=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
         task=info.task if info else config.finetuning_task,
@@ -422,7 +422,7 @@ def build_model(
         adapters: the adapters to load; may be empty.
         args: the run's settings: whether it trains (then the head may be a new one), and the
             precision.
-        order: the head's output for each of the run's classes, see `Origin.order_of`.
+        order: the head's output for each of the run's classes, see `StartingPoint.order_of`.
         way_out: for the error message, the flags to give if the head is untrained.
 
     Raises:
@@ -463,7 +463,7 @@ def build_model(
 @torch.no_grad()
 def _reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
     """Puts a model's outputs into the order of the run's classes, which the metrics rely on."""
-    head = CARRIED[model.config.model_type].family.heads[model.head]
+    head = SUPPORTED[model.config.model_type].family.heads[model.head]
     for parameter in model.get_submodule(head.logits).parameters():
         parameter.copy_(parameter[list(order)])
     logger.info("the outputs of %s are reordered to match the data's classes", head.logits)

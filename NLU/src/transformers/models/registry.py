@@ -10,7 +10,7 @@ from loralib.adapters.families import Family
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class SupportedFamily:
     """A family and its classes, which are imported when they are first asked for.
 
     Args:
@@ -38,13 +38,13 @@ class Carried:
 
 
 # By model type, in the order of registration.
-CARRIED: dict[str, Carried] = {}
+SUPPORTED: dict[str, SupportedFamily] = {}
 
 
-def carry(family: Family, package: str, **classes: str) -> Carried:
-    """Registers a family with its classes, here and in loralib; for the fields see `Carried`."""
-    carried = Carried(family=families.register(family), package=package, classes=classes)
-    CARRIED[family.name] = carried
+def carry(family: Family, package: str, **classes: str) -> SupportedFamily:
+    """Registers a family with its classes, here and in loralib; for the fields see `SupportedFamily`."""
+    carried = SupportedFamily(family=families.register(family), package=package, classes=classes)
+    SUPPORTED[family.name] = carried
     return carried
 
 
@@ -52,14 +52,14 @@ def modules_of_classes() -> dict[str, str]:
     """The names of all families' classes -> their modules, from this package's root on."""
     return {
         name: f".{carried.package.partition('.')[2]}.{module}"
-        for carried in CARRIED.values()
+        for carried in SUPPORTED.values()
         for module, name in (each.split(".") for each in carried.classes.values())
     }
 
 
 def head_of_class(name: str) -> str | None:
     """The head that models of this class have, such as "token_classification"; None for others."""
-    for carried in CARRIED.values():
+    for carried in SUPPORTED.values():
         for role, each in carried.classes.items():
             if role in carried.family.heads and each.endswith(f".{name}"):
                 return role

@@ -25,7 +25,7 @@ from ..utils import logging
 
 logger = logging.get_logger(__name__)
 
-ROWS_A_BATCH = 32
+ROWS_PER_BATCH = 32
 
 
 class PipelineException(Exception):
@@ -171,7 +171,7 @@ class Pipeline(ABC):
         order, size = range(len(rows)), len(rows)
         if not is_by_row():  # otherwise each row has its own adapter, chosen by the rows' order
             order = sorted(order, key=lambda index: -len(rows[index]["input_ids"]))
-            size = ROWS_A_BATCH
+            size = ROWS_PER_BATCH
         said: list[tuple[np.ndarray, ...]] = [()] * len(rows)
         if self.model.training:
             self.model.eval()

@@ -30,8 +30,8 @@ from loralib.errors import (
 from loralib.io.atomic import check_folder_writable
 from loralib.io.console import is_terminal
 from loralib.training import launched, process
-from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
+from loralib.training.restarts import find_launch
 
 from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
 from ..configuration_utils import MissingLoraError, PretrainedConfig
@@ -279,7 +279,7 @@ def check_room(length: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool) -
         )
 
 
-def cut_rows(
+def truncated_rows(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Sequence[Any]],
     masks: Sequence[Sequence[int]],
@@ -316,7 +316,7 @@ def cut_rows(
     return was_cut
 
 
-def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
+def report_truncation(cut: Mapping[str, tuple[int, int]], length: int) -> None:
     """Logs in one line how many texts of each set were truncated, if any.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 from ...configuration_utils import PretrainedConfig
 from ...file_utils import CONFIG_NAME
 from ...loading_arguments import split_arguments
-from ..registry import CARRIED, Carried
+from ..registry import SUPPORTED, SupportedFamily
 
 
 class AutoConfig:
@@ -36,7 +36,7 @@ class AutoConfig:
 
 def carried_of(
     model: str | os.PathLike | PretrainedConfig, where: Mapping[str, Any] | None = None
-) -> Carried:
+) -> SupportedFamily:
     """The family of a model, given by its settings or by where these are.
 
     Args:
@@ -52,15 +52,15 @@ def carried_of(
     return _carried(values.get("model_type"), str(model))
 
 
-def _carried(model_type: str | None, source: str) -> Carried:
+def _carried(model_type: str | None, source: str) -> SupportedFamily:
     if not isinstance(model_type, str | None):
         raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
-    if model_type not in CARRIED:
+    if model_type not in SUPPORTED:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; this package carries "
-            f"{', '.join(CARRIED)}: give one of these, such as roberta-base{_elsewhere(model_type)}"
+            f"{', '.join(SUPPORTED)}: give one of these, such as roberta-base{_elsewhere(model_type)}"
         )
-    return CARRIED[model_type]
+    return SUPPORTED[model_type]
 
 
 def _elsewhere(model_type: str | None) -> str:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...modeling_utils import PreTrainedModel
-from ..registry import CARRIED
+from ..registry import SUPPORTED
 from .configuration_auto import carried_of
 
 
 class _AutoModel:
     role: ClassVar[str] = ""
-    """Which of a family's classes it stands for, see `Carried`."""
+    """Which of a family's classes it stands for, see `SupportedFamily`."""
 
     def __init__(self) -> None:
         name = type(self).__name__
@@ -124,7 +124,7 @@ def __getattr__(name: str) -> dict[type[PretrainedConfig], type[PreTrainedModel]
     if name not in _MAPPINGS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     role = _MAPPINGS[name].role
-    families = [carried for carried in CARRIED.values() if role in carried.classes]
+    families = [carried for carried in SUPPORTED.values() if role in carried.classes]
     mapping = {carried.load("config"): carried.load(role) for carried in families}
     globals()[name] = mapping
     return mapping

@@ -10,7 +10,7 @@ from typing import Any
 from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...tokenization_utils_base import PreTrainedTokenizerBase
-from ..registry import CARRIED
+from ..registry import SUPPORTED
 from .configuration_auto import carried_of
 
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> dict[type[PretrainedConfig], tuple[type, type]]:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     mapping = {
         carried.load("config"): (carried.load("tokenizer"), carried.load("tokenizer_fast"))
-        for carried in CARRIED.values()
+        for carried in SUPPORTED.values()
     }
     globals()[name] = mapping
     return mapping

@@ -30,7 +30,7 @@ _LARGEST_STEP = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 _FEWEST = 16
 
 
-def recurring(count: int, like: Tensor) -> int:
+def bucketed(count: int, like: Tensor) -> int:
     """Returns `count`, or the next larger number that recurs, if filling up helps.
 
     Args:
@@ -44,7 +44,7 @@ def recurring(count: int, like: Tensor) -> int:
     return count + -count % min(2 ** (count.bit_length() - 4), largest_step)
 
 
-def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
+def with_filler_rows(rows: PackedRows, like: Tensor) -> PackedRows:
     """Returns the rows with more rows below, so that the number of tokens is one that recurs.
 
     Args:
@@ -57,7 +57,7 @@ def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
     """
     if not rows.padded_right:  # lengths do not tell the tokens' columns
         return rows
-    added = recurring(len(rows.index), like) - len(rows.index)
+    added = bucketed(len(rows.index), like) - len(rows.index)
     if not added:
         return rows
     longest = rows.longest

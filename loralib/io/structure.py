@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 
-def check_like(value: Any, example: Any, name: str = "it") -> None:
+def check_structure(value: Any, example: Any, name: str = "it") -> None:
     """Checks that `value`, which was read from a file, has the structure of `example`.
 
     Mappings must have at least the same keys, sequences the same length (unless the example is
@@ -25,7 +25,7 @@ def check_like(value: Any, example: Any, name: str = "it") -> None:
         for key, part in example.items():
             if key not in value:
                 raise ValueError(f"{name} has no '{key}'")
-            check_like(value[key], part, f"'{key}'")
+            check_structure(value[key], part, f"'{key}'")
     elif isinstance(example, Tensor):
         _check_type(value, Tensor, name)
         found, wanted = ((tensor.dtype, tuple(tensor.shape)) for tensor in (value, example))
@@ -36,7 +36,7 @@ def check_like(value: Any, example: Any, name: str = "it") -> None:
         if example and len(value) != len(example):
             raise ValueError(f"{name} has {len(value)} entries, not {len(example)}")
         for part, like in zip(value, example, strict=False):
-            check_like(part, like, f"an entry of {name}")
+            check_structure(part, like, f"an entry of {name}")
     elif example is not None:
         _check_type(value, float | int if isinstance(example, float) else type(example), name)
 

@@ -33,7 +33,7 @@ def is_launched() -> bool:
     return not is_single
 
 
-def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
+def process_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
     """Returns which process this is, according to its launcher.
 
     Args:

@@ -118,7 +118,7 @@ def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _linear_into(out, x, _scratch.converted("weight", weight), bias)
 
 
-WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "plain": F.linear,
     "onednn": _onednn,
     "blocks": _in_blocks,

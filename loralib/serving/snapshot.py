@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from ..adapters.fingerprint import is_readable, sampled
 from ..adapters.loading import same_when_rounded
 from ..nn.fast_paths import is_transformed
-from ..text import called
+from ..text import module_label
 from ..wrappers import is_sharded
 from .prepared import PreparedAdapter
 
 
-class SeenModules:
+class ModelSnapshot:
     """The modules that adapters change, as they were when the adapters were prepared."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class SeenModules:
         for name, place in tuple(self._places.items()):
             fault = place.fault()
             if fault and any(_needs(adapter, name, place.found) for adapter in adapters):
-                raise ValueError(f"{called(name)} {fault}")
+                raise ValueError(f"{module_label(name)} {fault}")
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
-                    f"the weight of {called(module)} has changed since an adapter was added to it: "
+                    f"the weight of {module_label(module)} has changed since an adapter was added to it: "
                     "load the base's weights again, or make another bank of the model as it is now"
                 )
 
