@@ -87,7 +87,7 @@ class DebertaV2Embeddings(nn.Module):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Embeds a batch's ids, or takes its `inputs_embeds` for those of words.
+        """Embeds a batch's ids; `inputs_embeds` take the place of word embeddings.
 
         Args:
             rows: where the tokens are.
