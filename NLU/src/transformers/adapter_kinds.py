@@ -158,7 +158,7 @@ def fitting_flag(error: SettingsError, is_resumed: bool = False) -> str:
     if flag not in FROM_METADATA.values():
         return ""
     if error.module:
-        # A pattern covers several modules, each of which would be an error of its own. If an alpha
+        # A pattern covers several modules, and each would be an error of its own. If an alpha
         # is given, it is the file's, or it would have been refused earlier; a file may have none.
         flags = "--lora_r, --lora_rank_pattern and --lora_alpha_pattern"
         if is_resumed:

@@ -1,4 +1,4 @@
-"""The padded path, which computes padding as well, and attention by its formula:
+"""The padded path, which computes padding as well, and attention by its formula.
 
     A  =  dropout( softmax( Q Kᵀ / √d  -  10000 · hidden ) ) ⊙ head_mask        out = A V
 
@@ -93,7 +93,7 @@ class PaddedRows:
         return x.flatten(0, 1)
 
     def as_batch(self, x: Tensor) -> Tensor:
-        """(batch · length, …) -> (batch, length, …), padding as it was computed."""
+        """(batch · length, …) -> (batch, length, …), without changing what is at padding."""
         return x.view(*self.shape, *x.shape[1:])
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -113,7 +113,7 @@ class PaddedRows:
         return padded, self.pack(padded) + (x - self.hide_padding(x))
 
     def without_padding(self) -> PackedRows:
-        """Returns where the tokens that are not padding are."""
+        """Returns the `PackedRows` of the tokens that are not padding."""
         if self.mask is not None and self.mask.dim() == 2:
             return PackedRows(self.mask)
         return PackedRows.from_lengths(self.lengths).to(self._device)

@@ -16,7 +16,7 @@ class RowsOfIds(SpecialTokensMixin):
 
     truncation_side: str
 
-    # -- The frame: a row's special tokens ---------------------------------------------------------
+    # -- A row's special tokens --------------------------------------------------------------------
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # else imported where there is a table, which is one of its
+if TYPE_CHECKING:  # else imported by functions that get a table, which has imported it already
     import pyarrow as pa
 
 _BLOCK = 10_000  # rows that are hashed at a time; the digest depends on it

@@ -371,7 +371,7 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout_p, scale=scale
         )
-    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
+    # On a CPU, PyTorch's fused attention has no dropout, and PyTorch's own dropout is slow.
     scores = (query * scale) @ key.transpose(2, 3)
     if bias is not None and bias.dtype == torch.bool:
         scores = scores.masked_fill(~bias, float("-inf"))

@@ -91,8 +91,10 @@ class DebertaV2Embeddings(nn.Module):
 
         Args:
             rows: where the tokens are.
-            input_ids, token_type_ids, position_ids: (batch, length).
-            inputs_embeds: (batch, length, hidden), instead of the words of `input_ids`.
+            input_ids: (batch, length).
+            token_type_ids: (batch, length); zeros by default.
+            position_ids: (batch, length); columns in the batch by default.
+            inputs_embeds: (batch, length, hidden), instead of `input_ids`.
 
         Returns:
             (tokens, hidden).

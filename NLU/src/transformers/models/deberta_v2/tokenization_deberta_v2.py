@@ -144,7 +144,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
         """Returns the tokens that the model has no piece for, with their ids."""
         return dict(self._added)
 
-    # -- The frame ---------------------------------------------------------------------------------
+    # -- A row's special tokens --------------------------------------------------------------------
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
