@@ -1,7 +1,7 @@
 """Heads for tagging, question answering, multiple choice and causal language modeling.
 
-The families share them, as they share modeling_encoder.py, which has the heads for masked language
-modeling and for classifying sequences:
+All families share them. The heads for masked language modeling and for classifying sequences are in
+modeling_encoder.py. This file has:
 
     states ── classifier ─> a tag of every token                     EncoderForTokenClassification
     states ── two columns ─> start and end of an answer              EncoderForQuestionAnswering
@@ -306,7 +306,7 @@ class EncoderForCausalLM(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
-        """Returns logits, (batch, length, vocabulary), and with `labels` next tokens' mean loss.
+        """Returns logits, (batch, length, vocabulary), and with `labels` the mean loss.
 
         Args:
             labels: (batch, length), token ids, not shifted: a token's target is the label of the
@@ -353,7 +353,7 @@ def _next_of(labels: Tensor, real: Tensor) -> Tensor:
 
 
 def _refuse(given: dict[str, Any]) -> None:
-    """Raises an error if something of decoding that is not supported is given."""
+    """Raises ValueError if an argument of decoding that is not supported is given."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(

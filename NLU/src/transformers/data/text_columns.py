@@ -348,7 +348,7 @@ def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:
 
 
 def _may_be_label(name: str, columns: Columns) -> bool:
-    """Returns whether a column is neither an identifier nor the only text; one of two may be it."""
+    """Returns whether a column may be the label: no identifier, and not the only text."""
     return not _IDENTIFIER.fullmatch(name) and (name,) != columns.texts
 
 

@@ -1,4 +1,4 @@
-"""Registers the model families of this package, which the Auto classes and adapters look up."""
+"""The registry of this package's model families, for the Auto classes and adapters."""
 
 import importlib
 from collections.abc import Mapping

@@ -97,7 +97,7 @@ class Batch:
 
     Attributes:
         padding: (batch, 1, 1, length), True at padding; None if there is none.
-        by_row: on a CPU, whether attention takes row by row where `attend_rows` does not apply.
+        by_row: on a CPU, whether attention is computed row by row if `attend_rows` does not apply.
         first: as in `PackedRows`.
         segments: one `Batch` for each segment, the rows that share an adapter (see
             loralib/nn/routing.py); empty if there is only one segment.

@@ -93,7 +93,7 @@ class DebertaV2Embeddings(nn.Module):
             rows: where the tokens are.
             input_ids: (batch, length).
             token_type_ids: (batch, length); zeros by default.
-            position_ids: (batch, length); columns in the batch by default.
+            position_ids: (batch, length); by default the columns of the batch.
             inputs_embeds: (batch, length, hidden), instead of `input_ids`.
 
         Returns:

@@ -104,7 +104,7 @@ class RobertaEmbeddings(nn.Module):
             rows: where the tokens are.
             input_ids: (batch, length).
             token_type_ids: (batch, length); zeros by default.
-            position_ids: (batch, length); by default as upstream numbers tokens.
+            position_ids: (batch, length); by default padding_idx + 1, + 2, … on tokens.
             inputs_embeds: (batch, length, hidden), instead of `input_ids`.
 
         Returns:
