@@ -10,7 +10,7 @@ mish = F.mish
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation, as GPT-2 has it."""
+    """Computes GELU by its tanh approximation, as GPT-2 does."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -18,7 +18,7 @@ gelu_fast = gelu_new  # upstream writes the same formula twice
 
 
 def linear_act(x: Tensor) -> Tensor:
-    """No activation."""
+    """Returns x: no activation."""
     return x
 
 
@@ -37,10 +37,10 @@ ACT2FN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def get_activation(activation_string: str) -> Callable[[Tensor], Tensor]:
-    """The activation function of a name.
+    """Returns the activation function of this name.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no such function.
     """
     if activation_string not in ACT2FN:
         known = ", ".join(ACT2FN)

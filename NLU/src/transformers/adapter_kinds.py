@@ -1,7 +1,7 @@
-"""What can be trained in a frozen backbone: LoRA, and the paper's baselines.
+"""The kinds of weights that can be trained in a frozen backbone: LoRA, and the paper's baselines.
 
 The baselines are bottleneck adapters (see adapters.py) and BitFit, which trains the biases. A run
-writes a file for each kind; to the library all of them are adapters.
+writes a file for each kind. To loralib, all of them are adapters.
 """
 
 import os
@@ -24,7 +24,7 @@ class BottleneckMetadata(AdapterMetadata):
     """Metadata of bottleneck adapters.
 
     Args:
-        adapter_type: where they sit and how they compute, such as "houlsby".
+        adapter_type: where the adapters are and what they compute, such as "houlsby".
         adapter_size: width of the bottleneck.
     """
 
@@ -34,7 +34,7 @@ class BottleneckMetadata(AdapterMetadata):
     own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
 
     def check(self, path: object) -> None:
-        """As in `AdapterMetadata`."""
+        """Checks the fields, as `AdapterMetadata` does, and those of this class."""
         super().check(path)
         kind, size = self.adapter_type, self.adapter_size
         if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
@@ -47,7 +47,7 @@ class BiasMetadata(AdapterMetadata):
     """Metadata of biases that were trained in place.
 
     Args:
-        biases: which ones; "all" the backbone has.
+        biases: which biases; "all" means all of the backbone's.
     """
 
     biases: str = "all"
@@ -58,7 +58,7 @@ class BiasMetadata(AdapterMetadata):
 @dataclass(frozen=True)
 class _Bottlenecks(Kind):
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
-        """Bottlenecks after other modules of a layer."""
+        """Returns how their places in a layer differ from the model's; None if they do not."""
         trained, built = self._places(theirs), self._places(ours)
         if trained == built:
             return None
@@ -68,7 +68,7 @@ class _Bottlenecks(Kind):
         )
 
     def _places(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The modules of a layer that bottlenecks belong to, each once, sorted."""
+        """Returns the modules of a layer that bottlenecks belong to, each once, sorted."""
         modules = {name.partition(f".{self.part}")[0] for name in names}
         return tuple(sorted({within_layer(module) for module in modules}))
 
@@ -76,7 +76,7 @@ class _Bottlenecks(Kind):
 @dataclass(frozen=True)
 class _Biases(Kind):
     def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
-        """As in `Kind`; a head has biases of its own, and so have bottlenecks."""
+        """Does what `Kind` does, but leaves out the biases of heads and of bottleneck adapters."""
         return self.part in name and BOTTLENECK.part not in name and in_backbone(name, backbones)
 
 
@@ -101,7 +101,7 @@ BITFIT = _Biases(
 # The setting, and the scripts' flag, that names a kind's file.
 PATHS = {LORA: "lora_path", BOTTLENECK: "adapter_path", BITFIT: "bitfit_path"}
 KINDS = tuple(PATHS)
-# The scripts' flags that a file of trained weights answers: its metadata's field -> flag.
+# A field of an adapter's metadata -> the scripts' flag for the same setting.
 FROM_METADATA = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
@@ -118,16 +118,16 @@ FROM_METADATA = {
 
 
 def path_flag(switch: str) -> str:
-    """The scripts' flag that names the file of the kind with this switch."""
+    """Returns the scripts' flag that names the file of the kind with this switch."""
     return next((f"--{path}" for kind, path in PATHS.items() if kind.switch == switch), switch)
 
 
 def other_kind(source: str, kind: Kind) -> Kind | None:
-    """The kind whose file is given in the place of another's, by a run's names of files.
+    """Returns the kind whose file `source` is, by its name, if it is not `kind`; else None.
 
     Args:
         source: a file, or a folder, which may hold several.
-        kind: what is asked for.
+        kind: the kind that is asked for.
     """
     is_file = os.path.isfile(source)
     there = {os.path.basename(source)} if is_file else {*_listed(source)}
@@ -140,26 +140,26 @@ def _listed(folder: str) -> list[str]:
 
 
 def without(kind: Kind) -> str:
-    """What a command has to leave out that is not to have this kind."""
+    """Returns the advice which flags to leave out of a command that is not to use this kind."""
     start = PATHS[kind].partition("_")[0]
     return f"leave --{kind.switch} and every --{start}_… flag out"
 
 
 def fitting_flag(error: SettingsError, is_resumed: bool = False) -> str:
-    """What the scripts' flags have to say for an adapter that was trained with another setting.
+    """Returns which flags of the scripts fit an adapter that was trained with another setting.
 
-    Nothing where no flag says that setting.
+    Returns "" if no flag is for that setting.
 
     Args:
         error: names the setting.
-        is_resumed: whether the adapter is of a checkpoint from which a run resumes.
+        is_resumed: whether a run resumes from the checkpoint that holds the adapter.
     """
     flag, value = FROM_METADATA.get(error.what, error.what), error.theirs
     if flag not in FROM_METADATA.values():
         return ""
     if error.module:
-        # A pattern means several modules, each of which would be an error of its own. An alpha that
-        # is given is the file's, else it was refused before; a file need not say one.
+        # A pattern covers several modules, and each would be an error of its own. If an alpha
+        # is given, it is the file's, or it would have been refused earlier; a file may have none.
         flags = "--lora_r, --lora_rank_pattern and --lora_alpha_pattern"
         if is_resumed:
             return f"{flags} as the run began; or another --output_dir"

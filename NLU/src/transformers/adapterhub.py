@@ -1,4 +1,6 @@
-"""AdapterHub's bottleneck adapters: a folder of an adapter's weights and its head's; read only.
+"""Reads AdapterHub's bottleneck adapters: a folder with an adapter's weights and its head's.
+
+Nothing is written in this format.
 
 Source: the release's run_glue.py, whose ``--adapter_path`` takes such a folder.
 """
@@ -19,7 +21,7 @@ _NAME = re.compile(
     r"\.(?P<end>weight|bias)"
 )
 _HEAD_NAME = re.compile(r"heads\.(?P<task>[^.]+)\.(?P<part>1|4)\.(?P<end>weight|bias)")
-# Their names of layers -> this project's.
+# AdapterHub's names of layers -> this project's.
 _PARTS = {
     "adapter_down.0": "adapter.adapter_A",
     "adapter_up": "adapter.adapter_B",
@@ -29,7 +31,7 @@ _PARTS = {
 
 
 def _read(path: Path, kind: Kind) -> Adapter:
-    """A bottleneck adapter and its head; `path` is either of their files."""
+    """Reads a bottleneck adapter and its head; `path` is the file of either."""
     found: list[tuple[str, str | None, Tensor]] = []
     for name, pattern in ((_WEIGHTS, _NAME), (_HEAD, _HEAD_NAME)):
         file = path.with_name(name)
@@ -55,11 +57,11 @@ def _read(path: Path, kind: Kind) -> Adapter:
 
 
 def _canonical_name(name: str, pattern: re.Pattern[str], file: Path) -> tuple[str, str | None]:
-    """The canonical name of one of AdapterHub's tensors, and its task."""
+    """Returns the canonical name of one of AdapterHub's tensors, and its task."""
     if match := pattern.fullmatch(name):
         layer = f"{match['layer']}." if "layer" in pattern.groupindex else ""
         return f"{layer}{_PARTS[match['part']]}.{match['end']}", match["task"]
-    # A head that belongs to the model's class has that class's names, which are canonical.
+    # A head that belongs to a model's class has that class's names, which are the canonical ones.
     if pattern is _HEAD_NAME and not name.startswith("heads.") and not in_known_backbone(name):
         return name, None
     what = "the head" if pattern is _HEAD_NAME else "bottleneck adapters"

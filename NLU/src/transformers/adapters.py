@@ -1,14 +1,14 @@
-"""Parts of both encoders' layers, and what is put into them to be trained: LoRA and adapters.
+"""The parts of both encoders' layers that LoRA and bottleneck adapters are added to.
 
-A bottleneck adapter is a small network next to the residual stream. With h, what a sub-layer has
-computed after its dropout, and x, its residual input:
+A bottleneck adapter is a small network next to the residual stream. With a sub-layer's output h,
+after its dropout, and the sub-layer's residual input x:
 
     Houlsby   out = LayerNorm( h + up(silu(down(h)))                    + x )
     Pfeiffer  out = LayerNorm( h + up(relu(down(LayerNorm(h + x))))     + x )
 
-Houlsby's follow attention and feed-forward, Pfeiffer's the feed-forward part alone; both norms of
-the latter are the layer's own. `up` starts as zero, so an adapter starts as the identity. In the
-release's files, and so here, down is called ``adapter_A`` and up ``adapter_B``.
+Houlsby's adapters follow attention and feed-forward, Pfeiffer's only the feed-forward part. Both
+norms of Pfeiffer's are the layer's own. `up` is initialized to zero, so an adapter starts as the
+identity. In the release's files, and so here, down is called ``adapter_A`` and up ``adapter_B``.
 
 Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
 """
@@ -35,7 +35,7 @@ def projection(
     in_features: int,
     out_features: int,
 ) -> nn.Linear:
-    """A projection of an encoder layer, with LoRA where the settings put it.
+    """Builds a projection of an encoder layer, with LoRA if the settings put it there.
 
     Args:
         config: the model's settings.
@@ -45,7 +45,7 @@ def projection(
     """
     if target not in placed:
         return Linear(in_features, out_features)
-    with deferring_start():  # the model has weights to start from when it is complete
+    with deferring_start():  # A and B may start from weights that exist once the model is complete
         return lora.Linear(
             in_features,
             out_features,
@@ -60,23 +60,23 @@ def projection(
 
 
 def adapter_behind(config: PretrainedConfig, target: str) -> "BottleneckAdapter | None":
-    """The adapter that follows a projection; None where the settings have none there."""
+    """Builds the adapter that follows a projection; None if the settings put none there."""
     if not config.apply_adapter or target not in ADAPTER_TYPES[config.adapter_type]:
         return None
     return BottleneckAdapter(config)
 
 
 class UpProjection(Linear):
-    """An adapter's last projection, which starts as zero."""
+    """An adapter's last projection, which is initialized to zero."""
 
     def reset_parameters(self) -> None:
-        """Zeros."""
+        """Sets weight and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
 
 class BottleneckAdapter(nn.Module):
-    """A bottleneck adapter of either type; the formulas are at the module's head.
+    """A bottleneck adapter of either type; the formulas are in the module's docstring.
 
     Args:
         config: the model's settings: `adapter_type`, `adapter_size`, `hidden_size`.
@@ -93,7 +93,7 @@ class BottleneckAdapter(nn.Module):
         """(tokens, hidden) -> the same.
 
         Args:
-            h: what the sub-layer has computed.
+            h: the sub-layer's output.
             residual: its residual input.
             norm: the layer norm that follows.
         """
@@ -122,13 +122,13 @@ class Intermediate(nn.Module):
 
 
 class SubLayerOutput(nn.Module):
-    """The last projection of a sub-layer, added to the residual stream and normalised.
+    """The last projection of a sub-layer, added to the residual stream and normalized.
 
     Args:
         config: the model's settings.
         placed: where they put LoRA in this layer.
         target: which projection it is, a name in `LORA_TARGETS`.
-        in_features: width of what the sub-layer has computed.
+        in_features: width of the projection's input.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`BatchEncoding`: what a tokenizer returns; from tokens to words and characters, and back."""
+"""`BatchEncoding`: a tokenizer's output, which maps tokens to words and characters and back."""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# A row as its tokenizer made it: `tokenizers.Encoding`, or an `EncodedRow` of the same interface.
+# A row as its tokenizer made it: `tokenizers.Encoding`, or an `EncodedRow` with the same interface.
 Encoding = Any
 
 
@@ -26,18 +26,18 @@ class TokenSpan(NamedTuple):
 
 
 class BatchEncoding(UserDict):
-    """What a tokenizer returns: a dict of rows whose entries are attributes as well.
+    """A tokenizer's output: a dict of rows whose entries are attributes as well.
 
     Methods that go from one unit to another (token, word, character) need the rows of a fast
-    tokenizer. Where a method takes ``batch_or_..._index``, one index is that of the unit in row 0,
-    and two are the row and the unit. ``sequence_index`` is 1 for the second text of a pair. Indices
-    of characters are those of the text, or of the word where the text came as words.
+    tokenizer. Where a method takes ``batch_or_..._index``, a single index is that of the unit, in
+    row 0; two are those of the row and the unit. ``sequence_index`` is 1 for the second text of a
+    pair. Characters are counted in the text, or in the word if the text was given as words.
 
     Args:
         data: ``input_ids``, ``attention_mask``, ...; each a list of rows of ints, a tensor
             (rows, tokens), or, for a single text, one row.
-        encodings: a fast tokenizer's `Encoding` of each row, or what makes them when they are
-            first asked for.
+        encodings: a fast tokenizer's `Encoding` of each row, or a function that makes them on first
+            use.
         tensor_type: "pt" or "np": make tensors of the data, see `convert_to_tensors`.
         prepend_batch_axis: the data is one row; its tensors get a first axis of 1.
     """
@@ -54,7 +54,7 @@ class BatchEncoding(UserDict):
         self.convert_to_tensors(tensor_type, prepend_batch_axis)
 
     def __getitem__(self, item: str | int) -> Any:
-        """An entry by its name, or a row's `Encoding` by its index."""
+        """Returns an entry by its name, or a row's `Encoding` by its index."""
         if isinstance(item, str):
             return self.data[item]
         if self.encodings is None:
@@ -81,7 +81,7 @@ class BatchEncoding(UserDict):
         """Replaces the entries by tensors ("pt") or arrays ("np"), integers in 64 bits.
 
         Raises:
-            ValueError: the rows of an entry have several lengths, or are not numbers.
+            ValueError: the rows of an entry have different lengths, or are not numbers.
         """
         tensor_type = getattr(tensor_type, "value", tensor_type)
         if tensor_type not in (None, "pt", "np"):
@@ -105,7 +105,7 @@ class BatchEncoding(UserDict):
 
     @property
     def encodings(self) -> list[Encoding] | None:
-        """One `Encoding` a row, None where the tokenizer is not a fast one."""
+        """One `Encoding` per row; None if the tokenizer is not a fast one."""
         if callable(self._encodings):
             self._encodings = self._encodings()
         return self._encodings
@@ -117,7 +117,7 @@ class BatchEncoding(UserDict):
 
     @property
     def n_sequences(self) -> int | None:
-        """1 for texts, 2 for pairs; None where that is unknown."""
+        """1 for texts, 2 for pairs; None if that is unknown."""
         return self.encodings[0].n_sequences if self.encodings else None
 
     def _row(self, index: int) -> Encoding:
@@ -129,26 +129,26 @@ class BatchEncoding(UserDict):
         return self.encodings[index]
 
     def _row_and_unit(self, first: int, second: int | None) -> tuple[Encoding, int]:
-        """The row and the unit in it that one index, or two, stand for."""
+        """Returns the row, and the index of the unit in it, that one or two indices stand for."""
         row, unit = (0, first) if second is None else (first, second)
         encoding = self._row(row)
         return encoding, unit
 
     def _token(self, first: int, second: int | None) -> tuple[Encoding, int]:
-        """As `_row_and_unit`, for tokens, which may be counted from the row's end as well."""
+        """Does what `_row_and_unit` does for tokens, which a negative index counts from the end."""
         encoding, token = self._row_and_unit(first, second)
         return encoding, token + len(encoding) if token < 0 else token
 
     def tokens(self, batch_index: int = 0) -> list[str]:
-        """The tokens of a row, as the vocabulary spells them."""
+        """Returns the tokens of a row, as the vocabulary spells them."""
         return self._row(batch_index).tokens
 
     def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
-        """For each token 0 or 1: of which text it is; None for special tokens."""
+        """Returns which text each token is from, 0 or 1; None for special tokens."""
         return self._row(batch_index).sequence_ids
 
     def word_ids(self, batch_index: int = 0) -> list[int | None]:
-        """For each token the index of its word in its text, None for special tokens."""
+        """Returns the index of each token's word in its text; None for special tokens."""
         return self._row(batch_index).word_ids
 
     def words(self, batch_index: int = 0) -> list[int | None]:
@@ -158,49 +158,49 @@ class BatchEncoding(UserDict):
     def token_to_sequence(
         self, batch_or_token_index: int, token_index: int | None = None
     ) -> int | None:
-        """Of which text of a pair a token is; None for a special token."""
+        """Returns which text of a pair a token is from, 0 or 1; None for a special token."""
         encoding, token = self._token(batch_or_token_index, token_index)
         return encoding.token_to_sequence(token)
 
     def token_to_word(
         self, batch_or_token_index: int, token_index: int | None = None
     ) -> int | None:
-        """The index of a token's word; None for a special token."""
+        """Returns the index of a token's word; None for a special token."""
         encoding, token = self._token(batch_or_token_index, token_index)
         return encoding.token_to_word(token)
 
     def token_to_chars(
         self, batch_or_token_index: int, token_index: int | None = None
     ) -> CharSpan | None:
-        """A token's characters; None for a special token."""
+        """Returns a token's characters; None for a special token."""
         encoding, token = self._token(batch_or_token_index, token_index)
         return _span(CharSpan, encoding.token_to_chars(token))
 
     def word_to_tokens(
         self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
     ) -> TokenSpan | None:
-        """A word's tokens; None where the row has none of it."""
+        """Returns a word's tokens; None if the row has none of them."""
         encoding, word = self._row_and_unit(batch_or_word_index, word_index)
         return _span(TokenSpan, encoding.word_to_tokens(word, sequence_index))
 
     def word_to_chars(
         self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
     ) -> CharSpan | None:
-        """A word's characters; None where the row has none of it."""
+        """Returns a word's characters; None if the row has none of its tokens."""
         encoding, word = self._row_and_unit(batch_or_word_index, word_index)
         return _span(CharSpan, encoding.word_to_chars(word, sequence_index))
 
     def char_to_token(
         self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
     ) -> int | None:
-        """The index of the token that a character is in; None for a space between tokens."""
+        """Returns the index of the token that a character is in; None between tokens."""
         encoding, char = self._row_and_unit(batch_or_char_index, char_index)
         return encoding.char_to_token(char, sequence_index)
 
     def char_to_word(
         self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
     ) -> int | None:
-        """The index of the word that a character is in; None for a space between words."""
+        """Returns the index of the word that a character is in; None between words."""
         encoding, char = self._row_and_unit(batch_or_char_index, char_index)
         return encoding.char_to_word(char, sequence_index)
 
@@ -210,10 +210,10 @@ def _span(kind: type, bounds: tuple[int, int] | None) -> Any:
 
 
 def to_tensor(name: str, rows: Any) -> torch.Tensor:
-    """One tensor of `rows` (numbers, or equally long rows of them): int64, or float32 for floats.
+    """Makes one tensor of numbers, or of rows of one length: int64, or float32 for floats.
 
     Raises:
-        ValueError: the rows of `name` have several lengths, or are not numbers.
+        ValueError: the rows of `name` have different lengths, or are not numbers.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -227,7 +227,7 @@ def to_tensor(name: str, rows: Any) -> torch.Tensor:
         array = np.asarray(rows)
     except ValueError:
         array = np.asarray(None)
-    # An array without items is one of floats to numpy, but here it is a row without tokens.
+    # To numpy, an empty array is one of floats; here, it is a row without tokens.
     if array.dtype.kind in "biu" or array.size == 0:
         return torch.from_numpy(array.astype(np.int64))
     if array.dtype.kind == "f":

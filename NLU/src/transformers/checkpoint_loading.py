@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into a model: whose they are, what may be missing, what belongs elsewhere.
+"""Loads a checkpoint's tensors into a model, after sorting out which are missing or foreign.
 
 names as in the file ── the model's names ── tied ones joined ── missing and foreign ones ── copied
 """
@@ -24,14 +24,14 @@ from .utils import logging
 
 logger = logging.get_logger(__name__)
 
-# What other models' heads are called; a checkpoint may hold one, and it is left out.
+# How other models' heads are named. A checkpoint may hold one; it is left out.
 _HEAD = "head."
 _HEADS = (_HEAD, "lm_head.", "lm_predictions.", "cls.")
 # Upstream's buffer of 0, 1, 2, …, which holds no information.
 _POSITION_IDS = "embeddings.position_ids"
 
 
-# What adds tensors to a backbone, and the settings that say where and of which size.
+# The kinds that add tensors to a backbone, and the settings for their places and sizes.
 ADDED = {
     LORA: "lora_r, lora_alpha and lora_targets",
     BOTTLENECK: "adapter_type and adapter_size",
@@ -39,12 +39,12 @@ ADDED = {
 
 
 class MisplacedWeightsError(MissingLayersError):
-    """A checkpoint with weights of LoRA or adapters that the model has no place for.
+    """Raised for a checkpoint with weights of LoRA or adapters that the model has no place for.
 
     Args:
         source: the checkpoint.
-        kind: whose weights they are.
-        names: the weights.
+        kind: the kind of the weights.
+        names: the weights' names.
     """
 
     def __init__(self, source: str, kind: Kind, names: Collection[str]):
@@ -57,7 +57,7 @@ class MisplacedWeightsError(MissingLayersError):
 
 
 class CheckpointLoadingMixin:
-    """Gives a built model the tensors of a checkpoint; a mix-in for `PreTrainedModel`."""
+    """Loads a checkpoint's tensors into a built model; a mix-in for `PreTrainedModel`."""
 
     adapted_by: tuple[Kind, ...]
     base_fingerprint: str | None
@@ -79,16 +79,18 @@ class CheckpointLoadingMixin:
         held_in: torch.dtype = torch.float32,
         brought: Collection[str] = (),
     ) -> dict[str, list[str]]:
-        """Copies a checkpoint's tensors in, and initializes what it may lack.
+        """Loads a checkpoint's tensors, and initializes those that it may lack.
 
         Args:
-            tensors: the checkpoint's.
-            source: names it in errors.
-            held_in: as in `from_pretrained`.
-            brought: likewise.
+            tensors: the checkpoint's tensors.
+            source: the checkpoint's name, for errors.
+            held_in, brought: as in `from_pretrained`.
 
         Returns:
-            What did not fit; see `from_pretrained`, as for what is raised.
+            What did not fit, as in `from_pretrained`.
+
+        Raises:
+            CheckpointError: as in `from_pretrained`.
         """
         own = self.state_dict()
         matched = self._join_tied(self._match_names(tensors, own), source)
@@ -110,7 +112,7 @@ class CheckpointLoadingMixin:
                     own[name].copy_(tensor)
         self._copy_clones(matched)
         if any(LORA.part in name for name in missing):
-            # A new update may start from the weights that are here only now.
+            # LoRA that is newly initialized may start from the weights, which are here only now.
             start_from_weights(self)
         self.tensors_read = fitting
         self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
@@ -124,7 +126,7 @@ class CheckpointLoadingMixin:
         }
 
     def _backbone_weights(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
-        """The backbone's parameters, by name, except those that adapt it."""
+        """Returns the backbone's parameters by name, except those that adapt it."""
         prefix, adapting = self._prefix(own), [kind.part for kind in self.adapted_by]
         return {
             name: parameter
@@ -133,21 +135,21 @@ class CheckpointLoadingMixin:
         }
 
     def _copy_clones(self, read: Mapping[str, Tensor]) -> None:
-        """Gives clones that a checkpoint did not have the values of what they are clones of."""
+        """Fills clones that a checkpoint did not have from the tensors that they are clones of."""
         with torch.no_grad():
             for name, source in self.cloned.items():
                 if name not in read:
                     self.get_parameter(name).copy_(self.get_parameter(source))
 
     def _prefix(self, names: Iterable[str]) -> str:
-        """What a backbone tensor's name starts with: nothing where there is no head."""
+        """Returns the prefix of the backbone's tensors; "" if there is no head."""
         start = f"{self.base_model_prefix}."
         return start if any(name.startswith(start) for name in names) else ""
 
     def _match_names(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Gives a checkpoint's tensors this model's names, for old endings and another prefix."""
+        """Renames a checkpoint's tensors to this model's names: old endings, another prefix."""
         ours, theirs = self._prefix(own), self._prefix(tensors)
         matched = {}
         for name, tensor in tensors.items():
@@ -162,7 +164,7 @@ class CheckpointLoadingMixin:
         return matched
 
     def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Leaves one of the tensors that are tied, under the name that they are tied to."""
+        """Keeps one of each group of tied tensors, under the name that the others are tied to."""
         tensors = dict(tensors)
         for name, kept in self.tied.items():
             if name in tensors:
@@ -185,7 +187,7 @@ class CheckpointLoadingMixin:
                 continue
             missing = missing - names
             if not names <= brought:
-                # Of an adapted model, a file brings them, or they are what is to be trained.
+                # In an adapted model, an adapter's file brings them, or they are to be trained.
                 level = logging.INFO if self.adapted_by else logging.WARNING
                 is_open = self.adapted_by and not brought
                 but = ", unless an adapter brings them" if is_open else ""
@@ -200,7 +202,7 @@ class CheckpointLoadingMixin:
     def _drop_foreign(
         self, tensors: dict[str, Tensor], own: Mapping[str, Tensor], source: str
     ) -> dict[str, Tensor]:
-        """Leaves out what belongs to another head; refuses what this model should have known."""
+        """Drops tensors of other heads; raises an error for others that the model does not have."""
         prefix = self._prefix(own)
         unknown = tensors.keys() - own.keys()
         foreign = {
@@ -231,7 +233,7 @@ class CheckpointLoadingMixin:
 
 
 def _told(names: Collection[str], layers: tuple[int, int] | None) -> str:
-    """Names for an error; fewer, and why, where file and model have so many layers."""
+    """Lists names for an error; only one, and the reason, if the numbers of layers differ."""
     if layers is None:
         return listed(names)
     return (

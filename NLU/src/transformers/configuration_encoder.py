@@ -16,9 +16,9 @@ class EncoderConfig(PretrainedConfig):
     Args:
         vocab_size: rows of the word embedding; there may be more than the tokenizer has tokens.
         hidden_size: width of the residual stream.
-        num_hidden_layers: encoder layers.
-        num_attention_heads: heads a layer; divides `hidden_size`.
-        intermediate_size: width within the feed-forward part.
+        num_hidden_layers: number of encoder layers.
+        num_attention_heads: heads per layer; divides `hidden_size`.
+        intermediate_size: inner width of the feed-forward part.
         hidden_act: activation of the feed-forward part, a name in `ACT2FN`.
         hidden_dropout_prob: dropout on embeddings, outputs of sub-layers and in the head.
         attention_probs_dropout_prob: dropout on attention probabilities.
@@ -87,7 +87,7 @@ class EncoderConfig(PretrainedConfig):
             self._resolve_lora()
 
     def _resolve_lora(self) -> None:
-        """Makes LoRA's settings those of modules, by which any two that say one thing are the same.
+        """Writes LoRA's settings as those of modules, so that equivalent settings become equal.
 
         Raises:
             ValueError: they do not fit the model.
@@ -105,7 +105,7 @@ def check_activation(setting: str, name: str) -> None:
     """Checks that a setting names an activation function.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no such function.
     """
     if name not in ACT2FN:
         raise ValueError(f"unknown {setting} '{name}' (known: {', '.join(ACT2FN)})")

@@ -1,4 +1,4 @@
-"""`PretrainedConfig`: what a model is built from, kept as ``config.json``."""
+"""`PretrainedConfig`: the settings that a model is built from, stored as ``config.json``."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ from loralib.io.settings import (
 from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
 
-# What LoRA can adapt in an encoder layer of either family -> its module, as
+# A projection that LoRA can adapt in an encoder layer of either family -> its module, as
 # loralib.adapters.names.lora_targets names it. DeBERTa-v2's first three end in "_proj".
 LORA_TARGETS = {
     "query": "query",
@@ -40,11 +40,10 @@ LORA_TARGETS = {
     "intermediate": "intermediate.dense",
     "output": "output.dense",
 }
-# Type of bottleneck adapters -> the targets that one follows.
+# A type of bottleneck adapter -> the projections that it follows.
 ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
 
-# The settings that say how a model is adapted, by their switch; the scripts have flags of the same
-# names.
+# A switch -> the settings of what it switches on. The scripts have flags of the same names.
 ADAPTATIONS = {
     "apply_lora": (
         *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
@@ -54,14 +53,14 @@ ADAPTATIONS = {
     "apply_adapter": ("adapter_type", "adapter_size"),
     "apply_bitfit": (),
 }
-# Of these, a checkpoint need not keep those of its training: they do not shape the model.
+# The ones that may differ from a checkpoint's training, since they do not shape the model.
 _MAY_CHANGE = {"lora_freeze_A", "lora_dropout", "apply_bitfit"}
-# Where one is None, it is not given.
+# For these, None means "not given".
 _ADAPTATION_SETTINGS = {
     *ADAPTATIONS,
     *(name for settings in ADAPTATIONS.values() for name in settings),
 }
-# What files mean that are older than a setting.
+# The values of settings that are newer than a file.
 _BEFORE = {
     "lora_targets": ("query", "value"),
     "lora_positions": False,
@@ -70,15 +69,15 @@ _BEFORE = {
     "lora_rank_pattern": {},
     "lora_alpha_pattern": {},
 }
-# Settings that a model's own modules make uniform: two ways to say one thing become the same.
+# Settings that are rewritten by a model's modules, so that equivalent values become equal.
 _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"})
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
-# What config.json states of the file, not settings.
+# Entries of config.json that describe the file and are not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
-# Upstream's settings, with its defaults, that are for decoders, for text that is generated, or say
-# what a file is of; models here read `is_decoder` alone. Code finds them, and files keep those that
-# are set otherwise.
+# Upstream's settings, with its defaults, for decoders, for text generation and for describing a
+# file. Models here read only `is_decoder`. The others exist so that code that reads them works, and
+# files keep those that differ from the defaults.
 _UPSTREAM_SETTINGS = {
     "architectures": None,
     "tokenizer_class": None,
@@ -113,7 +112,7 @@ _UPSTREAM_SETTINGS = {
     "output_scores": False,
     "return_dict_in_generate": False,
 }
-# Settings that one who reads a file has no need of, unless the model is adapted.
+# Settings that are left out of a file unless the model is adapted.
 _BASE_SETTINGS = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
@@ -126,11 +125,11 @@ OWN_SETTINGS = frozenset(
 
 
 class MissingLoraError(CheckpointError):
-    """Settings of LoRA that are not given, and that the model that is loaded does not have either.
+    """Raised for settings of LoRA that neither the caller gives nor the model that is loaded has.
 
     Args:
         names: the settings.
-        choices: what they can be.
+        choices: their possible values.
     """
 
     def __init__(self, names: Iterable[str], choices: str):
@@ -139,45 +138,45 @@ class MissingLoraError(CheckpointError):
 
 
 class PretrainedConfig:
-    """The settings common to all models. Settings it does not know are kept, and written again.
+    """The settings common to all models. Unknown settings are kept, and written again.
 
     Args:
-        num_labels: outputs of a classification head; `id2label` and `label2id` win over it.
+        num_labels: outputs of a classification head; `id2label` and `label2id` override it.
         return_dict: models return a `ModelOutput` rather than a tuple.
         output_hidden_states: models also return every layer's output.
         output_attentions: models also return every layer's attention probabilities.
         torchscript: models return tuples, and tie no weights, for `torch.jit.trace`.
         tie_word_embeddings: the language-model head's projection is the word embedding itself.
-        pruned_heads: by layer, the numbers of the heads that it has no longer.
-        gradient_checkpointing: in training, the backward pass computes layers' activations again
+        pruned_heads: layer -> the numbers of its heads that were pruned.
+        gradient_checkpointing: in training, recompute layers' activations in the backward pass
             instead of keeping them: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
         text_columns: the columns of a data set that the head was trained to read as a row's texts.
-        apply_lora: put LoRA into every encoder layer; has to be given beside a rank or an alpha.
-        lora_r: its rank.
-        lora_alpha: its scale; the update is multiplied by lora_alpha / lora_r.
-        lora_targets: the projections that it adapts: names of `LORA_TARGETS`, which come first and
-            in that order; ends of modules' names, globs over them, or "all-linear".
-        lora_layers: numbers of the layers that it adapts; None for all.
+        apply_lora: put LoRA into every encoder layer; required with a rank or an alpha.
+        lora_r: LoRA's rank.
+        lora_alpha: LoRA's scale; the update is multiplied by lora_alpha / lora_r.
+        lora_targets: the projections that LoRA adapts: names of `LORA_TARGETS`, which are put first
+            and in that order; ends of modules' names, globs over them, or "all-linear".
+        lora_layers: numbers of the layers that LoRA adapts; None for all.
         lora_dropout: dropout on the update's input, in training.
-        lora_variant: of the update, a name in `loralib.functional.VARIANTS`.
+        lora_variant: the variant of the update, a name in `loralib.functional.VARIANTS`.
         lora_init: how A and B are initialized, a name in
             `loralib.initialization.INITIALIZATIONS`.
-        lora_freeze_A: only B is trained.
-        lora_rank_pattern: ranks of projections that differ from `lora_r`, by target, as in
-            `lora_targets`; the first one that matches a module counts. Kept by the modules' names.
-        lora_alpha_pattern: likewise, what differs from `lora_alpha`.
+        lora_freeze_A: train only B.
+        lora_rank_pattern: target, as in `lora_targets` -> rank, for projections whose rank is not
+            `lora_r`. The first target that matches a module counts. Stored by modules' names.
+        lora_alpha_pattern: the same for alphas that are not `lora_alpha`.
         apply_adapter: put bottleneck adapters into every encoder layer.
-        adapter_type: where they sit and how they compute, of `ADAPTER_TYPES`.
+        adapter_type: where they are and what they compute, a name in `ADAPTER_TYPES`.
         adapter_size: width of the bottleneck.
-        apply_bitfit: the backbone's biases are trained, and saved in a file of their own.
+        apply_bitfit: train the backbone's biases, and save them in a file of their own.
         reg_loss_wgt: weight of the consistency of two passes, in training (see consistency.py).
         masking_prob: share of the tokens that are hidden from the second pass.
-        unk_token_id: replaces a hidden token.
+        unk_token_id: the token that replaces a hidden one.
         special_token_ids: tokens that are never hidden.
         name_or_path: where the settings were read.
-        base_name_or_path: the model that LoRA was put into, where that is another.
-        base_revision: its branch, tag or commit, where it is on the hub.
+        base_name_or_path: the model that LoRA was put into, if that is another one.
+        base_revision: the base's branch, tag or commit, if it is on the hub.
     """
 
     model_type: str = ""
@@ -231,7 +230,7 @@ class PretrainedConfig:
         self.output_attentions = output_attentions
         self.torchscript = torchscript
         self.tie_word_embeddings = tie_word_embeddings
-        # JSON has strings for numbers.
+        # In JSON, the keys are strings.
         self.pruned_heads = {int(n): list(heads) for n, heads in (pruned_heads or {}).items()}
         self.gradient_checkpointing = gradient_checkpointing
         self.finetuning_task = finetuning_task
@@ -264,7 +263,7 @@ class PretrainedConfig:
         self.base_name_or_path = base_name_or_path
         self.base_revision = base_revision
         if id2label is not None:
-            # Transformers writes numbers here where the data's labels were numbers.
+            # Transformers writes numbers here if the data's labels were numbers.
             self.id2label = {int(index): str(label) for index, label in id2label.items()}
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
         else:
@@ -300,12 +299,12 @@ class PretrainedConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens that a sequence can have at most; None where there is no limit."""
+        """The most tokens that a sequence can have; None if there is no limit."""
         return None
 
     @property
     def use_return_dict(self) -> bool:
-        """Whether models return a `ModelOutput`: as `return_dict` says, but in a traced graph."""
+        """Whether models return a `ModelOutput`: `return_dict`, but never with `torchscript`."""
         return self.return_dict and not self.torchscript
 
     @property
@@ -322,7 +321,7 @@ class PretrainedConfig:
     def get_config_dict(
         cls, name_or_path: str | os.PathLike, **arguments: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The content of a model's ``config.json``, and the arguments that say nothing of where.
+        """Reads a model's ``config.json``; also returns the arguments that do not say where it is.
 
         Raises:
             OSError: as `read_values`.
@@ -332,10 +331,10 @@ class PretrainedConfig:
 
     @classmethod
     def read_values(cls, name_or_path: str | os.PathLike, **where: Any) -> dict[str, Any]:
-        """The content of a model's ``config.json``; `where` as in `resolve_file`.
+        """Reads a model's ``config.json``; `where` as in `resolve_file`.
 
         Raises:
-            AdapterAsModelError: it is an adapter.
+            AdapterAsModelError: it is an adapter, not a model.
             OSError: there is no such model, it has no ``config.json``, or that is damaged.
         """
         name = os.fspath(name_or_path)
@@ -352,7 +351,7 @@ class PretrainedConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> "PretrainedConfig":
-        """Builds the settings from a JSON file, as `to_json_file` writes it.
+        """Builds the settings from a JSON file that `to_json_file` wrote.
 
         Raises:
             OSError: it is missing or damaged.
@@ -375,18 +374,18 @@ class PretrainedConfig:
 
         Args:
             name_or_path: a folder, its ``config.json``, or a repository's name.
-            return_unused_kwargs: return the arguments that are not settings as well, rather than
-                refuse them.
+            return_unused_kwargs: also return the arguments that are not settings, instead of
+                raising an error.
             arguments: where to look, see `loading_arguments.split_arguments`; and settings, which
-                replace the file's. One of LoRA, adapters or BitFit that is None is not given: the
-                file's holds.
+                replace the file's. For those of LoRA, adapters or BitFit, None means not given, so
+                the file's value stays.
 
         Raises:
             OSError: as `read_values`.
-            TypeError: an argument that is neither; as a setting, it is not this class's nor in the
-                file.
-            ValueError: the model is of another type, or was adapted with other settings; or what
-                an argument asks for is not to be had, as a rank is without `apply_lora`.
+            TypeError: an argument is unknown: it says nothing of where to look, and is a setting
+                neither of this class nor in the file.
+            ValueError: the model is of another type, or was adapted with other settings; or an
+                argument asks for something impossible, such as a rank without `apply_lora`.
         """
         where, overrides = split_arguments(arguments)
         config, unused = cls.read(name_or_path, where, overrides)
@@ -397,7 +396,7 @@ class PretrainedConfig:
 
     @classmethod
     def setting_names(cls) -> set[str]:
-        """The settings that this class knows."""
+        """Returns the names of the settings that this class knows."""
         return _UPSTREAM_SETTINGS.keys() | {
             name
             for constructor in cls._constructors()
@@ -417,13 +416,13 @@ class PretrainedConfig:
         overrides: Mapping[str, Any],
         model: str | None = None,
     ) -> tuple["PretrainedConfig", dict[str, Any]]:
-        """Reads settings; also returns those of `overrides` that are not settings.
+        """Reads settings; also returns the entries of `overrides` that are not settings.
 
         Args:
             name_or_path: as in `from_pretrained`.
             where: as in `resolve_file`.
             overrides: settings that replace the file's.
-            model: name of the model that they are for, where that is another.
+            model: name of the model that the settings are for, if not `name_or_path`.
 
         Raises:
             OSError, ValueError: as in `from_pretrained`.
@@ -445,7 +444,7 @@ class PretrainedConfig:
         spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
         check_same_adaptation(os.fspath(name_or_path), values, spelt)
         name = os.fspath(name_or_path) if model is None else model
-        # A model that keeps the adaptation of its training keeps its base.
+        # A model that stays adapted as in its training keeps its base.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in ADAPTATIONS):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
@@ -454,7 +453,7 @@ class PretrainedConfig:
             config = cls.from_dict(values, **overrides)
         except ValueError:
             cls._check_alone(values, source)
-            raise  # the fault is of what was to replace the file's settings
+            raise  # the file's settings are sound: the fault is in the overrides
         if values.get("apply_lora"):
             for setting in _RESOLVED & overrides.keys():
                 _check_same(os.fspath(name_or_path), setting, values, getattr(config, setting))
@@ -462,10 +461,10 @@ class PretrainedConfig:
 
     @classmethod
     def _check_alone(cls, values: dict[str, Any], source: str | os.PathLike) -> None:
-        """Checks the settings of a file without others in their place.
+        """Checks the settings of a file, without overrides.
 
         Raises:
-            ValueError: no model can have them; it names the file.
+            ValueError: no model can have them; the message names the file.
         """
         try:
             cls.from_dict(values)
@@ -476,16 +475,16 @@ class PretrainedConfig:
     def from_dict(
         cls, config_dict: dict[str, Any], *, return_unused_kwargs: bool = False, **arguments: Any
     ) -> "PretrainedConfig | tuple[PretrainedConfig, dict[str, Any]]":
-        """Builds the settings from a dict as `to_dict` gives it.
+        """Builds the settings from a dict as `to_dict` returns it.
 
         Args:
             config_dict: settings by name.
-            return_unused_kwargs: return the arguments that are not settings as well, rather than
-                refuse them.
+            return_unused_kwargs: also return the arguments that are not settings, instead of
+                raising an error.
             arguments: settings, which replace the dict's.
 
         Raises:
-            TypeError: an argument that is neither this class's nor in the dict.
+            TypeError: an argument is a setting neither of this class nor in the dict.
             ValueError: settings that no model can have.
         """
         values, known = dict(config_dict), cls.setting_names() | config_dict.keys()
@@ -495,7 +494,7 @@ class PretrainedConfig:
         overrides = {name: value for name, value in arguments.items() if name in known}
         _check_not_idle(values, overrides)
         if values.get("apply_lora") is None:
-            values["apply_lora"] = False  # also beside a rank, which the file has in vain
+            values["apply_lora"] = False  # even if the file has a rank, which had no effect
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)
@@ -509,7 +508,7 @@ class PretrainedConfig:
             setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, with the model type."""
+        """Returns all settings, with the model type."""
         left_out = {"name_or_path", *(() if self.is_adapted else _BASE_SETTINGS)}
         values = {
             name: copy.deepcopy(value)
@@ -520,11 +519,11 @@ class PretrainedConfig:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether LoRA, bottleneck adapters or biases are trained, the backbone's rest not."""
+        """Whether only LoRA, bottleneck adapters or biases of the backbone are trained."""
         return any(getattr(self, switch) for switch in ADAPTATIONS)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`, without the settings of `_UPSTREAM_SETTINGS` at their defaults."""
+        """Returns `to_dict` without the `_UPSTREAM_SETTINGS` that have their defaults."""
         return {
             name: value
             for name, value in self.to_dict().items()
@@ -532,11 +531,11 @@ class PretrainedConfig:
         }
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """The settings as JSON: those of `to_diff_dict`, or with `use_diff` off all of them."""
+        """Returns the settings as JSON: `to_diff_dict`, or all of them if not `use_diff`."""
         return _as_json(self.to_diff_dict() if use_diff else self.to_dict())
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
-        """Writes `to_json_string` into a file."""
+        """Writes `to_json_string` to a file."""
         with atomic_write(Path(json_file_path)) as path:
             path.write_text(self.to_json_string(use_diff), encoding="utf-8")
 
@@ -555,10 +554,10 @@ class PretrainedConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The settings in a file.
+    """Reads the settings in a file.
 
     Raises:
-        OSError: it is missing or damaged.
+        OSError: the file is missing or damaged.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -570,7 +569,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter(name: str, where: Mapping[str, Any]) -> None:
-    """Refuses a folder, or a repository of the hub, that holds an adapter and no model."""
+    """Raises an error if a folder, or a repository on the hub, holds an adapter and no model."""
     settings = resolve_file(name, peft.CONFIG_NAME, **where)
     if settings is not None:
         raise AdapterAsModelError(name, _read_json(settings).get("base_model_name_or_path"))
@@ -589,14 +588,14 @@ def _as_json(settings: Mapping[str, Any]) -> str:
 
 
 def in_order(targets: Iterable[str]) -> list[str]:
-    """LoRA's targets, each once: those of `LORA_TARGETS` in that order, then the others."""
+    """Returns LoRA's targets, each once: those of `LORA_TARGETS` in that order, then the others."""
     targets = list(targets)
     known = [name for name in LORA_TARGETS if name in targets]
     return list(dict.fromkeys([*known, *targets]))
 
 
 def targets_of_modules(modules: Iterable[str]) -> list[str]:
-    """The reverse of `LORA_TARGETS`.
+    """Returns the names in `LORA_TARGETS` of modules.
 
     Raises:
         ValueError: no encoder layer has such a module.
@@ -613,12 +612,12 @@ def targets_of_modules(modules: Iterable[str]) -> list[str]:
 def check_same_adaptation(
     source: str, values: Mapping[str, Any], asked_for: Mapping[str, Any]
 ) -> None:
-    """Refuses to read an adapted model with other settings than it was trained with.
+    """Checks that an adapted model is not read with other settings than it was trained with.
 
     Args:
         source: the model's name, for the message.
         values: the content of its ``config.json``.
-        asked_for: settings by name; those that are absent or None are not asked for.
+        asked_for: settings by name; those that are absent or None are not compared.
 
     Raises:
         ValueError: they differ.
@@ -631,16 +630,16 @@ def check_same_adaptation(
 
 
 def _check_not_idle(values: Mapping[str, Any], asked_for: Mapping[str, Any]) -> None:
-    """Refuses settings of LoRA, or of adapters, that a model without it would silently ignore.
+    """Checks that no settings of LoRA or adapters are asked for that would be silently ignored.
 
-    Those of a file are as they are: it may be of a run that gave them in vain.
+    A file may hold such settings: it may be of a run that gave them without effect.
 
     Args:
         values: the content of a ``config.json``.
-        asked_for: settings by name, in their place.
+        asked_for: settings by name, which replace the file's.
 
     Raises:
-        ValueError: some are asked for, and their switch neither is nor is refused.
+        ValueError: settings are asked for, and their switch is neither on nor set to False.
     """
     for switch, names in ADAPTATIONS.items():
         idle = [name for name in names if _asks_for_something(name, asked_for.get(name))]
@@ -652,7 +651,7 @@ def _check_not_idle(values: Mapping[str, Any], asked_for: Mapping[str, Any]) -> 
 
 
 def _asks_for_something(name: str, value: Any) -> bool:
-    """Whether a setting has another value than by default, as callers give that who give all."""
+    """Returns whether a value is not a setting's default, which some callers pass for all."""
     by_default = inspect.signature(PretrainedConfig).parameters.get(name)
     value = tuple(value) if isinstance(value, list) else value
     return bool(value) and (by_default is None or value != by_default.default)
@@ -670,7 +669,7 @@ def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) 
 
 
 def as_words(value: Any) -> Any:
-    """A list or a pattern as the scripts' flags have it, in words; other settings as they are."""
+    """Returns a list or a pattern as the scripts' flags take it; other settings as they are."""
     if isinstance(value, Mapping):
         value = [f"{target}={number}" for target, number in value.items()]
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else value

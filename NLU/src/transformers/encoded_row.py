@@ -1,7 +1,6 @@
 """`EncodedRow`: one row of tokens, each with its word and its characters in the text.
 
-It answers what `tokenizers.Encoding` answers, under the same names, for tokenizers whose pieces
-another library finds.
+It has the interface of `tokenizers.Encoding`, for tokenizers whose pieces another library finds.
 """
 
 from collections.abc import Sequence
@@ -24,12 +23,12 @@ class EncodedRow:
     """A finished row; each list holds a value per token.
 
     Args:
-        ids, tokens: the tokens, and how the vocabulary spells them.
+        ids, tokens: the tokens' ids, and how the vocabulary spells them.
         type_ids, attention_mask, special_tokens_mask: as the model takes them.
         offsets: first character of the text and the one after the last; (0, 0) for special tokens.
         word_ids: the word's index in its text, None for special tokens.
         sequence_ids: 0, or 1 for the second text; None for special tokens.
-        overflowing: the rows of what was cut off, each with the frame of this one.
+        overflowing: the rows of what was cut off, with the same special tokens as this one.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -68,7 +67,7 @@ class EncodedRow:
         pad_type_id: int = 0,
         pad_token: str = "[PAD]",
     ) -> None:
-        """Fills the row up to `length` tokens, at its right or left end."""
+        """Pads the row to `length` tokens, at its right or left end."""
         missing = length - len(self)
         values = (pad_id, pad_token, pad_type_id, 0, 1, (0, 0), None, None)
         for column, value in zip(fields(self), values, strict=False):
@@ -79,19 +78,19 @@ class EncodedRow:
     # -- Between tokens, words and characters: None for what is not there --------------------------
 
     def token_to_sequence(self, token_index: int) -> int | None:
-        """Of which text a token is."""
+        """Returns which text a token is from, 0 or 1; None for a special token."""
         return self.sequence_ids[token_index]
 
     def token_to_word(self, token_index: int) -> int | None:
-        """The index of a token's word in its text."""
+        """Returns the index of a token's word in its text."""
         return self.word_ids[token_index]
 
     def token_to_chars(self, token_index: int) -> tuple[int, int] | None:
-        """A token's characters."""
+        """Returns a token's characters."""
         return None if self.sequence_ids[token_index] is None else self.offsets[token_index]
 
     def word_to_tokens(self, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
-        """A word's tokens, as the first one and the one after the last."""
+        """Returns a word's tokens, as the first one and the one after the last."""
         found = [
             token
             for token, place in enumerate(zip(self.word_ids, self.sequence_ids, strict=True))
@@ -100,31 +99,31 @@ class EncodedRow:
         return (found[0], found[-1] + 1) if found else None
 
     def word_to_chars(self, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
-        """A word's characters."""
+        """Returns a word's characters."""
         tokens = self.word_to_tokens(word_index, sequence_index)
         return tokens and (self.offsets[tokens[0]][0], self.offsets[tokens[1] - 1][1])
 
     def char_to_token(self, char_pos: int, sequence_index: int = 0) -> int | None:
-        """The index of the token that a character is in."""
+        """Returns the index of the token that a character is in."""
         for token, (start, end) in enumerate(self.offsets):
             if self.sequence_ids[token] == sequence_index and start <= char_pos < end:
                 return token
         return None
 
     def char_to_word(self, char_pos: int, sequence_index: int = 0) -> int | None:
-        """The index of the word that a character is in."""
+        """Returns the index of the word that a character is in."""
         token = self.char_to_token(char_pos, sequence_index)
         return None if token is None else self.word_ids[token]
 
 
 def windows(pieces: Sequence[Piece], room: int, stride: int, side: str) -> list[Sequence[Piece]]:
-    """What fits into `room` tokens of a text, again and again until all of it was there.
+    """Splits a text into overlapping windows of at most `room` tokens.
 
     Args:
-        pieces: the text's.
+        pieces: the text's tokens.
         room: the tokens of a window.
-        stride: how many tokens a window has in common with the one before it; less than `room`.
-        side: "right" where the first window is the text's beginning, "left" for its end.
+        stride: how many tokens a window shares with the one before it; less than `room`.
+        side: "right" if windows go from the text's start to its end, "left" for the reverse.
     """
     length = len(pieces)
     if length <= room:

@@ -1,4 +1,4 @@
-"""Names of a model folder's files, which libraries there are, and the base class of outputs."""
+"""File names of a model folder, checks of installed libraries, and the base class of outputs."""
 
 import copy
 import importlib.util
@@ -30,62 +30,62 @@ def _is_installed(module: str) -> bool:
 
 
 def is_torch_available() -> bool:
-    """True: this package needs PyTorch."""
+    """Returns True: this package needs PyTorch."""
     return True
 
 
 def is_tokenizers_available() -> bool:
-    """True: this package needs tokenizers."""
+    """Returns True: this package needs tokenizers."""
     return True
 
 
 def is_sentencepiece_available() -> bool:
-    """True: this package needs SentencePiece."""
+    """Returns True: this package needs SentencePiece."""
     return True
 
 
 def is_sklearn_available() -> bool:
-    """True: this package needs scikit-learn."""
+    """Returns True: this package needs scikit-learn."""
     return True
 
 
 def is_datasets_available() -> bool:
-    """True: this package needs datasets."""
+    """Returns True: this package needs datasets."""
     return True
 
 
 def is_tf_available() -> bool:
-    """False, installed or not: this package has no TensorFlow models."""
+    """Returns False, installed or not: this package has no TensorFlow models."""
     return False
 
 
 def is_flax_available() -> bool:
-    """False, installed or not: this package has no Flax models."""
+    """Returns False, installed or not: this package has no Flax models."""
     return False
 
 
 def is_torch_tpu_available() -> bool:
-    """False: this package does not train on TPUs."""
+    """Returns False: this package does not train on TPUs."""
     return False
 
 
 def is_apex_available() -> bool:
-    """Whether apex is installed."""
+    """Returns whether apex is installed."""
     return _is_installed("apex")
 
 
 def is_faiss_available() -> bool:
-    """Whether faiss is installed."""
+    """Returns whether faiss is installed."""
     return _is_installed("faiss")
 
 
 def is_psutil_available() -> bool:
-    """Whether psutil is installed."""
+    """Returns whether psutil is installed."""
     return _is_installed("psutil")
 
 
 def is_py3nvml_available() -> bool:
-    """Whether py3nvml is installed."""
+    """Returns whether py3nvml is installed."""
     return _is_installed("py3nvml")
 
 
@@ -93,7 +93,7 @@ def is_py3nvml_available() -> bool:
 
 
 class ExplicitEnum(str, Enum):
-    """Names that a setting can have; each equals its text."""
+    """The possible values of a setting; each equals its string."""
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
@@ -102,7 +102,7 @@ class ExplicitEnum(str, Enum):
 
 
 class PaddingStrategy(ExplicitEnum):
-    """What a tokenizer's `padding` can be."""
+    """The possible values of a tokenizer's `padding`."""
 
     LONGEST = "longest"
     MAX_LENGTH = "max_length"
@@ -110,7 +110,7 @@ class PaddingStrategy(ExplicitEnum):
 
 
 class TensorType(ExplicitEnum):
-    """What a tokenizer's `return_tensors` can be."""
+    """The possible values of a tokenizer's `return_tensors`."""
 
     PYTORCH = "pt"
     NUMPY = "np"
@@ -120,12 +120,12 @@ class TensorType(ExplicitEnum):
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether it is a tensor or an array."""
+    """Returns whether x is a tensor or an array."""
     return isinstance(x, Tensor | np.ndarray)
 
 
 def to_py_obj(obj: Any) -> Any:
-    """Tensors and arrays as lists of numbers, in dicts and lists as well."""
+    """Converts tensors and arrays to lists of numbers, inside dicts and lists as well."""
     if isinstance(obj, Mapping):
         return {name: to_py_obj(value) for name, value in obj.items()}
     if isinstance(obj, list | tuple):
@@ -137,7 +137,7 @@ def to_py_obj(obj: Any) -> Any:
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """A method of dicts that would change the entries behind the attributes' back."""
+    """Returns a stand-in for a dict's method that would change entries but not attributes."""
 
     def refuse(self: "ModelOutput", *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -150,14 +150,14 @@ def _refused(method: str) -> Callable[..., NoReturn]:
 
 
 class ModelOutput(OrderedDict):
-    """What a model returns: a dataclass whose set fields are also dict entries and a tuple's items.
+    """A model's output: a dataclass whose set fields are also dict entries and a tuple's items.
 
-    ``output.logits``, ``output["logits"]`` and ``output[1]`` name the same tensor; fields that are
+    ``output.logits``, ``output["logits"]`` and ``output[1]`` are the same tensor. Fields that are
     None are skipped in the dict and in the tuple. A field can be set by attribute or by entry, and
-    with None be taken out again; a name that is not a field comes after the fields. All other ways
-    to change a dict are refused with a TypeError.
+    removed by setting it to None. A name that is not a field comes after the fields. All other ways
+    to change a dict raise TypeError.
 
-    Given alone, as the first field, a dict or pairs (name, value) are the fields' values.
+    A dict, or pairs (name, value), as the only argument gives the fields' values.
     """
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class ModelOutput(OrderedDict):
         declared = list(getattr(self, "__dataclass_fields__", ()))
         places = {name: place for place, name in enumerate(declared)}
         order = sorted(self, key=lambda name: places.get(name, len(declared)))
-        if order != list(self):  # as a rule they come in order; torch.compile cannot move them
+        if order != list(self):  # usually they are in order; torch.compile cannot move them
             for name in order:
                 super().move_to_end(name)
 
@@ -212,16 +212,16 @@ class ModelOutput(OrderedDict):
         return {**other, **self}
 
     def copy(self) -> "ModelOutput":
-        """Another of the same tensors."""
+        """Returns a shallow copy, with the same tensors."""
         return copy.copy(self)
 
     def to_tuple(self) -> tuple:
-        """The set fields, in the order of their declaration."""
+        """Returns the set fields, in the order of their declaration."""
         return tuple(self.values())
 
 
 def _named(given: Any) -> dict[str, Any]:
-    """The values in a dict or in pairs (name, value); none where it is neither."""
+    """Returns the values in a dict or in pairs (name, value) as a dict; {} if it is neither."""
     if isinstance(given, Mapping):
         return dict(given)
     pairs = given if isinstance(given, list | tuple) else ()

@@ -1,13 +1,13 @@
-"""The arguments of `from_pretrained`: those that all classes share, and how others are treated.
+"""Sorts the arguments of `from_pretrained`: those that all classes share, and all others.
 
-An unknown argument is an error: taken for a setting, it would be silently ignored.
+An unknown argument is an error: as a setting, it would be silently ignored.
 """
 
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Where to look for a model: upstream's name -> the name that `resolve_file` has for it.
+# The arguments on where to look for a model: upstream's name -> the name in `resolve_file`.
 WHERE = {
     "cache_dir": "cache_dir",
     "revision": "revision",
@@ -15,7 +15,7 @@ WHERE = {
     "local_files_only": "local_files_only",
     "force_download": "force_download",
 }
-# What upstream knows and this fork does not: values that ask for nothing, and what to do instead.
+# Upstream's arguments that this fork does not have -> (values that ask for nothing, advice).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "from_tf": (
         (None, False),
@@ -34,10 +34,10 @@ _NOT_NEEDED = {"resume_download"}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments on where to look, by `resolve_file`'s names, and all others.
+    """Splits arguments into those on where to look, by `resolve_file`'s names, and all others.
 
     Raises:
-        ValueError: an argument asks for what upstream can do and this fork cannot.
+        ValueError: an argument asks for something that upstream can do and this fork cannot.
     """
     where, others = {}, {}
     for name, value in arguments.items():
@@ -46,7 +46,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             if not any(value is each or value == each for each in harmless):
                 raise ValueError(f"from_pretrained({name}={value!r}): {advice}")
         elif name in WHERE:
-            # None is upstream's default for some that are on or off.
+            # For some switches, upstream's default is None.
             if value is not None:
                 where[WHERE[name]] = value
         elif name not in _NOT_NEEDED:
@@ -55,7 +55,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def refuse_unknown(owner: type, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError for arguments that `owner` does not have, with similar names that it has."""
+    """Raises TypeError for arguments that `owner` does not have, and suggests similar names."""
     unknown, known = sorted(unknown), sorted({*known, *WHERE})
     if not unknown:
         return

@@ -1,7 +1,8 @@
-"""Where the settings of an encoder put LoRA: targets, layers and patterns, as modules.
+"""Resolves an encoder's settings of LoRA (targets, layers, patterns) to modules.
 
-A target is a name in `LORA_TARGETS`, such as "output", which is the same projection of each layer
-in all families; or what loralib/targets.py knows: the end of a module's name, a glob, "all-linear".
+A target is a name in `LORA_TARGETS`, such as "output", which stands for the same projection of
+every layer in all families; or anything that loralib/targets.py knows: the end of a module's name,
+a glob, or "all-linear".
 """
 
 import difflib
@@ -25,7 +26,7 @@ class Projection(NamedTuple):
 
     Args:
         layer: the number of its layer.
-        name: what it is in that, of `LORA_TARGETS`.
+        name: its name in `LORA_TARGETS`.
         width: the smaller of its two dimensions.
     """
 
@@ -42,7 +43,7 @@ class Placed(NamedTuple):
 
 
 def by_layer(config: "EncoderConfig") -> list[dict[str, Placed]]:
-    """For each layer the projections that LoRA adapts, by their names in `LORA_TARGETS`.
+    """Returns, for each layer, the projections that LoRA adapts, by their names in `LORA_TARGETS`.
 
     Raises:
         ValueError: as `by_module`.
@@ -55,11 +56,11 @@ def by_layer(config: "EncoderConfig") -> list[dict[str, Placed]]:
 
 
 def by_module(config: "EncoderConfig") -> dict[str, Placed]:
-    """What LoRA adapts, by the modules' names in a model with a head.
+    """Returns the modules that LoRA adapts, by their names in a model with a head.
 
     Raises:
-        ValueError: a target, a layer or a pattern matches nothing; or a rank or an alpha is not one
-            that the module can have.
+        ValueError: a target, a layer or a pattern matches nothing, or a module cannot have its rank
+            or alpha.
     """
     if not config.apply_lora:
         return {}
@@ -90,7 +91,7 @@ def by_module(config: "EncoderConfig") -> dict[str, Placed]:
 
 
 def _projections(config: "EncoderConfig") -> dict[str, Projection]:
-    """All projections that LoRA can adapt, by their modules' names."""
+    """Returns all projections that LoRA can adapt, by their modules' names."""
     hidden, inner = config.hidden_size, config.intermediate_size
     widths = dict.fromkeys(("intermediate", "output"), min(hidden, inner))
     start = SUPPORTED[config.model_type].family.layers
@@ -114,7 +115,7 @@ def _layers(config: "EncoderConfig") -> Collection[int]:
 
 
 def _matched(config: "EncoderConfig", setting: str, word: str, modules: Iterable[str]) -> list[str]:
-    """The modules that a target means; it has to mean one."""
+    """Returns the modules that a target matches; it is an error if there are none."""
     target: targets.Target = word
     if word in config.lora_modules:
         target = re.compile(rf".+\.\d+\.{re.escape(config.lora_modules[word])}")
@@ -134,7 +135,7 @@ def _matched(config: "EncoderConfig", setting: str, word: str, modules: Iterable
 def _by_pattern(
     config: "EncoderConfig", setting: str, pattern: Mapping[str, Any], modules: Iterable[str]
 ) -> dict[str, Any]:
-    """The values that a pattern gives modules; of several the first one's."""
+    """Returns the value that a pattern gives each module; the first target that matches counts."""
     is_sound = is_rank if setting == "lora_rank_pattern" else is_alpha
     values: dict[str, Any] = {}
     for word, value in pattern.items():

@@ -1,4 +1,4 @@
-"""What RoBERTa's and DeBERTa-v2's models share; each family's own file has what sets it apart.
+"""What RoBERTa's and DeBERTa-v2's models share; each family's own file has what differs.
 
 In the order in which data flows:
 
@@ -6,9 +6,10 @@ In the order in which data flows:
     states ── vocabulary head ─> logits ── labels ─> loss                      EncoderForMaskedLM
     first tokens ── classifier ─> logits ── labels ─> loss       EncoderForSequenceClassification
 
-All work on packed tokens, (tokens, hidden), see loralib/nn/packing.py; batches come in and go out
-padded, (batch, length, …). What packed tokens cannot give takes the padded path, see
-modeling_padded.py. The layers' projections, with LoRA and bottleneck adapters, are in adapters.py.
+All of these work on packed tokens, (tokens, hidden): see loralib/nn/packing.py. Batches come in and
+go out padded, (batch, length, …). What cannot be computed on packed tokens takes the padded path:
+see modeling_padded.py. The layers' projections, with LoRA and bottleneck adapters, are in
+adapters.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,7 @@ AnyRows = PackedRows | PaddedRows
 
 
 def too_long(tokens: int, positions: int) -> ValueError:
-    """The error for a sequence of more tokens than the model has positions for."""
+    """Returns the error for a sequence of more tokens than the model has positions for."""
     return ValueError(f"a sequence has {tokens} tokens, the model has positions for {positions}")
 
 
@@ -54,8 +55,8 @@ class EncoderAttention(nn.Module):
 
     Args:
         config: the model's settings.
-        placed: where they put LoRA in this layer.
-        self_attention: (hidden, queries, batch, padded) -> what `queries` gather from `hidden`.
+        placed: where the settings put LoRA in this layer, see `lora_placement.by_layer`.
+        self_attention: (hidden, queries, batch, padded) -> attention from `queries` to `hidden`.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class EncoderAttention(nn.Module):
     ):
         super().__init__()
         self.self = self_attention
-        # What is left of the heads, by their numbers in the whole layer.
+        # The heads that are left, by their numbers before any was pruned.
         self.heads = list(range(config.num_attention_heads))
         self.output = SubLayerOutput(config, placed, "attention_output", config.hidden_size)
 
     def forward(
         self, hidden: Tensor, queries: Tensor, batch: Any, padded: PaddedAttention | None = None
     ) -> Tensor:
-        """The residual stream at `queries`, attention added."""
+        """Returns the residual stream at `queries`, with attention added, normalized."""
         return self.output(self.self(hidden, queries, batch, padded), queries)
 
     def prune_heads(self, heads: Iterable[int]) -> None:
-        """Takes heads out, by the numbers that they had in the whole layer; see pruning.py."""
+        """Removes heads, by their numbers before any was pruned; see pruning.py."""
         left = [head for head in self.heads if head not in heads]
         if left == self.heads:
             return
@@ -113,22 +114,23 @@ class EncoderLayer(nn.Module):
 
         Args:
             hidden: the residual stream.
-            batch: what `Encoder.describe` gives; ``batch.first`` are the rows' first tokens.
+            batch: what `Encoder.describe` returns; ``batch.first`` are the rows' first tokens.
             first_only: compute the output of each row's first token alone.
-            padded: on the padded path, what attention is told, and where it leaves what it shows.
+            padded: on the padded path, attention's inputs, and where it stores its probabilities.
         """
-        # Backwards one addition; hidden[batch.first] is sorted on a GPU, and slower on a CPU.
+        # Its backward pass is one addition. That of hidden[batch.first] sorts the indices on a GPU,
+        # and is slower on a CPU.
         queries = hidden.index_select(0, batch.first) if first_only else hidden
         attended = self.attention(hidden, queries, batch, padded)
         return self.output(self.intermediate(attended), attended)
 
 
 class Encoder(nn.Module):
-    """The layers one after the other.
+    """The layers in sequence.
 
     Args:
         config: the model's settings.
-        layers: its `EncoderLayer`s.
+        layers: the `EncoderLayer`s.
     """
 
     def __init__(self, config: PretrainedConfig, layers: Iterable[EncoderLayer]):
@@ -137,11 +139,11 @@ class Encoder(nn.Module):
         self.layer = nn.ModuleList(layers)
 
     def describe(self, rows: AnyRows) -> Any:
-        """What every layer is told of a batch; computed once a forward."""
+        """Returns what every layer needs to know about a batch; called once per forward pass."""
         return rows
 
     def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
-        """The next layer's input, where layer `index` has computed `output` of `seen`."""
+        """Returns the next layer's input, after layer `index` has computed `output` from `seen`."""
         return output
 
     def forward(
@@ -152,16 +154,16 @@ class Encoder(nn.Module):
         shown: list[Tensor] | None = None,
         padded: list[PaddedAttention] | None = None,
     ) -> Tensor:
-        """The last layer's output, (tokens, hidden), or (batch, hidden) with `first_only`.
+        """Returns the last layer's output, (tokens, hidden), or (batch, hidden) with `first_only`.
 
         Args:
             hidden: (tokens, hidden), the embeddings.
             rows: where its tokens are.
-            first_only: the last layer is computed for each row's first token alone: a classifier
-                reads nothing else, and five sixths of that layer's work is saved.
+            first_only: compute the last layer for each row's first token alone. A classifier reads
+                nothing else, and five sixths of that layer's work is saved.
             shown: a list, to which the embeddings and every layer's output are appended, each
                 (batch, length, hidden); not together with `first_only`.
-            padded: on the padded path, for every layer what its attention is told.
+            padded: on the padded path, each layer's `PaddedAttention`.
         """
         given = rows
         if padded is None and shown is None:
@@ -184,17 +186,17 @@ class Encoder(nn.Module):
 
 
 def _show(hidden: Tensor, rows: AnyRows, shown: list[Tensor]) -> Tensor:
-    """Appends a state as a batch to `shown`; returns it as made of that."""
+    """Appends a state to `shown` as a padded batch; returns it as computed from that batch."""
     padded, hidden = rows.show(hidden)
     shown.append(padded)
     return hidden
 
 
 def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
-    """``layer(*inputs)``; with `recompute`, the backward pass computes its activations again.
+    """Calls ``layer(*inputs)``; with `recompute`, the backward pass recomputes its activations.
 
-    They then need no memory in between. The second time, random numbers are the same, so losses and
-    gradients keep their bits. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
+    They take no memory in between. Random numbers are the same the second time, so losses and
+    gradients are bit-exact. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
     1604.06174.
     """
     if recompute:
@@ -206,16 +208,18 @@ def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
 
 
 class Encoded(NamedTuple):
-    """What a backbone has made of a batch.
+    """A backbone's output for a batch.
 
     Args:
         last: (tokens, hidden), the last layer's output; (batch, hidden) with `first_only`.
-        rows: where the tokens are in the batch, whose logits ``rows.pad`` pads.
+        rows: where the tokens are in the batch; ``rows.pad`` pads their logits.
         hidden_states: the embeddings and every layer's output, each (batch, length, hidden), zeros
-            where there is padding; None where they are not asked for.
-        attentions: every layer's probabilities, each (batch, heads, length, length); likewise.
-        starts: (batch, hidden), the last layer's output at each row's first position, where that is
-            not the row's first token; None where it is.
+            at padding; None unless asked for.
+        attentions: every layer's probabilities, each (batch, heads, length, length); None unless
+            asked for.
+        starts: (batch, hidden), the last layer's output at each row's first position. Only the
+            padded path sets it, where that position may be padding; otherwise it is the row's first
+            token.
     """
 
     last: Tensor
@@ -226,7 +230,7 @@ class Encoded(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """(batch, hidden), of `last` what a pooler reads: each row's first position."""
+        """(batch, hidden), what a pooler reads: the output at each row's first position."""
         return self.last[self.rows.first] if self.starts is None else self.starts
 
     @property
@@ -242,10 +246,10 @@ class EncoderModel(PreTrainedModel):
         embeddings: (rows, input_ids, token_type_ids, position_ids, inputs_embeds) -> (tokens,
             hidden).
         encoder: an `Encoder`.
-        pooler: (batch, hidden), of the first tokens -> the same; None where the model has none.
+        pooler: (batch, hidden), the first tokens -> (batch, hidden); None if the model has none.
 
     Class attributes:
-        may_pool: the family's backbones have a pooler, as a rule, and their output a place for it.
+        may_pool: whether the family's backbones can have a pooler, and their output a field for it.
     """
 
     may_pool: ClassVar[bool] = False
@@ -267,30 +271,29 @@ class EncoderModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> Encoded:
-        """Hidden states on packed tokens, and where those are in the batch.
+        """Computes the hidden states of packed tokens, and where those are in the batch.
 
         Args:
             input_ids: (batch, length).
-            attention_mask: (batch, length), zero on padding; all ones where not given. RoBERTa
-                takes (batch, queries, keys) as well.
-            token_type_ids: (batch, length), or (1, length) for all rows; zeros where not given.
-                Without effect in a model that has no token types.
-            position_ids: (batch, length), or (1, length), absolute positions; those that upstream
-                gives to such a batch where not given. Without effect in a model that has none.
-            head_mask: (heads,) or (layers, heads), what attention's probabilities are multiplied
-                with; RoBERTa's alone.
-            inputs_embeds: (batch, length, hidden), in the place of the word embeddings of
-                `input_ids`.
-            packed_rows: where the mask's tokens are, made on the CPU when the batch was collated;
-                the mask is then not read, and no device waited for.
-            first_only: the caller reads each row's first position alone, and `Encoded.last` is
+            attention_mask: (batch, length), zero at padding; all ones by default. RoBERTa takes
+                (batch, queries, keys) as well.
+            token_type_ids: (batch, length), or (1, length) for all rows; zeros by default. Without
+                effect in a model that has no token types.
+            position_ids: (batch, length), or (1, length), absolute positions; by default those that
+                upstream computes for such a batch. Without effect in a model that has none.
+            head_mask: (heads,) or (layers, heads), factors of attention's probabilities; RoBERTa
+                only.
+            inputs_embeds: (batch, length, hidden), instead of the word embeddings of `input_ids`.
+            packed_rows: where the mask's tokens are, computed on the CPU when the batch was
+                collated. The mask is then not read, and nothing waits for the device.
+            first_only: the caller needs each row's first position alone, so `Encoded.last` is
                 (batch, hidden).
-            output_attentions, output_hidden_states: what of `Encoded` is filled in; as the settings
-                say where None.
+            output_attentions, output_hidden_states: whether to fill in these fields of `Encoded`;
+                None for what the settings say.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds` is given; or a mask is of
-                another shape.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds` is given, or a mask has
+                the wrong shape.
         """
         show_states = self._wants_states(output_hidden_states)
         show_attentions = self._wants_attentions(output_attentions)
@@ -325,7 +328,7 @@ class EncoderModel(PreTrainedModel):
     def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PaddedAttention]:
-        """For every layer, what its attention is told on the padded path."""
+        """Returns each layer's `PaddedAttention`, for the padded path."""
         masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
         seen = visible(rows.mask, self.config.is_decoder, given)
         return [PaddedAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
@@ -343,7 +346,7 @@ class EncoderModel(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
-        """Hidden states of every token; arguments as in `encode`."""
+        """Returns the hidden states of all tokens; arguments as in `encode`."""
         encoded = self.encode(
             input_ids,
             attention_mask,
@@ -362,13 +365,13 @@ class EncoderModel(PreTrainedModel):
         pooled = None if self.pooler is None else self.pooler(encoded.first)
         output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
         result = self._as_asked(output, return_dict)
-        if isinstance(result, tuple) and pooled is None:  # whose place upstream leaves
+        if isinstance(result, tuple) and pooled is None:  # upstream keeps its place in the tuple
             return (last, None, *result[1:])
         return result
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one of both that is given."""
+    """Returns the one of the two that is given; it is an error to give both or neither."""
     if (input_ids is None) == (inputs_embeds is None):
         number = "both" if inputs_embeds is not None else "neither"
         raise ValueError(f"give either input_ids or inputs_embeds: {number} were given")
@@ -382,7 +385,7 @@ def _place(
     packed_rows: PackedRows | None,
     show_attentions: bool,
 ) -> AnyRows:
-    """Where the tokens of a batch are: packed or, for the padded path, where they stand.
+    """Returns where a batch's tokens are: packed or, for the padded path, at their positions.
 
     Args:
         given: (batch, length, …).
@@ -400,7 +403,7 @@ def _place(
 def _rows_of(
     given: Tensor, attention_mask: Tensor | None, packed_rows: PackedRows | None
 ) -> PackedRows:
-    """As a batch says itself, as its mask says, or everywhere."""
+    """Returns the batch's `packed_rows`, else the tokens of its mask, else all positions."""
     if packed_rows is not None:
         return packed_rows
     if attention_mask is not None:
@@ -410,14 +413,14 @@ def _rows_of(
 
 
 def _for_every_row(x: Tensor | None, given: Tensor) -> Tensor | None:
-    """(1, length) -> (batch, length); others as they are."""
+    """(1, length) -> (batch, length); other shapes stay as they are."""
     return x if x is None or len(x) != 1 else x.expand(given.shape[0], -1)
 
 
 def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, Tensor]:
-    """Of the padded path's output the packed tokens, where these are, and the first positions.
+    """Returns the padded path's packed tokens, where they are, and the rows' first positions.
 
-    A graph that is being recorded keeps padding, whose places it cannot know.
+    While a graph is traced, padding stays: the graph is for batches with other padding, too.
     """
     starts = last.index_select(0, rows.first)
     if torch.jit.is_tracing():
@@ -427,7 +430,7 @@ def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, T
 
 
 class EncoderForMaskedLM(PreTrainedModel):
-    """A backbone with the language-model head that it is pretrained with."""
+    """A backbone with its pretraining head, a masked language model's."""
 
     head: ClassVar[str | None] = "masked_lm"
 
@@ -450,15 +453,16 @@ class EncoderForMaskedLM(PreTrainedModel):
         targets_only: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> MaskedLMOutput | tuple:
-        """Logits (batch, length, vocabulary) and, with `labels`, the mean loss over the targets.
+        """Returns logits, (batch, length, vocabulary), and with `labels` the targets' mean loss.
 
-        In training, with `labels`, logits are those of the targets alone, (targets, vocabulary),
-        row by row: the head costs nothing elsewhere. Where there is padding, logits are zero.
+        In training with `labels`, logits are computed for the targets alone, which saves time: they
+        are (targets, vocabulary), row by row. At padding, logits are zero.
 
         Args:
             labels: (batch, length), token ids; -100 where there is no target.
-            targets_only: whether logits are of the targets alone; by default in training only.
-            packed_rows: as in `EncoderModel.encode`; its targets, where known, are the labels'.
+            targets_only: whether to compute logits of the targets alone; by default in training.
+            packed_rows: as in `EncoderModel.encode`. If its `targets` are known, `labels` are not
+                searched for them.
             others: as in `EncoderModel.encode`.
         """
         encoded = self.base_model.encode(
@@ -494,18 +498,18 @@ class EncoderForMaskedLM(PreTrainedModel):
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """`logits_of`, computed for a number of tokens that recurs."""
+        """Computes `logits_of` for a number of rows that recurs; see loralib/nn/row_buckets.py."""
         logits = self._filled_logits(hidden)
-        # A graph that is being recorded would keep this number of tokens.
+        # A slice would fix this number of tokens in a graph that is being traced.
         return logits if len(logits) == len(hidden) else logits[: len(hidden)]
 
     def _filled_logits(self, hidden: Tensor) -> Tensor:
-        """The same, and below them those of the rows that were added."""
+        """Returns the same logits, and below them those of the rows that were added."""
         return self.logits_of(fill(hidden, bucketed(len(hidden), like=hidden)))
 
 
 class EncoderForSequenceClassification(PreTrainedModel):
-    """A backbone with a classifier, or with one label a regressor, on the first token."""
+    """A backbone with a classifier on the first token, or a regressor if there is one label."""
 
     head: ClassVar[str | None] = "sequence_classification"
 
@@ -519,7 +523,7 @@ class EncoderForSequenceClassification(PreTrainedModel):
         super().__init__(config)
 
     def logits_of(self, first: Tensor) -> Tensor:
-        """The head: (batch, hidden), of the first tokens -> (batch, labels)."""
+        """The head: (batch, hidden), the first tokens -> (batch, labels)."""
         raise NotImplementedError
 
     def forward(
@@ -536,10 +540,11 @@ class EncoderForSequenceClassification(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> SequenceClassifierOutput | tuple:
-        """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
+        """Returns logits, (batch, labels), and with `labels`, (batch,), the mean loss.
 
-        Cross-entropy, or with one label the squared error; in consistency training, that of
-        consistency.py. Other arguments as in `EncoderModel.encode`.
+        The loss is the cross-entropy, or the squared error if there is one label. In consistency
+        training, it is the one in consistency.py. Other arguments are those of
+        `EncoderModel.encode`.
         """
         given = {
             "input_ids": input_ids,

@@ -1,13 +1,14 @@
-"""The heads of tagging, question answering, multiple choice and language generation.
+"""Heads for tagging, question answering, multiple choice and causal language modeling.
 
-What families share, as in modeling_encoder.py, which has the heads of pretraining and of GLUE:
+All families share them. The heads for masked language modeling and for classifying sequences are in
+modeling_encoder.py. This file has:
 
     states ── classifier ─> a tag of every token                     EncoderForTokenClassification
     states ── two columns ─> start and end of an answer              EncoderForQuestionAnswering
     first tokens of a row's choices ── pooler, score ─> a choice     EncoderForMultipleChoice
     states ── vocabulary head ─> the token that follows each         EncoderForCausalLM
 
-Heads run on packed tokens; logits are padded at last, and a loss sees no padding.
+Heads run on packed tokens. Logits are padded at the end, and padding never enters a loss.
 """
 
 import copy
@@ -31,19 +32,19 @@ from .modeling_outputs import (
 from .modeling_padded import HIDDEN
 from .modeling_utils import PreTrainedModel
 
-# The label of what has no part in a loss.
+# The label of what a loss ignores.
 IGNORED = -100
 
 
 class VocabularyProjection(Linear):
     """Hidden states -> logits over a vocabulary, of some of a batch's tokens."""
 
-    # For loralib.nn.products, which measures it for so many of them.
+    # loralib.nn.products measures this layer for at most this many rows.
     rows_at_once = staticmethod(lambda dtype: 256)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the rows whose label is not -100; zero where none is.
+    """Returns the mean cross-entropy of the rows whose label is not -100; zero if there are none.
 
     Args:
         logits: (rows, classes).
@@ -54,24 +55,24 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _real(encoded: Encoded) -> Tensor:
-    """(batch, length), False where there is padding."""
-    # As a tensor's size, which a recorded graph keeps, not as a number.
+    """Returns (batch, length), False at padding."""
+    # The size is taken from a tensor: a traced graph would keep a number as a constant.
     return encoded.rows.pad(torch.ones_like(encoded.last[:, 0]), fill=0) != 0
 
 
 def _labels_of(encoded: Encoded, labels: Tensor) -> Tensor:
-    """(batch, length) -> (tokens,); -100 at padding, which recorded graphs keep."""
+    """Packs labels, (batch, length) -> (tokens,); -100 at padding, which traced graphs keep."""
     return encoded.rows.hide_padding(encoded.rows.pack(labels), fill=IGNORED)
 
 
 def in_precision_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """x in the precision of a layer's weight; as it is where quantization has packed that."""
+    """Casts x to the dtype of a layer's weight, unless quantization has packed that weight."""
     weight = layer.weight
     return x.to(weight.dtype) if isinstance(weight, Tensor) else x
 
 
 def in_own_precision(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A head's last product without autocast: it is cheap, and logits keep its precision."""
+    """Applies a head's last layer without autocast: it is cheap, and logits keep its precision."""
     with torch.autocast(x.device.type, enabled=False):
         return layer(in_precision_of(layer, x))
 
@@ -101,11 +102,10 @@ class EncoderForTokenClassification(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> TokenClassifierOutput | tuple:
-        """Logits (batch, length, labels) and, with `labels`, the mean loss.
+        """Returns logits, (batch, length, labels), and with `labels` the mean loss.
 
         Args:
-            labels: (batch, length), classes; -100 where a token counts for nothing, as padding does
-                in any case.
+            labels: (batch, length), classes; -100 for tokens to be ignored. Padding always is.
             others: as in `EncoderModel.encode`.
         """
         encoded = self.base_model.encode(
@@ -126,11 +126,11 @@ class EncoderForTokenClassification(PreTrainedModel):
 
 
 class EncoderForQuestionAnswering(PreTrainedModel):
-    """A backbone that scores each token as an answer's first and as its last.
+    """A backbone that scores each token as the first and as the last one of an answer.
 
-    The answer is a span of the row's own tokens: the softmax of a loss is over these alone, so that
-    it does not depend on how far the batch is padded. (Upstream's counts padding among the possible
-    answers; without padding the two are the same.)
+    An answer is a span of the row's own tokens. The loss's softmax is over these alone, so the loss
+    does not depend on how far the batch is padded. (Upstream counts padding among the possible
+    answers. Without padding, both losses are the same.)
 
     Attributes:
         qa_outputs: hidden -> 2.
@@ -160,15 +160,15 @@ class EncoderForQuestionAnswering(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> QuestionAnsweringModelOutput | tuple:
-        """Logits of start and end and, with both positions, their mean loss.
+        """Returns the logits of start and end, and with both positions their mean loss.
 
-        Logits are -10,000 at padding: its probability is 0, and a user's own loss of all columns,
-        of distillation or of smoothed labels, stays finite.
+        Logits are -10,000 at padding. Its probability is then 0, and a user's own loss over all
+        columns, for distillation or label smoothing, stays finite.
 
         Args:
             start_positions, end_positions: (batch,), the columns of an answer's first and last
-                token. One beyond the row's tokens counts for nothing: the answer is not in this
-                part of its text. One below 0 is taken for 0.
+                token. A position beyond the row's tokens is ignored: the answer is not in this part
+                of the text. A negative one is taken as 0.
             others: as in `EncoderModel.encode`.
         """
         encoded = self.base_model.encode(
@@ -193,27 +193,27 @@ class EncoderForQuestionAnswering(PreTrainedModel):
 
 
 def _loss_of(logits: Tensor, positions: Tensor, real: Tensor) -> Tensor:
-    """Mean cross-entropy of where answers start or end.
+    """Returns the mean cross-entropy of the answers' starts, or of their ends.
 
     Args:
         logits: (batch, length), `HIDDEN` at padding.
         positions: (batch,) or (batch, 1), columns.
-        real: (batch, length), what `_real` says.
+        real: (batch, length), as `_real` returns it.
     """
     columns = positions.flatten().clamp(0, logits.shape[1])
-    # The last column, of what is beyond the batch, is of no token.
+    # One more column, which holds no token, for positions beyond the batch.
     is_token = F.pad(real, (0, 1))
     is_there = is_token.gather(1, columns[:, None])[:, 0]
     return mean_loss(logits, columns.masked_fill(~is_there, IGNORED))
 
 
 class EncoderForMultipleChoice(PreTrainedModel):
-    """A backbone that scores each of a row's choices, by its first token.
+    """A backbone that scores each of a row's choices by the choice's first token.
 
     To the backbone, and to a bank of adapters, each choice is a row.
 
     Attributes:
-        dropout, classifier: the head, behind the backbone's pooler, which belongs to it.
+        dropout, classifier: the head, which also includes the backbone's pooler before them.
     """
 
     head: ClassVar[str | None] = "multiple_choice"
@@ -234,13 +234,13 @@ class EncoderForMultipleChoice(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> MultipleChoiceModelOutput | tuple:
-        """Logits (batch, choices) and, with `labels`, the mean loss.
+        """Returns logits, (batch, choices), and with `labels` the mean loss.
 
         Args:
             input_ids, token_type_ids, attention_mask, position_ids: (batch, choices, length).
             inputs_embeds: (batch, choices, length, hidden).
-            labels: (batch,), the number of the right choice.
-            packed_rows: of the choices one below the other, (batch · choices, length).
+            labels: (batch,), the index of the right choice.
+            packed_rows: those of the choices as rows, (batch · choices, length).
             others: as in `EncoderModel.encode`.
 
         Raises:
@@ -278,8 +278,8 @@ def _choices_as_rows(x: Tensor | None) -> Tensor | None:
 class EncoderForCausalLM(PreTrainedModel):
     """A backbone with a language-model head that predicts the next token.
 
-    With `is_decoder` in its settings, tokens look at those before them alone. Not carried, and
-    refused: attention to an encoder's states, cached keys and values, and generation.
+    With `is_decoder` in its settings, tokens attend only to themselves and to those before them.
+    Cross-attention, cached keys and values, and generation are not supported: they raise an error.
     """
 
     head: ClassVar[str | None] = "causal_lm"
@@ -306,16 +306,17 @@ class EncoderForCausalLM(PreTrainedModel):
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
-        """Logits (batch, length, vocabulary) and, with `labels`, the mean loss of the next tokens.
+        """Returns logits, (batch, length, vocabulary), and with `labels` the mean loss.
 
         Args:
-            labels: (batch, length), token ids, of which a token's is that of the column after it;
-                -100 where there is no target, as in padding in any case.
-            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: not carried.
+            labels: (batch, length), token ids, not shifted: a token's target is the label of the
+                next column. -100 where there is no target; padding never is one.
+            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: not
+                supported.
             others: as in `EncoderModel.encode`.
 
         Raises:
-            ValueError: something that is not carried is asked for.
+            ValueError: something that is not supported is asked for.
         """
         _refuse(
             {"encoder_hidden_states": encoder_hidden_states, "past_key_values": past_key_values}
@@ -342,17 +343,17 @@ class EncoderForCausalLM(PreTrainedModel):
         return self._as_asked(output, return_dict)
 
     def generate(self, *_: Any, **__: Any) -> None:
-        """Refused: this package does not generate text from encoders."""
+        """Raises ValueError: this package does not generate text with encoders."""
         _refuse({"generate": True})
 
 
 def _next_of(labels: Tensor, real: Tensor) -> Tensor:
-    """(batch, length), of each column the label of the next; -100 where that is no token."""
+    """Returns, for each column, the label of the next one; -100 if that is not a token."""
     return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
 def _refuse(given: dict[str, Any]) -> None:
-    """Refuses what of decoding is not carried."""
+    """Raises ValueError if an argument of decoding that is not supported is given."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(

@@ -1,8 +1,9 @@
-"""What models return.
+"""The models' outputs.
 
-In all of them, where asked for: `hidden_states` are the embeddings' and each layer's output, each
-(batch, length, hidden) with zeros where the batch has padding; `attentions` are each layer's
-probabilities, (batch, heads, length, length). Of multiple choice, `batch` counts every choice.
+All of them have two fields that are None unless asked for: `hidden_states`, the output of the
+embeddings and of every layer, each (batch, length, hidden) with zeros at padding; and `attentions`,
+every layer's probabilities, each (batch, heads, length, length). In multiple choice, every choice
+is a row of these.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ class BaseModelOutput(ModelOutput):
     """An encoder's output.
 
     Args:
-        last_hidden_state: (batch, length, hidden); zeros where the batch has padding.
-        hidden_states, attentions: see the module's head.
+        last_hidden_state: (batch, length, hidden); zeros at padding.
+        hidden_states, attentions: see the module's docstring.
     """
 
     last_hidden_state: Tensor | None = None
@@ -28,7 +29,7 @@ class BaseModelOutput(ModelOutput):
 
 @dataclass(eq=False)
 class BaseModelOutputWithPooling(ModelOutput):
-    """An encoder's output with that of the pooler, (batch, hidden)."""
+    """An encoder's output, and its pooler's, (batch, hidden)."""
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
@@ -52,8 +53,8 @@ class TokenClassifierOutput(ModelOutput):
 
     Args:
         loss: mean cross-entropy over the tokens whose label is not -100.
-        logits: (batch, length, labels); zeros where the batch has padding.
-        hidden_states, attentions: see the module's head.
+        logits: (batch, length, labels); zeros at padding.
+        hidden_states, attentions: see the module's docstring.
     """
 
     loss: Tensor | None = None
@@ -68,9 +69,8 @@ class QuestionAnsweringModelOutput(ModelOutput):
 
     Args:
         loss: mean of the cross-entropies of start and end.
-        start_logits, end_logits: (batch, length); -inf where the batch has padding, which is no
-            answer.
-        hidden_states, attentions: see the module's head.
+        start_logits, end_logits: (batch, length); -10,000 at padding, which is no answer.
+        hidden_states, attentions: see the module's docstring.
     """
 
     loss: Tensor | None = None
@@ -82,7 +82,7 @@ class QuestionAnsweringModelOutput(ModelOutput):
 
 @dataclass(eq=False)
 class MultipleChoiceModelOutput(ModelOutput):
-    """Which choice it is: loss (scalar, where labels are given) and logits (batch, choices)."""
+    """A choice's output: loss (scalar, where labels are given) and logits (batch, choices)."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -96,9 +96,9 @@ class MaskedLMOutput(ModelOutput):
 
     Args:
         loss: mean cross-entropy over the positions whose label is not -100.
-        logits: (batch, length, vocabulary). In training with labels, or where `targets_only` asks
-            for it, (targets, vocabulary): those of the positions with a label, row by row.
-        hidden_states, attentions: see the module's head.
+        logits: (batch, length, vocabulary). In training with labels, or with `targets_only`,
+            (targets, vocabulary): those of the positions with a label, row by row.
+        hidden_states, attentions: see the module's docstring.
     """
 
     loss: Tensor | None = None
@@ -113,8 +113,8 @@ class CausalLMOutputWithCrossAttentions(ModelOutput):
 
     Args:
         loss: mean cross-entropy of each next token whose label is not -100.
-        logits: (batch, length, vocabulary); zeros where the batch has padding.
-        hidden_states, attentions: see the module's head.
+        logits: (batch, length, vocabulary); zeros at padding.
+        hidden_states, attentions: see the module's docstring.
     """
 
     loss: Tensor | None = None

@@ -1,11 +1,11 @@
-"""The padded path: a batch is computed as it comes, padding included, attention as it is written.
+"""The padded path, which computes padding as well, and attention by its formula.
 
     A  =  dropout( softmax( Q Kᵀ / √d  -  10000 · hidden ) ) ⊙ head_mask        out = A V
 
-As a rule models compute packed tokens (loralib/nn/packing.py), and never hold A. They take this
-path, which costs upstream's time and memory, for what only upstream's way gives: A itself, masks of
-heads, a mask for each pair of tokens, rows whose first position is padding (a classifier reads it
-all the same), and graphs that `torch.jit.trace` records for other sizes of batches.
+Models usually compute packed tokens (loralib/nn/packing.py) and never hold A. They take this path,
+which costs as much time and memory as upstream, for what packed tokens cannot give: A itself, masks
+of heads, masks of pairs of tokens, rows whose first position is padding (a classifier reads it all
+the same), and graphs that `torch.jit.trace` records for batches of other sizes.
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ import loralib as lora
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import note_tokens
 
-# Upstream's: small enough for float16, and far enough from any score.
+# Upstream's value: within float16's range, and far below any score.
 HIDDEN = -10_000.0
 
 
 def needs_padded_batch(
     attention_mask: Tensor | None, head_mask: Tensor | None, output_attentions: bool
 ) -> bool:
-    """Whether a batch takes this path for what is asked of it, wherever its padding is."""
+    """Returns whether a batch has to take this path, wherever its padding is."""
     return (
         output_attentions
         or head_mask is not None
@@ -34,21 +34,21 @@ def needs_padded_batch(
 
 
 class PaddedRows:
-    """All positions of a batch, padding included, in the words of `PackedRows`.
+    """All positions of a batch, padding included, with the interface of `PackedRows`.
 
-    Sizes are those of tensors, which `torch.jit.trace` records as such.
+    Sizes are read from tensors, so `torch.jit.trace` records them as variables.
 
     Args:
         like: (batch, length, …).
-        mask: (batch, length), zero on padding, or (batch, queries, keys), zero where a query may
-            not look; None without any.
+        mask: (batch, length), zero at padding, or (batch, queries, keys), zero where a query may
+            not attend; None without any.
 
     Attributes:
         shape: (batch, length).
         segments: as in `PackedRows`.
 
     Raises:
-        ValueError: the mask is of another batch, or has another number of dimensions.
+        ValueError: the mask does not have the batch's shape, or has a wrong number of dimensions.
     """
 
     def __init__(self, like: Tensor, mask: Tensor | None):
@@ -58,17 +58,17 @@ class PaddedRows:
         if not torch.jit.is_tracing():
             _check_mask(self.shape, mask)
             self.segments = note_tokens(self.lengths)
-        else:  # adapters of single rows are not what a graph is made for
+        else:  # a traced graph cannot have adapters of single rows
             self.segments = (slice(None),)
 
     @property
     def lengths(self) -> list[int]:
-        """Columns, for every row."""
+        """The number of columns, once per row."""
         return [int(self.shape[1])] * int(self.shape[0])
 
     @property
     def spans(self) -> list[int]:
-        """As `lengths`."""
+        """The same as `lengths`."""
         return self.lengths
 
     @property
@@ -93,7 +93,7 @@ class PaddedRows:
         return x.flatten(0, 1)
 
     def as_batch(self, x: Tensor) -> Tensor:
-        """(batch · length, …) -> (batch, length, …), padding as it was computed."""
+        """(batch · length, …) -> (batch, length, …), without changing what is at padding."""
         return x.view(*self.shape, *x.shape[1:])
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -108,12 +108,12 @@ class PaddedRows:
         return self.pack(self.pad(x, fill))
 
     def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PackedRows.show`: padding is shown as zeros, and x keeps it."""
+        """Does what `PackedRows.show` does: padding is shown as zeros, and x keeps its values."""
         padded = self.pad(x)
         return padded, self.pack(padded) + (x - self.hide_padding(x))
 
     def without_padding(self) -> PackedRows:
-        """Where the tokens are that are not padding."""
+        """Returns the `PackedRows` of the tokens that are not padding."""
         if self.mask is not None and self.mask.dim() == 2:
             return PackedRows(self.mask)
         return PackedRows.from_lengths(self.lengths).to(self._device)
@@ -130,11 +130,11 @@ def _check_mask(shape: tuple[int, int], mask: Tensor | None) -> None:
 
 
 def visible(mask: Tensor | None, causal: bool, like: Tensor) -> Tensor | None:
-    """Which tokens each query may look at, (batch, 1, 1 or queries, keys); None for all.
+    """Returns where queries may attend, (batch, 1, 1 or queries, keys); None for everywhere.
 
     Args:
         mask: as in `PaddedRows`.
-        causal: and none of those behind it; not where the mask has a row for each query.
+        causal: hide the tokens after each query, too; ignored if the mask has a row per query.
         like: (batch, length, …).
     """
     if mask is not None and mask.dim() == 3:
@@ -149,19 +149,19 @@ def visible(mask: Tensor | None, causal: bool, like: Tensor) -> Tensor | None:
 
 @dataclass
 class PaddedAttention:
-    """What a layer's attention is told on the padded path, and what it tells.
+    """A layer's attention on the padded path: its inputs, and the probabilities that it stores.
 
     Args:
         rows: the batch.
-        seen: what `visible` says.
-        blank: tokens that see nothing gather zeros, rather than of all alike.
-        head_mask: (1 or batch, heads, 1 or queries, 1 or keys), what probabilities are multiplied
-            with; None for ones.
-        is_shown: the probabilities are asked for.
+        seen: what `visible` returns.
+        blank: tokens that may not attend to any get zeros, not the mean of all values.
+        head_mask: (1 or batch, heads, 1 or queries, 1 or keys), factors of the probabilities; None
+            for ones.
+        is_shown: store the probabilities.
 
     Attributes:
-        probabilities: (batch, heads, queries, keys), once the layer has been computed; None where
-            nobody asks for them.
+        probabilities: (batch, heads, queries, keys), set when the layer is computed; None unless
+            `is_shown`.
     """
 
     rows: PaddedRows
@@ -181,20 +181,20 @@ class PaddedAttention:
         scale: float,
         position_scores: Tensor | None = None,
     ) -> Tensor:
-        """What the queries gather; the formula is at the module's head.
+        """Computes attention by the formula in the module's docstring.
 
         Args:
             query, key, value: (tokens, hidden).
             heads: number of heads; divides hidden.
             dropout_p: dropout on the probabilities.
-            scale: of Q Kᵀ.
+            scale: the factor of Q Kᵀ.
             position_scores: (batch, heads, queries, keys), added to the scores.
 
         Returns:
             (tokens, hidden).
 
         Raises:
-            ValueError: the layer has another number of heads than their mask.
+            ValueError: `head_mask` is for another number of heads.
         """
         q, k, v = (self.by_head(x, heads).transpose(1, 2) for x in (query, key, value))
         scores = (q * scale) @ k.transpose(2, 3)

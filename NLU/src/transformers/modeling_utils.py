@@ -42,15 +42,15 @@ from .weight_files import WEIGHTS_NAMES, read_weights
 
 logger = logging.getLogger(__name__)
 
-# Numbers that are compared at a time.
+# How many numbers are compared at a time.
 _AT_ONCE = 2**24
 
 
 class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, TokenEmbeddingsMixin):
-    """A model that is read from and written to a folder or the hub.
+    """A model that is loaded from a folder or the hub, and saved to a folder.
 
     Attributes:
-        config_class: the model's `PretrainedConfig`.
+        config_class: the class of the model's settings.
         base_model_prefix: name of the backbone within a model with a head.
         head: what its head does, a key of `Family.heads`; None for a backbone.
     """
@@ -63,20 +63,20 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         super().__init__()
         self.config = config
         self.name_or_path = config.name_or_path
-        # Of the base's weights as they were read; see loralib.adapters.fingerprint.
+        # The fingerprint of the base's weights as read; see loralib.adapters.fingerprint.
         self.base_fingerprint: str | None = None
-        # By this model's names; mapped from their file.
+        # The tensors as read, memory-mapped from their file, by this model's names.
         self.tensors_read: dict[str, Tensor] = {}
         # Names of the tensors that a checkpoint did not have.
         self.newly_initialized: frozenset[str] = frozenset()
 
     @property
     def base_model(self) -> nn.Module:
-        """The backbone; the model itself where it has no head."""
+        """The backbone, or the model itself if it has no head."""
         return getattr(self, self.base_model_prefix, self)
 
     def init_weights(self) -> None:
-        """Initializes all weights, ties those that are tied, and takes pruned heads out."""
+        """Initializes all weights, ties those that are tied, and removes pruned heads."""
         with deferring_start():
             self.apply(self._init_weights)
         self.tie_weights()
@@ -89,7 +89,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
         Matrices are normal with the settings' `initializer_range` as standard deviation; biases and
         the embedding of padding are zero. Norms, convolutions, LoRA and the last projection of a
-        bottleneck are initialized by their own classes.
+        bottleneck adapter are initialized by their own classes.
         """
         match module:
             case nn.LayerNorm() | nn.Conv1d():
@@ -99,8 +99,8 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
                 if module.padding_idx is not None:
                     nn.init.zeros_(module.weight.detach()[module.padding_idx])
             case nn.Linear():
-                # A seed's weights depend on the order of all random numbers, including those for
-                # a weight that is zero in the end.
+                # Which weights a seed gives depends on all random numbers drawn and on their order.
+                # That includes those for a weight that ends up as zero, so they have to be drawn.
                 if isinstance(module, LoRALayer):
                     self._initialize_lora(module)
                 self._initialize_matrix(module.weight)
@@ -113,20 +113,20 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         nn.init.normal_(weight, std=self.config.initializer_range)
 
     def _initialize_lora(self, layer: LoRALayer) -> None:
-        """A hook for families that initialize A or B in another way than the layer does."""
+        """Initializes a layer's A and B; families override it to do so in their own way."""
         layer.reset_parameters()
 
     def prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
-        """Takes attention heads out for good; see pruning.py. `config.pruned_heads` notes them.
+        """Removes attention heads and records them in `config.pruned_heads`; see pruning.py.
 
         Args:
-            heads_to_prune: by layer, the numbers that heads had in the whole model; those that are
-                gone already may be among them.
+            heads_to_prune: layer -> heads, by their numbers before any was pruned. Heads that are
+                already gone may be among them.
 
         Raises:
             NotImplementedError: the family's heads cannot be pruned.
-            ValueError: there is no such layer or head, a layer would have none left, or its LoRA
-                cannot follow.
+            ValueError: there is no such layer or head, a layer would have no head left, or DoRA on
+                attention's output cannot be pruned with it.
         """
         for name, layer in lora_layers(self).items():
             if hasattr(layer, "lora_magnitude_vector") and name.endswith("attention.output.dense"):
@@ -138,7 +138,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         self._forget_base()
 
     def _take_out_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
-        """As `prune_heads`, of a model whose LoRA has yet to start, too."""
+        """Does what `prune_heads` does, also for a model whose LoRA is not yet initialized."""
         config = self.config
         numbers = (config.num_hidden_layers, config.num_attention_heads)
         new = heads_by_layer(heads_to_prune, *numbers)
@@ -151,27 +151,27 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         config.pruned_heads = pruned
 
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
-        """A family's way to take heads out of a backbone's layers, counted from the first."""
+        """Removes heads from a backbone's layers, counted from the first; families override it."""
         raise NotImplementedError(f"{type(self).__name__}: its attention heads cannot be pruned")
 
     def _wants_states(self, given: bool | None) -> bool:
-        """Whether a forward returns every layer's output: as asked, or else as the settings say."""
+        """Returns whether to output every layer's states: as asked, or else as the settings say."""
         return self.config.output_hidden_states if given is None else given
 
     def _wants_attentions(self, given: bool | None) -> bool:
-        """Whether a forward returns attention's probabilities: likewise."""
+        """Returns whether to output attention's probabilities, likewise."""
         return self.config.output_attentions if given is None else given
 
     def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
-        """The output or its tuple: as asked, or else as the settings say."""
+        """Returns the output, or its tuple: as asked, or else as the settings say."""
         as_dict = self.config.use_return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
     def train_only(self, parts: Iterable[str]) -> None:
-        """Freezes the backbone except parameters with one of `parts` in their name.
+        """Freezes the backbone, except parameters with one of `parts` in their names.
 
-        What is outside the backbone, the head, is trained in any case; LoRA's A is not where the
-        settings freeze it.
+        The head, which is all that is outside the backbone, is always trained. LoRA's A is not
+        trained if the settings freeze it.
         """
         prefix, parts = self._prefix(self.state_dict()), tuple(parts)
         for name, parameter in self.named_parameters():
@@ -184,7 +184,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
     @property
     def adapted_by(self) -> tuple[Kind, ...]:
-        """What is trained in the backbone while the rest of it is frozen; nothing if it all is."""
+        """The kinds that are trained in a frozen backbone; empty if all of it is trained."""
         present = {
             LORA: bool(lora_layers(self)),
             BOTTLENECK: self.config.apply_adapter,
@@ -193,7 +193,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         return tuple(kind for kind in present if present[kind])
 
     def adapter(self, kind: Kind = LORA) -> Adapter:
-        """The trained weights of one kind and the head, with their metadata.
+        """Returns the trained weights of one kind and of the head, with their metadata.
 
         Raises:
             ValueError: the model has none of this kind.
@@ -218,7 +218,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         return Adapter(tensors, metadata, kind=kind)
 
     def _labels(self) -> tuple[str, ...] | None:
-        """What the head's outputs stand for; None where that is not labels."""
+        """Returns the labels of the head's outputs; None if these stand for something else."""
         heads = SUPPORTED[self.config.model_type].family.heads
         if self.head is None or not heads[self.head].labelled:
             return None
@@ -226,19 +226,19 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         return tuple(names[index] for index in sorted(names))
 
     def _text_columns(self) -> tuple[str, ...] | None:
-        """The columns that the head was trained on; None where it reads no texts as a whole."""
+        """Returns the text columns that a classifier of sequences was trained on, else None."""
         columns = self.config.text_columns
         return tuple(columns) if columns and self.head == "sequence_classification" else None
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
-        """What the model was built with, by the names that the kind's metadata has for it."""
+        """Returns the settings that the model was built with, named as in the kind's metadata."""
         if kind == BOTTLENECK:
             return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
         if kind == BITFIT:
             return {}
         settings = {**lora_settings(self), "dropout": self.config.lora_dropout or None}
         if self.config.apply_lora:
-            # What is usual is what the settings say, also where most modules have another value.
+            # The default is the settings' value, even if most modules have another one.
             layers = lora_layers(self).items()
             settings["rank"], settings["alpha"] = self.config.lora_r, self.config.lora_alpha
             settings["rank_pattern"] = {name: layer.r for name, layer in layers}
@@ -246,10 +246,10 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         return settings
 
     def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
-        """Copies in one run's adapters, each of another kind; see `adapters.loading.load_into`.
+        """Loads one run's adapters, each of a different kind; see `adapters.loading.load_into`.
 
         Returns:
-            The names of the head's tensors that were left as they are.
+            The names of the head's tensors that were left unchanged.
 
         Raises:
             CheckpointError: they do not fit the model, or each other.
@@ -259,7 +259,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             self._check_head(adapter)
         state = self.state_dict()
         backbones = [self._prefix(state)]
-        # PEFT's adapters of a model whose head is trained already may bring none.
+        # PEFT's adapters for a model whose head was already trained may bring no head.
         known = state.keys() - self.newly_initialized
         skipped: set[str] = set()
         for adapter in adapters:
@@ -275,7 +275,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         return sorted(skipped)
 
     def _describe_head(self, adapter: Adapter) -> None:
-        """Sets what the settings say of the head to what an adapter says of the one it brings."""
+        """Sets the settings' labels and text columns to those of the head an adapter brings."""
         prefix = self._prefix(self.state_dict())
         if not prefix or all(name.startswith(prefix) for name in adapter.tensors):
             return
@@ -287,7 +287,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         self.config.text_columns = list(columns) if columns else None
 
     def _check_head(self, adapter: Adapter) -> None:
-        """Checks that an adapter's head, where its metadata says it, does what the model's does."""
+        """Checks that an adapter's head, if its metadata names one, is for the model's task."""
         metadata = adapter.metadata
         if metadata is None or metadata.head is None or self.head is None:
             return
@@ -312,9 +312,9 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         brought: Collection[str] = (),
         **arguments: Any,
     ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
-        """Builds the model of a folder or a hub repository, in evaluation mode.
+        """Loads a model from a folder or a hub repository, in evaluation mode.
 
-        In float32, except for what `held_in` says.
+        Its weights are in float32, except for what `held_in` says.
 
         A head, LoRA or adapters that the checkpoint does not have are newly initialized, which is
         logged. Anything else that does not fit is an error: no tensor is silently dropped or made
@@ -322,25 +322,26 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
         Args:
             name_or_path: a folder with ``config.json`` and weights, or a repository's name; None
-                where both `config` and `state_dict` are given.
-            model_args: the constructor's arguments after the settings; or those settings, `config`.
+                if both `config` and `state_dict` are given.
+            model_args: the constructor's arguments after the settings. The first may also be the
+                settings themselves, as `config`.
             config: settings to use instead of the checkpoint's, or where to read them.
             state_dict: tensors to use instead of the checkpoint's.
-            output_loading_info: return what did not fit as well: "missing_keys" (newly
-                initialized), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
-            held_in: what the backbone's weights, except those that adapt it, are going to be held
-                in by `loralib.training.precision.cast_frozen`, because they are going to be
-                frozen. Those that the file has in it are in it already, mapped and not copied: the
-                model computes under autocast alone, and they are not to be trained.
-            brought: names of tensors that adapters are going to bring: of these it is not logged
-                that they are newly initialized.
+            output_loading_info: also return what did not fit: "missing_keys" (newly initialized),
+                "unexpected_keys" (left out) and "error_msgs" (empty: errors are raised).
+            held_in: the dtype that `loralib.training.precision.cast_frozen` will later give to
+                the backbone's weights, which will be frozen; those that adapt it are excepted.
+                Weights that the file has in this dtype stay in it, memory-mapped and not copied.
+                The model then computes under autocast only, and these weights must not be trained.
+            brought: names of tensors that adapters will bring later. It is not logged that they
+                are newly initialized.
             arguments: where to look, the constructor's arguments by name, and settings that replace
                 the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
         Raises:
             OSError: there is no such model, or it has no weights.
-            TypeError: an unknown argument; or settings together with a `config`.
-            ValueError: it was adapted with other settings, or as in
+            TypeError: an argument is unknown, or settings are given together with a `config`.
+            ValueError: the model was adapted with other settings, or as in
                 `PretrainedConfig.from_pretrained`.
             CheckpointError: its weights are damaged or do not fit.
         """
@@ -366,7 +367,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             )
         with torch.device("cpu"), NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
-        # Tensors that a caller gives stay the caller's own.
+        # In float32 they are copied, so tensors that a caller gives stay the caller's own.
         info = model.load_checkpoint(
             tensors, name, held_in if state_dict is None else torch.float32, brought
         )
@@ -374,7 +375,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
     @classmethod
     def _own_arguments(cls) -> set[str]:
-        """The constructor's arguments, except the settings."""
+        """Returns the names of the constructor's arguments, except the settings."""
         return {
             name
             for name, parameter in inspect.signature(cls).parameters.items()
@@ -390,7 +391,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         overrides: Mapping[str, Any],
         state_dict: Mapping[str, Tensor] | None,
     ) -> tuple[PretrainedConfig, dict[str, Any]]:
-        """A model's settings, and what its checkpoint states of itself; see `from_pretrained`."""
+        """Returns a model's settings, and the values in its checkpoint; see `from_pretrained`."""
         given = isinstance(config, PretrainedConfig)
         known = cls._own_arguments() | cls.config_class.setting_names()
         if given:
@@ -415,10 +416,10 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
     # ---- saving ----
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state dict with frozen weights as they were read.
+        """Returns the state dict, with frozen weights as they were read.
 
-        A frozen weight that is held in half precision is written with the bits of the file that it
-        was read from, provided that it is their rounding: training never changes the base.
+        A frozen weight that is held in half precision is replaced by the tensor that it was read
+        from, if it still is that tensor's rounding: training never changes the base.
         """
         state = self.state_dict()
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
@@ -439,13 +440,13 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
     ) -> None:
         """Writes ``config.json`` and the weights, as ``pytorch_model.bin`` or as safetensors.
 
-        Weights of another format that the folder held are removed: they would be read instead.
+        Weights of another format in the folder are deleted: they would be read instead.
 
         Args:
-            save_directory: the folder; it is made where there is none.
+            save_directory: the folder, which is created if it is missing.
             save_config: write ``config.json`` as well.
             state_dict: tensors to write instead of the model's.
-            save_function: called with the tensors and the file's path, in the place of writing.
+            save_function: called with the tensors and the file's path, to write them.
             safe_serialization: write ``model.safetensors``.
         """
         folder = Path(save_directory)
@@ -468,10 +469,10 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
 
 
 def _is_rounding(held: Tensor, read: Tensor) -> bool:
-    """Whether one tensor is the other in its own dtype.
+    """Returns whether `held` is `read`, rounded to the dtype of `held`.
 
-    Compared on the device that it is held on, which rounds faster than a CPU, and in parts, because
-    the device may have little room.
+    They are compared on the device of `held`, which may round faster than a CPU, and in parts,
+    because it may have little free memory.
     """
     if held.shape != read.shape:
         return False
@@ -480,7 +481,7 @@ def _is_rounding(held: Tensor, read: Tensor) -> bool:
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy or, with one label, mean squared error.
+    """Returns the mean cross-entropy or, if there is one label, the mean squared error.
 
     Args:
         logits: (batch, labels).

@@ -1,4 +1,4 @@
-"""`ModuleUtilsMixin`: what a model says of itself, and the masks that attention is made with."""
+"""`ModuleUtilsMixin`: a model's device, dtype and size, and the masks of its attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from .modeling_padded import HIDDEN, visible
 
 
 class ModuleUtilsMixin:
-    """Upstream's helpers of a model; a mix-in for `nn.Module`s that have a `config`."""
+    """Upstream's helper methods of models; a mix-in for `nn.Module`s that have a `config`."""
 
     config: Any
     parameters: Any
@@ -18,20 +18,20 @@ class ModuleUtilsMixin:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The first parameter's."""
+        """The dtype of the first parameter."""
         return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many values the parameters hold, tied ones counted once.
+        """Returns the number of elements of all parameters, tied ones counted once.
 
         Args:
-            only_trainable: frozen ones do not count.
-            exclude_embeddings: embeddings do not count, nor what is tied to them.
+            only_trainable: do not count frozen parameters.
+            exclude_embeddings: do not count embeddings and parameters that are tied to them.
         """
         embeddings = {
             id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)
@@ -49,11 +49,12 @@ class ModuleUtilsMixin:
         input_shape: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """What upstream adds to attention's scores: 0 where a token may look, -10000 where not.
+        """Returns what upstream adds to scores: 0 where a token may attend, -10000 elsewhere.
 
         Args:
-            attention_mask: (batch, length) or (batch, queries, keys), zero where no token may look.
-            input_shape, device: of the ids; the mask's own, whatever is given.
+            attention_mask: (batch, length) or (batch, queries, keys), zero where no token may
+                attend.
+            input_shape, device: ignored: those of the mask are used.
 
         Returns:
             (batch, 1, 1 or queries, keys), in the model's dtype.
@@ -68,7 +69,7 @@ class ModuleUtilsMixin:
         return (~seen).to(self.dtype) * HIDDEN
 
     def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
-        """As `get_extended_attention_mask`, for attention to an encoder: -10⁹, in float16 -10⁴."""
+        """Does the same for cross-attention, with -10⁹ as the value, or -10⁴ in float16."""
         seen = visible(encoder_attention_mask, causal=False, like=encoder_attention_mask)
         assert seen is not None
         return (~seen).to(self.dtype) * (HIDDEN if self.dtype == torch.float16 else -1e9)
@@ -79,15 +80,16 @@ class ModuleUtilsMixin:
         num_hidden_layers: int,
         is_attention_chunked: bool = False,
     ) -> Tensor | list[None]:
-        """Heads' masks by layer, (layers, 1, heads, 1, 1); a list of None where none is given.
+        """Returns each layer's head mask, (layers, 1, heads, 1, 1), or a list of None.
 
         Args:
-            head_mask: (heads,), for all layers alike, or (layers, heads); or as it is returned.
-            num_hidden_layers: how many layers there are.
-            is_attention_chunked: with one more dimension, for attention in chunks.
+            head_mask: (heads,), for all layers alike, or (layers, heads), or the returned shape;
+                None for none.
+            num_hidden_layers: the number of layers.
+            is_attention_chunked: add a dimension, for attention in chunks.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: the mask has another shape.
         """
         if head_mask is None:
             return [None] * num_hidden_layers

@@ -1,8 +1,8 @@
-"""Taking attention heads out of layers, for good.
+"""Removes attention heads from layers, permanently.
 
-With H heads of dim d, a head's part of a layer are d rows of the query's, the key's and the value's
-weight and d columns of the output's. A LoRA update B A loses the same rows of B, or columns of A.
-A layer without a head computes what it computed with that head masked by zero.
+In a layer with heads of dimension d, a head owns d rows of the weights of query, key and value, and
+d columns of the output's weight. A LoRA update B A loses the same rows of B, or columns of A.
+Without a head, a layer computes what it computed with that head masked by zero.
 Source: "Are Sixteen Heads Really Better than One?", arXiv 1905.10650.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-# Tensors of a linear layer, with LoRA or without, that have a row for each output …
+# The tensors of a linear layer, with or without LoRA, that have a row for each output …
 _BY_ROW = ("weight", "bias", "lora_B", "lora_B_start", "lora_magnitude_vector")
 # … and those that have a column for each input.
 _BY_COLUMN = ("weight", "lora_A", "lora_A_start")
@@ -20,12 +20,12 @@ _BY_COLUMN = ("weight", "lora_A", "lora_A_start")
 def heads_by_layer(
     wanted: Mapping[int, Iterable[int]], layers: int, heads: int
 ) -> dict[int, list[int]]:
-    """Heads to be pruned, by layers that are counted from the first.
+    """Checks the heads to be pruned, and returns them by layers counted from the first.
 
     Args:
-        wanted: heads by layer, where -1 is the last one.
-        layers: how many there are.
-        heads: how many a layer had before any was pruned, by which they are numbered.
+        wanted: layer -> heads; layer -1 is the last one.
+        layers: the number of layers.
+        heads: the number of heads per layer before any was pruned, by which they are numbered.
 
     Raises:
         ValueError: there is no such layer or head.
@@ -42,18 +42,18 @@ def heads_by_layer(
 
 
 def keep_rows(layer: nn.Linear, kept: Tensor) -> None:
-    """Keeps some outputs of a linear layer, in place.
+    """Keeps only some outputs of a linear layer, in place.
 
     Args:
-        layer: with LoRA or without.
-        kept: (outputs,), their numbers.
+        layer: a layer with or without LoRA.
+        kept: (outputs,), the indices of those to keep.
     """
     _select(layer, _BY_ROW, 0, kept)
     layer.out_features = len(kept)
 
 
 def keep_columns(layer: nn.Linear, kept: Tensor) -> None:
-    """Keeps some inputs of a linear layer, likewise."""
+    """Keeps only some inputs of a linear layer; arguments as in `keep_rows`."""
     _select(layer, _BY_COLUMN, 1, kept)
     layer.in_features = len(kept)
 
@@ -71,5 +71,5 @@ def _select(layer: nn.Linear, names: Iterable[str], dim: int, kept: Tensor) -> N
 
 
 def places_of_heads(heads: Iterable[int], dim: int) -> Tensor:
-    """The rows or columns of heads, by their places among those that a layer has."""
+    """Returns the rows or columns of heads, given by their indices among the layer's own heads."""
     return torch.cat([torch.arange(head * dim, (head + 1) * dim) for head in heads])

@@ -1,4 +1,4 @@
-"""`SpecialTokensMixin`: the roles of special tokens, and adding tokens to a vocabulary."""
+"""`SpecialTokensMixin`: the roles of special tokens, and how tokens are added to a vocabulary."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 Token = str | AddedToken
 
-# The roles that one token can have.
+# The roles that are each held by one token.
 ROLES = (
     "bos_token",
     "eos_token",
@@ -22,12 +22,12 @@ ADDITIONAL = "additional_special_tokens"
 
 
 def text_of(token: Token | None) -> str | None:
-    """A token's text."""
+    """Returns a token's text."""
     return token.content if isinstance(token, AddedToken) else token
 
 
 def flags_of(token: AddedToken) -> dict[str, Any]:
-    """An added token as files spell it: its text and where it takes spaces along."""
+    """Returns an added token as files store it: its text, and its flags, such as for spaces."""
     return {
         "content": token.content,
         "lstrip": token.lstrip,
@@ -38,7 +38,7 @@ def flags_of(token: AddedToken) -> dict[str, Any]:
 
 
 def as_special(token: Token) -> AddedToken:
-    """The token with a special token's role."""
+    """Returns the token, marked as special."""
     if isinstance(token, str):
         return AddedToken(token, special=True)
     return AddedToken(**flags_of(token), special=True)
@@ -77,10 +77,10 @@ def _role_id(name: str) -> property:
 
 
 class SpecialTokensMixin:
-    """What a tokenizer knows of its special tokens.
+    """A tokenizer's special tokens.
 
-    A role is set as a string, or as an `AddedToken` with the spaces that the token takes along, and
-    read as a string. Setting it does not add the token: that does `add_special_tokens`.
+    A role is set to a string, or to an `AddedToken`, which says which spaces the token absorbs. It
+    is read as a string. Setting a role does not add the token; `add_special_tokens` does.
     """
 
     SPECIAL_TOKENS_ATTRIBUTES: Sequence[str] = (*ROLES, ADDITIONAL)
@@ -126,13 +126,13 @@ class SpecialTokensMixin:
 
     @property
     def special_tokens_map_extended(self) -> dict[str, Token | list[Token]]:
-        """The special tokens that there are, by their role, as they were given."""
+        """The special tokens by role, as they were given; roles without a token are left out."""
         roles = {name: getattr(self, f"_{name}") for name in (*ROLES, ADDITIONAL)}
         return {name: token for name, token in roles.items() if token}
 
     @property
     def special_tokens_map(self) -> dict[str, str | list[str]]:
-        """The special tokens that there are, by their role, as strings."""
+        """The special tokens by role, as strings; roles without a token are left out."""
         return {name: getattr(self, name) for name in self.special_tokens_map_extended}
 
     @property
@@ -159,18 +159,18 @@ class SpecialTokensMixin:
     # -- Adding tokens -----------------------------------------------------------------------------
 
     def add_tokens(self, new_tokens: Token | Iterable[Token], special_tokens: bool = False) -> int:
-        """Adds tokens that a text is never split within; call resize_token_embeddings afterwards.
+        """Adds tokens that are never split; call `resize_token_embeddings` of the model afterwards.
 
         Args:
             new_tokens: one token or several; those that the vocabulary has keep their ids.
-            special_tokens: they are never put into lower case; a tokenizer over a backend of the
-                `tokenizers` package also leaves them out with ``skip_special_tokens``.
+            special_tokens: never lower-case them. A tokenizer over a backend of the `tokenizers`
+                package also leaves them out with ``skip_special_tokens``.
 
         Returns:
-            How many tokens the vocabulary has got.
+            How many tokens were new to the vocabulary.
 
         Raises:
-            TypeError: something that is not a token.
+            TypeError: something is not a token.
         """
         tokens = [new_tokens] if isinstance(new_tokens, Token) else new_tokens
         before = len(self)
@@ -180,18 +180,18 @@ class SpecialTokensMixin:
         return len(self) - before
 
     def add_special_tokens(self, special_tokens_dict: Mapping[str, Any]) -> int:
-        """Gives tokens their roles, and adds those that the vocabulary has not.
+        """Gives tokens their roles, and adds those that the vocabulary does not have.
 
         Args:
-            special_tokens_dict: role -> token; "additional_special_tokens" -> all of these, which
-                take the place of earlier ones.
+            special_tokens_dict: role -> token; "additional_special_tokens" -> a list of tokens,
+                which replaces the earlier ones.
 
         Returns:
-            How many tokens the vocabulary has got.
+            How many tokens were new to the vocabulary.
 
         Raises:
-            TypeError: something that is not a token.
-            ValueError: a role that there is not.
+            TypeError: something is not a token.
+            ValueError: a role does not exist.
         """
         unknown = special_tokens_dict.keys() - {*ROLES, ADDITIONAL}
         if unknown:
@@ -207,33 +207,33 @@ class SpecialTokensMixin:
         return added
 
     def sanitize_special_tokens(self) -> int:
-        """Adds the special tokens that the vocabulary has not; returns how many."""
+        """Adds the special tokens that the vocabulary does not have; returns how many."""
         return self.add_tokens(self.all_special_tokens_extended, special_tokens=True)
 
     def _role_changed(self, name: str) -> None:
-        """Called when a role is set, also before the vocabulary is there."""
+        """Reacts to a role that was set, maybe before there is a vocabulary."""
 
     @abstractmethod
     def _add(self, tokens: list[Token], special: bool) -> None:
-        """Adds tokens to the vocabulary; leaves those that it has."""
+        """Adds tokens to the vocabulary, except those that it already has."""
 
     @abstractmethod
     def _token_to_id(self, token: str) -> int | None: ...
 
     @abstractmethod
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The id of a token, or of each."""
+        """Returns the id of a token, or of each of several."""
 
     @abstractmethod
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or of each."""
+        """Returns the token of an id, or of each of several."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
 
 def _several(name: str, tokens: Iterable[Token]) -> list[Token]:
-    """A list of tokens, checked."""
+    """Checks tokens, and returns them as a list."""
     if isinstance(tokens, Token) or not isinstance(tokens, Iterable):
         raise TypeError(f"{name} is a list of tokens, not {type(tokens).__name__} ({tokens!r:.40})")
     tokens = list(tokens)

@@ -1,4 +1,4 @@
-"""A model's word embeddings: reading them, replacing them, more or fewer rows, and what is tied.
+"""Gets, replaces and resizes a model's word embeddings, and ties parameters to each other.
 
 ids ── input embeddings (rows, hidden) ─> …… hidden ── output embeddings, the same rows ─> logits
 """
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-# What a language-model head's projection is tied to; the end of its name.
+# The end of the name of the weight that a language-model head's projection is tied to.
 _WORDS = "embeddings.word_embeddings.weight"
 
 
 class TokenEmbeddingsMixin:
-    """Upstream's methods of word embeddings; a mix-in for `PreTrainedModel`.
+    """Upstream's methods for word embeddings; a mix-in for `PreTrainedModel`.
 
     Class attributes:
-        tied_weights: parameters that are another one's tensor: name -> the other's name.
+        tied_weights: a tied parameter's name -> the name of the parameter that it is tied to.
     """
 
     tied_weights: ClassVar[Mapping[str, str]] = {}
@@ -32,24 +32,24 @@ class TokenEmbeddingsMixin:
     # ---- which modules ----
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The word embeddings."""
+        """Returns the word embeddings."""
         return self.base_model.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the word embeddings, and with them what is tied to them."""
+        """Replaces the word embeddings, and ties the parameters that are tied to them again."""
         self.base_model.embeddings.word_embeddings = value
         self._forget_base()
         self.tie_weights()
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The projection to the vocabulary; None in a model without one."""
+        """Returns the projection to the vocabulary; None if the model has none."""
         name = self._output_name()
         return None if name is None else self.get_submodule(name)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the projection to the vocabulary; its bias is the head's.
+        """Replaces the projection to the vocabulary, and the head's bias by the projection's.
 
-        Where it is tied, `tie_weights` gives it the word embeddings' weight again.
+        If the projection is tied, `tie_weights` gives it the word embeddings' weight again.
 
         Raises:
             ValueError: the model has none.
@@ -73,22 +73,22 @@ class TokenEmbeddingsMixin:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Of `tied_weights` those that are one tensor, as the settings say."""
+        """The `tied_weights` that share one tensor, as the settings say."""
         if self.config.tie_word_embeddings and not self.config.torchscript:
             return dict(self.tied_weights)
         return {name: kept for name, kept in self.tied_weights.items() if not kept.endswith(_WORDS)}
 
     @property
     def cloned(self) -> dict[str, str]:
-        """Of `tied_weights` those that are copies: a traced graph holds no tensor twice."""
+        """The `tied_weights` that are copies, since a traced graph cannot hold a tensor twice."""
         if not (self.config.tie_word_embeddings and self.config.torchscript):
             return {}
         return {name: kept for name, kept in self.tied_weights.items() if name not in self.tied}
 
     def tie_weights(self) -> None:
-        """Makes every tied parameter the tensor that it is tied to.
+        """Replaces every tied parameter by the tensor that it is tied to.
 
-        A bias of the vocabulary gets as many elements as that has rows, new ones zero.
+        The vocabulary's bias gets as many elements as the vocabulary has rows; new ones are zero.
         """
         for name, source in self.cloned.items():
             tensor = self.get_parameter(source)
@@ -101,7 +101,7 @@ class TokenEmbeddingsMixin:
             self._set_parameter(name, self.get_parameter(source))
 
     def _fit_output(self) -> None:
-        """Gives the output embeddings' bias, and their own numbers, their weight's rows."""
+        """Fits the output embeddings' bias, in_features and out_features to their weight."""
         name, output = self._output_name(), self.get_output_embeddings()
         if name is None or not isinstance(output, nn.Linear):
             return
@@ -121,13 +121,13 @@ class TokenEmbeddingsMixin:
     # ---- more or fewer rows ----
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None) -> nn.Embedding:
-        """Changes the number of rows of the word embeddings, and of all that has as many.
+        """Changes the number of rows of the word embeddings, and of the projection and its bias.
 
-        The first rows keep their values; new ones are initialized as in a new model, and are frozen
-        where the others are. `config.vocab_size` follows.
+        The first rows keep their values. New ones are initialized as in a new model, and are frozen
+        if the others are. `config.vocab_size` is updated.
 
         Args:
-            new_num_tokens: the rows; None changes nothing.
+            new_num_tokens: the number of rows; None changes nothing.
 
         Returns:
             The word embeddings.
@@ -171,7 +171,7 @@ class TokenEmbeddingsMixin:
         )
 
     def _forget_base(self) -> None:
-        """The base is no longer one that was read, so adapters say nothing of it."""
+        """Forgets the base's fingerprint: the base was changed, so adapters must not record it."""
         self.base_fingerprint = self.base_model.base_fingerprint = None
 
 
@@ -180,7 +180,7 @@ def _parameter_like(old: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def _with_first_rows_of(old: Tensor, new: Tensor) -> Tensor:
-    """New rows, of which the first are the old ones'."""
+    """Returns new rows, with the old rows' values in the first ones."""
     values, count = new.detach().clone(), min(len(old), len(new))
     values[:count] = old.detach()[:count]
     return values

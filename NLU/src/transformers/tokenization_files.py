@@ -1,4 +1,4 @@
-"""`TokenizerFiles`: how tokenizers are opened and saved."""
+"""`TokenizerFiles`: loads and saves tokenizers."""
 
 import difflib
 import inspect
@@ -24,22 +24,23 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 
-# What from_pretrained takes beyond a tokenizer's own settings.
+# Arguments of from_pretrained that are no settings of a tokenizer.
 _HOW_TO_OPEN = {"use_fast", "from_slow"}
 
 _Tokenizer = TypeVar("_Tokenizer", bound="TokenizerFiles")
 
 
 class TokenizerFiles(ABC):
-    """Opening a tokenizer from files, and writing it.
+    """The part of a tokenizer that loads it from files, and saves it.
 
     A class names its vocabulary's files; everything else is in ``tokenizer_config.json``,
     ``special_tokens_map.json`` and ``added_tokens.json``.
     """
 
-    # Which files make a vocabulary: {constructor argument: file name}; the first complete set wins.
+    # Sets of files that make a vocabulary, {constructor argument: file name}; the first set that is
+    # complete is read.
     vocab_files: tuple[dict[str, str], ...] = ()
-    # Of published models whose files do not say it: the longest row, in tokens.
+    # Published models whose files do not say it -> their longest row, in tokens.
     max_model_input_sizes: Mapping[str, int] = {}
     config_names: tuple[str, ...]
     is_fast: bool
@@ -47,7 +48,7 @@ class TokenizerFiles(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # Upstream's names for the same.
+        # The same under upstream's names.
         cls.vocab_files_names = {
             name: file for files in cls.vocab_files for name, file in files.items()
         }
@@ -61,9 +62,9 @@ class TokenizerFiles(ABC):
 
     @property
     def init_kwargs(self) -> dict[str, Any]:
-        """The settings that the constructor would make this tokenizer of, in a new dict.
+        """The settings that the constructor would build this tokenizer from, in a new dict.
 
-        Files of the vocabulary are None: the tokenizer does not need them any more.
+        The vocabulary's files are None, since the tokenizer no longer needs them.
         """
         parameters = inspect.signature(type(self).__init__).parameters.values()
         optional = [each.name for each in parameters if each.default is not each.empty]
@@ -76,10 +77,10 @@ class TokenizerFiles(ABC):
         }
 
     def _keep_others(self, others: Mapping[str, Any]) -> None:
-        """Keeps settings that this tokenizer does not have, as 4.4.2 does: `do_lower_case`, say.
+        """Keeps settings that this tokenizer does not have, such as `do_lower_case`, as 4.4.2 does.
 
         Raises:
-            TypeError: one of them is a misspelt setting of this tokenizer's.
+            TypeError: one of them is a misspelling of a setting that it has.
         """
         known = [*self.config_names, *WHERE]
         for name, value in others.items():
@@ -95,29 +96,29 @@ class TokenizerFiles(ABC):
                 )
         self._others = dict(others)
 
-    # -- Opening -----------------------------------------------------------------------------------
+    # -- Loading -----------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(
         cls: type[_Tokenizer], name_or_path: str | os.PathLike, **arguments: Any
     ) -> _Tokenizer:
-        """Opens the tokenizer of a model folder or of a model on the hub.
+        """Loads the tokenizer of a model folder or of a model on the hub.
 
         Args:
             name_or_path: a local folder, or a name on the hub.
             arguments: where to look, see `loading_arguments.split_arguments`; and constructor
-                arguments that win over the files: ``model_max_length=128``.
+                arguments that override the files, such as ``model_max_length=128``.
 
         Raises:
             OSError: there is no such model, it has no vocabulary, or a file is damaged.
-            ValueError: what an argument asks for is not to be had.
+            ValueError: an argument asks for something that is not supported.
         """
         name = os.fspath(name_or_path)
         where, overrides = split_arguments(arguments)
         overrides = {key: value for key, value in overrides.items() if key not in _HOW_TO_OPEN}
         config = _read_json(resolve_file(name, TOKENIZER_CONFIG_FILE, **where))
-        # Files since Transformers 4.34 hold all added tokens in the configuration; older ones in
-        # two files of their own.
+        # Since Transformers 4.34, the configuration holds all added tokens. Before, two files of
+        # their own did.
         if "added_tokens_decoder" in config:
             added = {int(index): token for index, token in config["added_tokens_decoder"].items()}
         else:
@@ -142,7 +143,7 @@ class TokenizerFiles(ABC):
     def _vocabulary(
         cls, name: str, overrides: Mapping[str, Any], where: Mapping[str, Any]
     ) -> dict[str, str]:
-        """The vocabulary's files by constructor arguments; none where `overrides` names them."""
+        """Returns constructor argument -> vocabulary file; {} if `overrides` names the files."""
         if any(files.keys() <= overrides.keys() for files in cls.vocab_files):
             return {}
         for files in cls.vocab_files:
@@ -168,10 +169,10 @@ class TokenizerFiles(ABC):
         """Writes the tokenizer into a folder, each file atomically; returns the files' paths.
 
         Args:
-            save_directory: made where it is missing.
-            legacy_format: of a fast tokenizer: True writes the files that other tokenizers read,
-                too, False ``tokenizer.json`` alone, and None both.
-            filename_prefix: what the files' names begin with, and a dash.
+            save_directory: the folder, which is created if it is missing.
+            legacy_format: for a fast tokenizer: True writes the files that other tokenizers also
+                read, False only ``tokenizer.json``, None both.
+            filename_prefix: put this and a dash before the files' names.
         """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,7 @@ class TokenizerFiles(ABC):
         return {key: getattr(self, key) for key in self.config_names}
 
     def _special_tokens_to_save(self) -> dict[str, Any]:
-        """The special tokens by role; those that take spaces along as dicts, which say so."""
+        """Returns the special tokens by role; those that absorb spaces as dicts that say so."""
 
         def saved(token: str | AddedToken) -> str | dict[str, Any]:
             if isinstance(token, str):
@@ -207,7 +208,7 @@ class TokenizerFiles(ABC):
     def _save_tokens(
         self, folder: Path, legacy_format: bool | None, prefix: str | None
     ) -> tuple[str, ...]:
-        """Writes the vocabulary, and the tokens that are added to it."""
+        """Writes the vocabulary and the added tokens; returns the files' paths."""
         written = tuple(self.save_vocabulary(folder, prefix))
         added = self.get_added_vocab()
         if added:
@@ -224,7 +225,7 @@ class TokenizerFiles(ABC):
 
 
 def prefixed(folder: str | os.PathLike, filename: str, prefix: str | None) -> Path:
-    """A file in a folder; with ``prefix-`` before its name, if there is a prefix."""
+    """Returns a file's path in a folder, with ``prefix-`` before its name if there is a prefix."""
     return Path(folder, f"{prefix}-{filename}" if prefix else filename)
 
 
@@ -235,7 +236,7 @@ def write_json(path: Path, content: Any, **format: Any) -> None:
 
 
 def _read_json(path: Path | None) -> dict[str, Any]:
-    """The settings in a JSON file, none where there is no file."""
+    """Reads the settings in a JSON file; {} if there is no file."""
     if path is None:
         return {}
     try:
@@ -248,13 +249,13 @@ def _read_json(path: Path | None) -> dict[str, Any]:
 
 
 def _as_token(value: Any) -> Any:
-    """The token that a file spells as a dict of its text and flags; any other value as it is."""
+    """Converts a dict of a token's text and flags to the token; other values stay as they are."""
     if isinstance(value, list):
         return [_as_token(each) for each in value]
     if not isinstance(value, dict):
         return value
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    # Where the files do not say so, a token with flags has a special token's role.
+    # A token with flags is a special one unless the files say otherwise.
     return AddedToken(
         value["content"],
         special=value.get("special", True),

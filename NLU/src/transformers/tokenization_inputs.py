@@ -1,4 +1,4 @@
-"""What calls of tokenizers are given, checked and in one form; and lengths of rows that are cut."""
+"""Checks the arguments of tokenizers' calls, brings them into one form, and cuts rows' lengths."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from .file_utils import ExplicitEnum, PaddingStrategy
 
 
 class TruncationStrategy(ExplicitEnum):
-    """What is cut where a row is too long; a call's ``truncation``."""
+    """What is cut if a row is too long: a call's ``truncation``."""
 
     LONGEST_FIRST = "longest_first"
     ONLY_FIRST = "only_first"
@@ -22,19 +22,20 @@ PADDING_STRATEGIES = tuple(each.value for each in PaddingStrategy)
 
 
 class NotTextError(TypeError, ValueError):
-    """Something that is not text, or not a word, in a call or in the data that it is given.
+    """Raised for something that is not text, or not a word, in a call or in its data.
 
-    A TypeError, as in 4.4.2, and for scripts a ValueError: of a user's data, told in one line.
+    It is a TypeError, as in 4.4.2, and a ValueError, which scripts report in one line as a fault of
+    the user's data.
     """
 
 
 class Inputs(NamedTuple):
-    """Texts, texts as words, or ids of texts, of which rows are made.
+    """The inputs of rows: texts, texts as words, or texts' ids.
 
     Args:
-        firsts: of each row: a string, a list of words, or a list of ids.
-        seconds: the second texts, where these are pairs.
-        batched: a list was given, even if of one row.
+        firsts: each row's first text: a string, a list of words, or a list of ids.
+        seconds: each row's second text; None if rows are not pairs.
+        batched: a list was given, even one of a single row.
     """
 
     firsts: list[Any]
@@ -44,16 +45,16 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How rows are made of inputs; a call's arguments, checked.
+    """How rows are made from inputs: a call's arguments, checked.
 
     Args:
         columns: the entries asked for.
-        add_special_tokens: rows have the model's frame.
+        add_special_tokens: add the model's special tokens to the rows.
         truncation: one of `TRUNCATION_STRATEGIES`, "" for none.
-        max_length: in tokens with the frame; None without truncation.
-        overflow: what is cut off is kept.
-        stride: how many tokens of it are the kept part's last ones.
-        words: texts come as words.
+        max_length: in tokens, special ones included; None without truncation.
+        overflow: keep what is cut off.
+        stride: how many tokens of the kept part are repeated in what is cut off.
+        words: texts are given as lists of words.
     """
 
     columns: Sequence[str]
@@ -69,11 +70,11 @@ class RowSettings:
 
 
 def inputs_of_call(text: Any, text_pair: Any, words: bool) -> Inputs:
-    """What `text` and `text_pair` of a call stand for: one text, or a batch.
+    """Returns the inputs that a call's `text` and `text_pair` stand for: one text, or a batch.
 
     Raises:
-        NotTextError: something that is not text, or not a word.
-        ValueError: a text and a list, or lists of several lengths.
+        NotTextError: something is not text, or not a word.
+        ValueError: a text is paired with a list, or the lists have different lengths.
     """
     text = text if isinstance(text, str) else _listed("text", text)
     if isinstance(text, str) or (words and not _holds_texts(text)):
@@ -91,17 +92,17 @@ def inputs_of_call(text: Any, text_pair: Any, words: bool) -> Inputs:
 
 
 def inputs_of_one(text: Any, text_pair: Any, words: bool) -> Inputs:
-    """One text, or one pair."""
+    """Returns the inputs of one text, or one pair."""
     seconds = None if text_pair is None else _checked("text_pair", [text_pair], words)
     return Inputs(_checked("text", [text], words), seconds, batched=False)
 
 
 def inputs_of_batch(batch: Any, words: bool) -> Inputs:
-    """A batch of texts, or of pairs of them.
+    """Returns the inputs of a batch of texts, or of pairs of texts.
 
     Raises:
-        NotTextError: something that is not text, or not a word.
-        ValueError: pairs among single texts, or rows of three.
+        NotTextError: something is not text, or not a word.
+        ValueError: pairs and single texts are mixed, or a row has other than two texts.
     """
     rows = _listed("text", batch)
     paired = [_is_pair(row, words) for row in rows]
@@ -125,7 +126,7 @@ def _is_pair(row: Any, words: bool) -> bool:
 
 
 def _holds_texts(value: Any) -> bool:
-    """Whether these are several texts, each a list of words; not one such list."""
+    """Returns whether these are several texts, each a list of words, not one such list."""
     return isinstance(value, Iterable) and not isinstance(next(iter(value), ""), str)
 
 
@@ -136,7 +137,7 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 def _checked(name: str, texts: list[Any], words: bool) -> list[Any]:
-    """The texts, each a string, or a list of words where `words` says so."""
+    """Checks that each text is a string, or with `words` a list of words; returns the texts."""
     if words:
         return [_checked_words(f"{name} {index}", row) for index, row in enumerate(texts)]
     for index, each in enumerate(texts):
@@ -171,7 +172,7 @@ def _checked_words(name: str, row: Any) -> list[str]:
 
 
 def strategy(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """The strategy's name, "" for none; `known` begins with what True means and ends with none."""
+    """Returns a strategy's name, or "". True means the first of `known`; the last means none."""
     value = getattr(value, "value", value)
     if value is True:
         return known[0]
@@ -185,10 +186,10 @@ def strategy(name: str, value: Any, known: tuple[str, ...]) -> str:
 def with_present_names(
     padding: Any, truncation: Any, max_length: int | None, deprecated: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """`padding` and `truncation`, taken from their deprecated names where these alone are given.
+    """Returns `padding` and `truncation`, from their deprecated names if only these are given.
 
     Raises:
-        TypeError: an argument that calls do not have.
+        TypeError: an argument is unknown.
     """
     to_max_length = deprecated.pop("pad_to_max_length", False)
     cut = deprecated.pop("truncation_strategy", False)
@@ -211,18 +212,18 @@ def _deprecated(old: str, new: str) -> None:
 
 
 def cut_lengths(first: int, second: int | None, how: str, room: int) -> tuple[int, int]:
-    """How many tokens of each text are kept.
+    """Returns how many tokens of each text are kept.
 
-    With "longest_first" the longer text is cut first, and then both evenly: of an odd number of
-    tokens the longer text has one more, and the second of equally long ones.
+    With "longest_first", the longer text is cut first, then both evenly. If the number of tokens is
+    odd, the longer text keeps one more; of equally long ones, the second.
 
     Args:
-        first, second: their lengths in tokens; None for no second text.
+        first, second: the texts' lengths in tokens; None for no second text.
         how: one of `TRUNCATION_STRATEGIES`.
-        room: for both.
+        room: how many tokens both may have in all.
 
     Raises:
-        ValueError: the text to be cut is too short for that.
+        ValueError: the text to be cut has too few tokens.
     """
     excess = first + (second or 0) - room
     if excess <= 0:
@@ -246,14 +247,17 @@ def cut_lengths(first: int, second: int | None, how: str, room: int) -> tuple[in
 def check_stride(
     stride: int, max_length: int, frame: int, first: int = 0, second: int = 0, how: str = ""
 ) -> None:
-    """Refuses a stride that leaves no room for new tokens.
+    """Checks that a stride leaves room for new tokens.
 
     Args:
-        stride: tokens that a row repeats.
-        max_length: of a row.
-        frame: special tokens of a row.
-        first, second: tokens of a pair's texts.
+        stride: how many tokens a row repeats.
+        max_length: the length of a row.
+        frame: how many special tokens a row has.
+        first, second: how many tokens a pair's texts have.
         how: one of `TRUNCATION_STRATEGIES`, for pairs.
+
+    Raises:
+        ValueError: there is no room.
     """
     room = max_length - frame
     if first or second:

@@ -1,4 +1,4 @@
-"""`Padding`: rows of tokens filled up to one length."""
+"""`Padding`: pads rows of tokens to one length."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +28,18 @@ class Padding(SpecialTokensMixin):
         return_tensors: Any = None,
         verbose: bool = True,
     ) -> BatchEncoding:
-        """Fills encoded rows up to one length.
+        """Pads encoded rows to one length.
 
         Args:
-            encoded_inputs: what calls returned: a list of rows' dicts, or a dict of lists of rows,
+            encoded_inputs: the output of calls: a list of dicts of rows, or a dict of lists of rows
                 or of one row. Values may be lists, arrays or tensors.
             padding, max_length, pad_to_multiple_of, return_tensors: as in a call.
-            return_attention_mask: add an attention mask where there is none; by default, if the
-                model takes one.
-            verbose: accepted as upstream has it.
+            return_attention_mask: add an attention mask if there is none; by default, if the model
+                takes one.
+            verbose: ignored; upstream has it.
 
         Returns:
-            The entries of the rows: those that hold a value per token padded, others as they are.
+            The rows' entries. Those with a value per token are padded; the others are unchanged.
 
         Raises:
             ValueError: there is no padding token, or a row is longer than `max_length`.
@@ -63,7 +63,7 @@ class Padding(SpecialTokensMixin):
     def _padded(
         self, data: Mapping[str, Any], length: int | None, as_arrays: bool
     ) -> dict[str, Any]:
-        """The entries of rows, with those that hold a value per token filled up to `length`."""
+        """Returns the rows' entries, with those that hold a value per token padded to `length`."""
         padded = dict(data)
         if length is None:
             return padded
@@ -88,7 +88,7 @@ class Padding(SpecialTokensMixin):
         return padded
 
     def _padded_encodings(self, encodings: Any, length: int | None) -> Any:
-        """The rows' encodings filled up to `length`; when they are first asked for, if so made."""
+        """Pads the rows' encodings to `length`; if a function makes them, when it is called."""
         if encodings is None or length is None:
             return encodings
         if callable(encodings):
@@ -135,11 +135,11 @@ class Padding(SpecialTokensMixin):
 
     @abstractmethod
     def _limit(self, max_length: int | None, purpose: str) -> int | None:
-        """The length in tokens that rows are cut or padded to; None where nothing sets one."""
+        """Returns the length in tokens that rows are cut or padded to; None if nothing sets one."""
 
 
 def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
-    """Whether these are several rows, and their entries as lists of rows; `main` is the ids'."""
+    """Returns whether there are several rows, and entry -> list of rows; `main` names the ids."""
     if not isinstance(encoded, Mapping):
         rows = list(encoded)
         first = rows[0] if rows else {}
@@ -151,10 +151,10 @@ def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
 
 
 def _filled(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
-    """`rows` in one array (rows, length), filled up with `value`."""
+    """Returns `rows` as one array, (rows, length), padded with `value`."""
     whole = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(whole, rows, strict=True):
         start = length - len(row) if side == "left" else 0
-        # A tensor is made an array first: assigned as it is, older NumPys warn of its copy.
+        # A tensor is converted first: assigned as it is, older versions of NumPy warn.
         target[start : start + len(row)] = np.asarray(row, dtype=np.int64)
     return whole

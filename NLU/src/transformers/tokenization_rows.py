@@ -1,4 +1,4 @@
-"""`RowsOfIds`: rows of texts whose ids are known, cut to a length and framed by special tokens."""
+"""`RowsOfIds`: makes rows from texts' ids: cuts them to a length and adds special tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from .special_tokens import SpecialTokensMixin
 from .tokenization_inputs import TRUNCATION_STRATEGIES, RowSettings, cut_lengths, strategy
 
-_TEXT = -1  # stands for a text's tokens in a frame
+_TEXT = -1  # stands for a text's tokens between the special ones
 
 
 class RowsOfIds(SpecialTokensMixin):
@@ -16,22 +16,22 @@ class RowsOfIds(SpecialTokensMixin):
 
     truncation_side: str
 
-    # -- The frame ---------------------------------------------------------------------------------
+    # -- A row's special tokens --------------------------------------------------------------------
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """A text's ids, or a pair's, in the model's frame; here without one."""
+        """Adds the model's special tokens to a text's ids, or a pair's; this class adds none."""
         return token_ids_0 + (token_ids_1 or [])
 
     def create_token_type_ids_from_sequences(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """The token types of the row that `build_inputs_with_special_tokens` makes."""
+        """Returns the token types of the row that `build_inputs_with_special_tokens` makes."""
         return [0] * len(token_ids_0) + [1] * len(token_ids_1 or [])
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """How many special tokens frame a text, or a pair of texts."""
+        """Returns how many special tokens are added to a text, or to a pair of texts."""
         return len(self.build_inputs_with_special_tokens([], [] if pair else None))
 
     def get_special_tokens_mask(
@@ -40,12 +40,13 @@ class RowsOfIds(SpecialTokensMixin):
         token_ids_1: Sequence[int] | None = None,
         already_has_special_tokens: bool = False,
     ) -> list[int]:
-        """1 for each special token of a row, 0 for the others.
+        """Returns 1 for each special token of a row, 0 for the others.
 
         Args:
             token_ids_0: a text's ids; with `already_has_special_tokens`, a whole row's.
-            token_ids_1: the second text's.
-            already_has_special_tokens: the ids are a whole row's: each special token counts.
+            token_ids_1: the second text's ids.
+            already_has_special_tokens: the ids are a whole row's, so look for special tokens in
+                them.
         """
         if already_has_special_tokens:
             if token_ids_1 is not None:
@@ -56,7 +57,7 @@ class RowsOfIds(SpecialTokensMixin):
         row = self.build_inputs_with_special_tokens([_TEXT] * len(token_ids_0), pair)
         return [int(index != _TEXT) for index in row]
 
-    # -- Cut and framed ----------------------------------------------------------------------------
+    # -- Rows --------------------------------------------------------------------------------------
 
     def _rows_of_ids(
         self,
@@ -64,7 +65,7 @@ class RowsOfIds(SpecialTokensMixin):
         seconds: list[list[int]] | None,
         settings: RowSettings,
     ) -> tuple[dict[str, list[Any]], None]:
-        """Rows of texts whose ids are known, cut and framed."""
+        """Makes rows from texts' ids: cuts them and adds special tokens."""
         if "offset_mapping" in settings.columns:
             raise NotImplementedError(
                 "return_offsets_mapping: ids alone have no place in a text; use a fast tokenizer, "
@@ -99,7 +100,7 @@ class RowsOfIds(SpecialTokensMixin):
         framed: bool,
         columns: Sequence[str],
     ) -> dict[str, Any]:
-        """The entries of one row."""
+        """Returns the entries of one row."""
         if framed:
             ids = self.build_inputs_with_special_tokens(first, second)
         else:
@@ -129,16 +130,17 @@ class RowsOfIds(SpecialTokensMixin):
         """Cuts a text's ids, or a pair's.
 
         Args:
-            ids, pair_ids: of each text, without special tokens.
-            num_tokens_to_remove: from both in all.
+            ids, pair_ids: each text's ids, without special tokens.
+            num_tokens_to_remove: how many to remove from both in all.
             truncation_strategy: as in a call.
-            stride: how many kept tokens come with those that are cut off.
+            stride: how many kept tokens to return again with those that are cut off.
 
         Returns:
-            What is kept of each text, and what is cut off, with the stride, of one after the other.
+            What is kept of the first and of the second text; and what is cut off, with the stride,
+            first of the first text, then of the second.
 
         Raises:
-            ValueError: the text to be cut is too short for that.
+            ValueError: the text to be cut has too few tokens.
         """
         how = strategy("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
         if num_tokens_to_remove <= 0 or not how:
@@ -152,7 +154,7 @@ class RowsOfIds(SpecialTokensMixin):
         return first, second, overflow + more
 
     def _cut(self, ids: list[int], length: int, stride: int) -> tuple[list[int], list[int]]:
-        """The `length` ids that are kept, and the rest with the last `stride` of these."""
+        """Returns the `length` ids to keep, and the rest with the `stride` kept ids next to it."""
         if len(ids) <= length:
             return ids, []
         if self.truncation_side == "left":
@@ -162,5 +164,5 @@ class RowsOfIds(SpecialTokensMixin):
 
 
 def as_list(ids: Any) -> list[int]:
-    """Ids given as an int, a sequence, an array or a tensor."""
+    """Returns ids, given as an int, a sequence, an array or a tensor, as a list."""
     return np.atleast_1d(np.asarray(ids, dtype=np.int64)).tolist()

@@ -12,15 +12,15 @@ from .tokenization_utils_base import PreTrainedTokenizerBase
 class PreTrainedTokenizer(PreTrainedTokenizerBase):
     """A tokenizer whose tokens are not aligned with the text.
 
-    Rows are made of a text's ids by `build_inputs_with_special_tokens`,
-    `create_token_type_ids_from_sequences` and `get_special_tokens_mask`. Beyond what
-    `PreTrainedTokenizerBase` asks for, a tokenizer says by `_ids_of` what a text's ids are.
+    `build_inputs_with_special_tokens`, `create_token_type_ids_from_sequences` and
+    `get_special_tokens_mask` make rows from a text's ids. A subclass implements `_ids_of`, which
+    returns these ids, and the abstract methods of `PreTrainedTokenizerBase`.
     """
 
     def encode_plus(
         self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
     ) -> BatchEncoding:
-        """A call for one text, or one pair; each as a string, or as a list of tokens or of ids."""
+        """Encodes one text, or one pair, each given as a string, or as a list of tokens or ids."""
         words = settings.get("is_split_into_words", len(positional) > 5 and positional[5])
         if not words and isinstance(text, list | tuple):
             ids, pair = self._known_ids(text), text_pair and self._known_ids(text_pair)
@@ -29,7 +29,7 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         return super().encode_plus(text, text_pair, *positional, **settings)
 
     def _known_ids(self, tokens: Any) -> list[int]:
-        """The ids of a text that comes as tokens or as ids."""
+        """Returns the ids of a text that is given as a string, or as a list of tokens or ids."""
         if isinstance(tokens, str):
             return self._ids_of([tokens])[0]
         return [
@@ -43,13 +43,13 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         return self._rows_of_ids(ids(firsts), None if seconds is None else ids(seconds), settings)
 
     def _ids_of_words(self, texts: list[list[str]]) -> list[list[int]]:
-        """The ids of each text that comes as words, without a frame."""
+        """Returns the ids of each text, given as words, without special tokens."""
         rows = iter(self._ids_of([word for words in texts for word in words]))
         return [[index for _ in words for index in next(rows)] for words in texts]
 
     @property
     def added_tokens_decoder(self) -> dict[int, str]:
-        """The tokens beyond the vocabulary's own, by their ids."""
+        """Id -> token, for the tokens added to the vocabulary."""
         return {index: token for token, index in self.get_added_vocab().items()}
 
     def _decode(
@@ -58,10 +58,10 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         skip_special_tokens: bool,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of ids.
+        """Returns the text of ids.
 
         Args:
-            ids: of a row.
+            ids: a row's ids.
             skip_special_tokens: leave out special tokens.
             spaces_between_special_tokens: put a space before and after each added token.
         """
@@ -78,5 +78,5 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
         return (" " if spaces_between_special_tokens else "").join(texts)
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without a frame."""
+        """Returns the ids of each text, without special tokens."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a text's ids are")

@@ -1,13 +1,12 @@
-"""What all tokenizers share: from text to padded batches, and back.
+"""`PreTrainedTokenizerBase`: what all tokenizers share, from text to padded batches and back.
 
-A tokenizer is `PreTrainedTokenizerBase` with the few abstract methods at its end filled in by what
-does the splitting: with the rows and their alignment (`tokenization_utils_fast.py`), or with ids
-alone (`tokenization_utils.py`).
+A tokenizer fills in the few abstract methods at its end. Its backend, which splits texts, gives
+rows and their alignment (`tokenization_utils_fast.py`) or ids alone (`tokenization_utils.py`).
 
     text ─ _encode_batch ─> rows of ids, cut to max_length ─ pad ─> rows of one length ─> tensors
 
-Its files are in `tokenization_files.py`, the roles of its special tokens in `special_tokens.py`,
-the frame of a row in `tokenization_rows.py`, filling up in `tokenization_padding.py`.
+Files are in `tokenization_files.py`, the roles of special tokens in `special_tokens.py`, rows with
+their special tokens in `tokenization_rows.py`, padding in `tokenization_padding.py`.
 """
 
 from abc import abstractmethod
@@ -47,36 +46,37 @@ from .utils import logging
 
 logger = logging.get_logger(__name__)
 
-# In tokenizer_config.json, this number and greater ones stand for "no limit".
+# In tokenizer_config.json, VERY_LARGE_INTEGER stands for "no limit"; so does any number from
+# LARGE_INTEGER on.
 VERY_LARGE_INTEGER = int(1e30)
 LARGE_INTEGER = int(1e20)
 
 
 class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
-    """From text to ids and back, for one vocabulary.
+    """Converts text to ids and back, with one vocabulary.
 
-    Its attributes of the same names can be set later.
+    The arguments are also attributes, which can be set later.
 
     Args:
-        bos_token, eos_token: begin and end of a sequence.
+        bos_token, eos_token: start and end of a sequence.
         unk_token: stands for what is not in the vocabulary.
         sep_token, cls_token: between two sequences; the first token, which classifiers read.
-        pad_token: fills the rows of a batch up to one length.
-        mask_token: hides a token in masked-language modelling.
+        pad_token: pads the rows of a batch to one length.
+        mask_token: hides a token in masked language modeling.
         additional_special_tokens: further tokens that are not text.
-        model_max_length: the longest row, in tokens with the special ones, that the model takes;
+        model_max_length: the longest row that the model takes, in tokens, special ones included;
             None for no limit.
-        padding_side, truncation_side: "right" or "left": where rows are filled, and cut.
-        model_input_names: what a call returns unless told otherwise, the ids' name first.
-        verbose: warn of what a call may not have meant.
+        padding_side, truncation_side: "right" or "left": where rows are padded, and cut.
+        model_input_names: what a call returns by default, the ids' name first.
+        verbose: warn about arguments of calls that may be mistakes.
         others: settings of other tokenizers; they are kept in `init_kwargs`, without effect.
     """
 
-    # Beside the other attributes, so that two equal tokenizers have equal ones, of which caches of
-    # `datasets` take their keys, wherever they were opened and whatever they warned of.
+    # These are kept out of the attributes' dict, from which caches of `datasets` take their keys:
+    # equal tokenizers have equal dicts, wherever they were loaded and whatever they warned about.
     __slots__ = ("deprecation_warnings", "name_or_path")
 
-    # What save_pretrained writes: constructor arguments that are attributes as well.
+    # The constructor's arguments that save_pretrained writes; they are attributes as well.
     config_names: tuple[str, ...] = (
         *ROLES,
         ADDITIONAL,
@@ -133,11 +133,11 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         )
 
     def __len__(self) -> int:
-        """The number of tokens, added ones included."""
+        """Returns the number of tokens, added ones included."""
         return len(self.get_vocab())
 
     def _start_anew(self) -> None:
-        # What was warned of; a caller empties it to be warned again.
+        # The warnings given so far; a caller empties it to be warned again.
         self.deprecation_warnings: dict[str, bool] = {}
         self.name_or_path = ""
 
@@ -150,16 +150,16 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
 
     @property
     def max_len_single_sentence(self) -> int:
-        """The room for a text, in tokens, in the longest row that the model takes."""
+        """The longest text, in tokens, that fits into the longest row the model takes."""
         return self.model_max_length - self.num_special_tokens_to_add(pair=False)
 
     @property
     def max_len_sentences_pair(self) -> int:
-        """The room for a pair of texts, in tokens, in the longest row that the model takes."""
+        """The longest pair of texts, in tokens, that fits into the longest row the model takes."""
         return self.model_max_length - self.num_special_tokens_to_add(pair=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The tokens beyond the vocabulary's own, with their ids."""
+        """Returns the tokens added to the vocabulary, with their ids."""
         return {token: i for token, i in self.get_vocab().items() if i >= self.vocab_size}
 
     # -- From text to ids --------------------------------------------------------------------------
@@ -176,45 +176,46 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         is_split_into_words: bool = False,
         **settings: Any,
     ) -> BatchEncoding:
-        """Ids of one text or of a batch of them, or of pairs of texts.
+        """Encodes one text or a batch of texts, or pairs of texts.
 
         Args:
             text: a text, or several; or several pairs of texts.
             text_pair: the second text of each pair; one or several, as `text` is.
-            add_special_tokens: frame the row as the model expects it.
+            add_special_tokens: add the special tokens that the model expects.
             padding: True or "longest": to the batch's longest row; "max_length": to `max_length`;
                 False: not at all.
             truncation: True or "longest_first": cut the longer of the two texts; "only_first",
                 "only_second"; False: not at all.
             max_length: in tokens, special ones included; `model_max_length` by default. Given
                 alone, without padding and truncation, it truncates.
-            stride: with `return_overflowing_tokens`: how many tokens what is cut off has in common
-                with what is kept.
+            stride: with `return_overflowing_tokens`, how many tokens of the kept part are repeated
+                in what is cut off.
             is_split_into_words: each text is a list of words.
-            pad_to_multiple_of: round the padded length up to a multiple. Rows that are cut have to
-                fit in: `max_length` then is a multiple as well.
+            pad_to_multiple_of: round the padded length up to a multiple of this. If rows are also
+                cut, `max_length` has to be such a multiple.
             return_tensors: "pt" for torch tensors, "np" for arrays, None for lists.
-            return_token_type_ids, return_attention_mask: add these rows; by default, those that
+            return_token_type_ids, return_attention_mask: add these entries; by default, those that
                 the model takes.
-            return_overflowing_tokens: keep what is cut off. Fast tokenizers make further rows of
-                it, and tell by ``overflow_to_sample_mapping`` of which input each row is, also for
-                a single text; others add its ids as ``overflowing_tokens``, and their number
-                without the stride as ``num_truncated_tokens``.
-            return_special_tokens_mask: add a row that is 1 for special tokens and padding.
+            return_overflowing_tokens: keep what is cut off. Fast tokenizers turn it into further
+                rows, and ``overflow_to_sample_mapping`` gives each row's input, also for a single
+                text. Others add its ids as ``overflowing_tokens``, and their number, without the
+                stride, as ``num_truncated_tokens``.
+            return_special_tokens_mask: add a mask that is 1 for special tokens and padding.
             return_offsets_mapping: add ``offset_mapping``: each token's first character in its
-                text and the one after its last; of fast tokenizers alone.
+                text, and the one after its last. Only fast tokenizers can.
             return_length: add each row's ``length`` in tokens.
-            verbose: warn of what may not be meant.
+            verbose: warn about arguments that may be mistakes.
 
         Returns:
-            ``input_ids`` and the rows asked for: one list each for a single text, a list of lists
-            for a batch, or tensors (rows, tokens).
+            ``input_ids`` and the entries asked for: one list each for a single text, a list of
+            lists for a batch, or tensors (rows, tokens).
 
         Raises:
-            NotImplementedError: offsets are asked of a tokenizer that is not fast.
+            NotImplementedError: a tokenizer that is not fast is asked for offsets.
             NotTextError: `text` holds something that is not text, or not a word.
-            ValueError: `max_length` has no room for the special tokens, or more than them and
-                `stride`, or is not a multiple of `pad_to_multiple_of`, or the rows make no tensor.
+            ValueError: `max_length` leaves no room for the special tokens, or for more than them
+                and `stride`; or it is not a multiple of `pad_to_multiple_of`; or the rows make no
+                tensor.
         """
         return self._encode(
             partial(inputs_of_call, text, text_pair),
@@ -230,20 +231,20 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
     def encode_plus(
         self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
     ) -> BatchEncoding:
-        """A call for one text, or one pair."""
+        """Encodes one text, or one pair, as a call does."""
         return self._encode(partial(inputs_of_one, text, text_pair), *positional, **settings)
 
     def batch_encode_plus(
         self, batch_text_or_text_pairs: Any, *positional: Any, **settings: Any
     ) -> BatchEncoding:
-        """A call for a list of texts, or of pairs."""
+        """Encodes a list of texts, or of pairs, as a call does."""
         inputs = partial(inputs_of_batch, batch_text_or_text_pairs)
         return self._encode(inputs, *positional, **settings)
 
     def encode(
         self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
     ) -> list[int] | torch.Tensor | np.ndarray:
-        """The ids alone of one text, or of one pair; the settings are those of a call."""
+        """Returns only the ids of one text, or of one pair; the settings are those of a call."""
         row = self.encode_plus(text, text_pair, *positional, **settings)
         return row[self.model_input_names[0]]
 
@@ -256,12 +257,12 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         prepend_batch_axis: bool = False,
         **settings: Any,
     ) -> BatchEncoding:
-        """The row of a text, or of a pair, whose ids are there already.
+        """Makes the row of a text, or of a pair, whose ids are already known.
 
         Args:
-            ids, pair_ids: of each text, without special tokens.
-            return_tensors: as in a call; tensors have no first axis for rows,
-            prepend_batch_axis: but with this.
+            ids, pair_ids: each text's ids, without special tokens.
+            return_tensors: as in a call, but tensors have no axis for rows.
+            prepend_batch_axis: give tensors a first axis for rows.
             positional, settings: as in a call, from `add_special_tokens` on.
         """
         inputs = Inputs([list(ids)], None if pair_ids is None else [list(pair_ids)], batched=False)
@@ -290,11 +291,11 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         make_rows: Callable | None = None,
         **deprecated: Any,
     ) -> BatchEncoding:
-        """A call; for the settings see there.
+        """Does what a call does, with the same settings.
 
         Args:
-            inputs_of: gives what rows are made of, when told whether texts come as words.
-            make_rows: makes them instead of `_encode_batch`.
+            inputs_of: (whether texts are lists of words) -> the rows' inputs.
+            make_rows: makes the rows instead of `_encode_batch`.
         """
         inputs = inputs_of(is_split_into_words)
         padding, truncation = with_present_names(padding, truncation, max_length, deprecated)
@@ -335,13 +336,13 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             data["length"] = [len(row) for row in data[columns[0]]]
         rows_for_one = return_overflowing_tokens and encodings is not None
         if not inputs.batched and return_tensors is None and not rows_for_one:
-            # As upstream has it, a fast tokenizer's ``length`` stays a list.
+            # A fast tokenizer's ``length`` stays a list, as upstream.
             kept = ("length",) if encodings is not None else ()
             data = {name: rows if name in kept else rows[0] for name, rows in data.items()}
         return BatchEncoding(data, encodings, return_tensors)
 
     def _columns(self, **given: bool | None) -> list[str]:
-        """The entries that are asked for, or that the model takes where None; the ids first."""
+        """Returns the ids' name, and the entries asked for or, if None, taken by the model."""
         names = self.model_input_names
         wanted = [name for name, yes in given.items() if yes or (yes is None and name in names)]
         return [names[0], *wanted]
@@ -349,7 +350,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
     def _warned_of(
         self, padding: str, truncation: str, max_length: int | None, multiple: int | None
     ) -> str:
-        """The truncation that holds, after warnings of settings that may not be meant."""
+        """Warns about settings that may be mistakes; returns the truncation that applies."""
         if max_length is not None and truncation == padding == "":
             self._warn_once("max_length without truncation: rows are cut, as with truncation=True")
             return TRUNCATION_STRATEGIES[0]
@@ -362,7 +363,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         return truncation
 
     def _check_room(self, limit: int | None, frame: int, stride: int, multiple: int | None) -> None:
-        """Refuses rows that are cut to fewer tokens than they need, or to a length of no use."""
+        """Checks that rows are not cut to too few tokens, or to a length that cannot be padded."""
         if stride < 0:
             raise ValueError(f"stride is a number of tokens, not {stride}")
         if limit is None:
@@ -381,7 +382,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             check_stride(stride, limit, frame)
 
     def _limit(self, max_length: int | None, purpose: str) -> int | None:
-        """The length in tokens that rows are cut or padded to; None where nothing sets one."""
+        """Returns the length in tokens that rows are cut or padded to; None if nothing sets one."""
         limited = self.model_max_length < LARGE_INTEGER
         if max_length is None:
             if not limited:
@@ -407,7 +408,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             )
 
     def _warn_once(self, message: str, about: str | None = None) -> None:
-        """Warns, but only once of what a message is `about`."""
+        """Warns, but only once for each `about`, by default the message."""
         if self.verbose and not self.deprecation_warnings.get(about or message):
             self.deprecation_warnings[about or message] = True
             logger.warning(message)
@@ -422,7 +423,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         is_split_into_words: bool = False,
         **settings: Any,
     ) -> list[str]:
-        """The tokens of a text, or of a pair, as the vocabulary spells them."""
+        """Returns the tokens of a text, or of a pair, as the vocabulary spells them."""
         row = self.encode_plus(
             text,
             pair,
@@ -433,7 +434,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         return self.convert_ids_to_tokens(row[self.model_input_names[0]])
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str] | None) -> Any:
-        """The id of a token, or of each; that of `unk_token` for one that is not there."""
+        """Returns the id of a token, or of each of several; `unk_token`'s for unknown ones."""
         if tokens is None:
             return None
         if isinstance(tokens, str):
@@ -446,10 +447,10 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
     def convert_ids_to_tokens(
         self, ids: int | Sequence[int], skip_special_tokens: bool = False
     ) -> Any:
-        """The token of an id, or of each.
+        """Returns the token of an id, or of each of several.
 
         Raises:
-            ValueError: an id that no token has.
+            ValueError: no token has this id.
         """
         if np.ndim(ids) == 0:
             token = self._id_to_token(int(ids))
@@ -466,14 +467,14 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         clean_up_tokenization_spaces: bool = True,
         **settings: Any,
     ) -> str:
-        """The text of one row of ids.
+        """Returns the text of one row of ids.
 
         Args:
             token_ids: ids, as a list, array or tensor.
             skip_special_tokens: leave out special tokens.
             clean_up_tokenization_spaces: join punctuation and English contractions to the word
                 before them.
-            spaces_between_special_tokens: a setting of tokenizers that are not fast, see there.
+            settings: `spaces_between_special_tokens`, see `PreTrainedTokenizer._decode`.
         """
         text = self._decode(as_list(token_ids), skip_special_tokens, **settings)
         return self.clean_up_tokenization(text) if clean_up_tokenization_spaces else text
@@ -481,12 +482,12 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
     def batch_decode(
         self, sequences: Iterable[Sequence[int]], *positional: Any, **settings: Any
     ) -> list[str]:
-        """The texts of several rows; the settings are those of `decode`."""
+        """Returns the texts of several rows; the settings are those of `decode`."""
         return [self.decode(row, *positional, **settings) for row in sequences]
 
     @staticmethod
     def clean_up_tokenization(out_string: str) -> str:
-        """A text with punctuation and English contractions joined to the word before them."""
+        """Joins punctuation and English contractions to the word before them."""
         for mark in (".", "?", "!", ","):
             out_string = out_string.replace(f" {mark}", mark)
         out_string = out_string.replace(" ' ", "'")
@@ -495,18 +496,18 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         return out_string
 
     # -- What a backend fills in -------------------------------------------------------------------
-    # Its constructor takes the arguments of `vocab_files`, `added_tokens` ({id: token}: tokens that
-    # the files add to the vocabulary) and those of this class.
+    # A subclass's constructor takes the arguments of `vocab_files`, `added_tokens` ({id: token}:
+    # tokens that the files add to the vocabulary) and those of this class.
 
     @abstractmethod
     def _encode_batch(
         self, firsts: list[Any], seconds: list[Any] | None, settings: RowSettings
     ) -> tuple[dict[str, list[Any]], Any]:
-        """The rows by column, and their encodings, what makes these, or None."""
+        """Returns column -> rows, and the rows' encodings, a function that makes them, or None."""
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
-        """All tokens, added ones included, with their ids."""
+        """Returns all tokens, added ones included, with their ids."""
 
     @property
     @abstractmethod
@@ -515,7 +516,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
 
     @abstractmethod
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens that follow one another."""
+        """Returns the text of consecutive tokens."""
 
     @abstractmethod
     def _id_to_token(self, index: int) -> str | None: ...

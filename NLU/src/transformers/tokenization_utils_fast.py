@@ -1,4 +1,4 @@
-"""Tokenizers that the `tokenizers` package does the work for."""
+"""Tokenizers that use the `tokenizers` package as their backend."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# The names that an `Encoding` gives the columns beyond the ids.
+# A column -> the name of its attribute in an `Encoding`; the ids are not listed.
 _ENCODING_NAMES = {
     "token_type_ids": "type_ids",
     "attention_mask": "attention_mask",
@@ -30,19 +30,19 @@ _ENCODING_NAMES = {
 
 
 class TokenizersBackend(PreTrainedTokenizerBase):
-    """A tokenizer over a `tokenizers.Tokenizer`, which holds vocabulary and splitting.
+    """A tokenizer over a `tokenizers.Tokenizer`, which holds the vocabulary and splits texts.
 
-    A call leaves nothing behind in the backend, so that two equal tokenizers pickle to the same
-    bytes at any time: that is what `datasets` keys its caches by.
+    A call leaves no state in the backend, so equal tokenizers always pickle to the same bytes.
+    These are the keys of the caches of `datasets`.
 
     Args:
-        backend: it is taken over, not copied.
-        added_tokens: further tokens by their ids, which continue the vocabulary's.
-        settings: special tokens and the rest of `PreTrainedTokenizerBase`'s. Special tokens that
-            the backend does not know as such are added; those it knows keep their flags there.
+        backend: the backend, which is not copied.
+        added_tokens: id -> token, for tokens whose ids follow the vocabulary's.
+        settings: special tokens, and the other settings of `PreTrainedTokenizerBase`. Special
+            tokens that the backend does not mark as special are added; the others keep their flags.
 
     Raises:
-        ValueError: the backend gives an added token another id.
+        ValueError: the backend gives an added token a different id.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TokenizersBackend(PreTrainedTokenizerBase):
         self._add_from_files(added_tokens or {}, [token for token in roles if token is not None])
 
     def _add_from_files(self, added: Mapping[int, Token], roles: Sequence[Token]) -> None:
-        """Adds what the files add, then the special tokens that are still missing."""
+        """Adds the tokens that the files add, then special tokens that are still missing."""
         special = {text_of(token): as_special(token) for token in roles}
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for index, token in sorted(added.items()):
@@ -105,11 +105,11 @@ class TokenizersBackend(PreTrainedTokenizerBase):
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens, added ones included, with their ids."""
+        """Returns all tokens, added ones included, with their ids."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The tokens beyond the vocabulary's own, with their ids."""
+        """Returns the tokens added to the vocabulary, with their ids."""
         decoder = self._tokenizer.get_added_tokens_decoder()
         model = self._tokenizer.model
         return {
@@ -120,13 +120,13 @@ class TokenizersBackend(PreTrainedTokenizerBase):
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The special tokens, each once; among them those that only the backend marks as such."""
+        """The special tokens, each once, including those that only the backend marks as special."""
         marked = self._tokenizer.get_added_tokens_decoder().values()
         others = [token.content for token in marked if token.special]
         return list(dict.fromkeys([*super().all_special_tokens, *others]))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens that follow one another."""
+        """Returns the text of consecutive tokens."""
         decoder = self._tokenizer.decoder
         return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
 
@@ -136,7 +136,7 @@ class TokenizersBackend(PreTrainedTokenizerBase):
         seconds: list[Any] | None,
         settings: RowSettings,
     ) -> list[Encoding]:
-        """The backend's encoding of each row."""
+        """Returns the backend's encoding of each row."""
         inputs = firsts if seconds is None else list(zip(firsts, seconds, strict=True))
         if settings.truncation:
             self._tokenizer.enable_truncation(
@@ -165,16 +165,16 @@ class TokenizersBackend(PreTrainedTokenizerBase):
 
 
 class PreTrainedTokenizerFast(TokenizersBackend):
-    """A tokenizer over a `tokenizers.Tokenizer`, whose tokens know their words and characters.
+    """A tokenizer over a `tokenizers.Tokenizer` that aligns tokens with words and characters.
 
     Args:
-        tokenizer_object: the backend, which frames rows as well; it is taken over, not copied.
+        tokenizer_object: the backend, which also adds the special tokens; it is not copied.
         tokenizer_file: a ``tokenizer.json`` to read the backend from.
         added_tokens, settings: as in `TokenizersBackend`.
 
     Raises:
         OSError: `tokenizer_file` cannot be read.
-        ValueError: there is no backend, or it gives an added token another id.
+        ValueError: there is no backend, or it gives an added token a different id.
     """
 
     vocab_files: tuple[dict[str, str], ...] = ({"tokenizer_file": TOKENIZER_FILE},)
@@ -194,7 +194,7 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         super().__init__(tokenizer_object, added_tokens, **settings)
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """How many special tokens frame a text, or a pair of texts."""
+        """Returns how many special tokens are added to a text, or to a pair of texts."""
         return self._tokenizer.num_special_tokens_to_add(pair)
 
     def _encode_batch(
@@ -205,7 +205,7 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         return columns_of(self._encodings(firsts, seconds, settings), settings)
 
     def _check_strides(self, firsts: list[Any], seconds: list[Any], settings: RowSettings) -> None:
-        """Refuses pairs of which one text leaves the other no more room than the stride.
+        """Checks that in each pair, a text leaves the other one more room than the stride.
 
         The backend would panic, which prints its stack and is not an Exception.
         """
@@ -240,14 +240,14 @@ class PreTrainedTokenizerFast(TokenizersBackend):
     def save_vocabulary(
         self, save_directory: str | os.PathLike, filename_prefix: str | None = None
     ) -> tuple[str, ...]:
-        """Nothing: ``tokenizer.json``, which `save_pretrained` writes, holds all of it."""
+        """Writes nothing: ``tokenizer.json``, which `save_pretrained` writes, holds all of it."""
         return ()
 
 
 def columns_of(
     encodings: list[Encoding], settings: RowSettings
 ) -> tuple[dict[str, list[Any]], list[Encoding]]:
-    """The columns of rows, and the rows' encodings; with the rows of what was cut off, if asked."""
+    """Returns the rows' columns and encodings; those of what was cut off, too, if asked for."""
     samples = []
     if settings.overflow:
         groups = [[encoding, *encoding.overflowing] for encoding in encodings]
@@ -261,7 +261,7 @@ def columns_of(
 
 
 def read_tokenizer_file(path: str | os.PathLike) -> Tokenizer:
-    """The backend in a ``tokenizer.json``.
+    """Reads the backend in a ``tokenizer.json``.
 
     Raises:
         OSError: the file is missing or damaged.

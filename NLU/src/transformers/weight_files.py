@@ -1,4 +1,4 @@
-"""A model's files of weights: safetensors or torch's, sharded or not, of a folder or the hub."""
+"""Reads a model's weights: safetensors or torch's files, sharded or not, of a folder or the hub."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGH
 def read_weights(
     name_or_path: str | os.PathLike, verify: bool = False, **where: Any
 ) -> dict[str, Tensor]:
-    """All tensors of a model: safetensors first, then torch files, sharded or not.
+    """Reads all tensors of a model, preferably from safetensors, else from torch's files.
 
     Args:
         name_or_path: a folder, or a repository's name.

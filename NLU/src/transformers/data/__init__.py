@@ -1,1 +1,1 @@
-"""Data sets: reading, labels, metrics, collators."""
+"""Data sets: readers, labels, metrics and collators."""

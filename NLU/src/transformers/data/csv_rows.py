@@ -1,7 +1,7 @@
-"""The rows of a CSV file: the names of its columns, and what is wrong in it.
+"""Reads the names of a CSV file's columns, and finds what is wrong in a file.
 
-The library that reads tables says of a file that it cannot read little more than that; `check_rows`
-looks for the row.
+If the library that reads tables cannot read a file, it says little more than that. `check_rows`
+finds the row.
 """
 
 import csv
@@ -12,16 +12,16 @@ from typing import Any, TextIO
 
 from .json_rows import find_fault
 
-_LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
-# What some spreadsheets write in place of commas.
+_LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that csv accepts on every system
+# What some spreadsheets write instead of commas.
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
-# How a file of JSON objects begins, which may be in a list.
+# The start of a file of JSON objects, which may be in a list.
 _BEGINS_AS_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*("|\})')
 
 
 @contextmanager
 def open_csv(path: str) -> Iterator[TextIO]:
-    """A file for the csv module, which by default takes no more than 131,072 characters a field."""
+    """Opens a file for the csv module, whose default limit is 131,072 characters per field."""
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -31,17 +31,17 @@ def open_csv(path: str) -> Iterator[TextIO]:
 
 
 def csv_header(path: str) -> list[str]:
-    """The names of a CSV file's columns.
+    """Returns the names of a CSV file's columns.
 
     Raises:
-        ValueError: there are none, or the file is JSON; they are not separated by commas; one is
-            there twice, which pandas would give another name; or the first row has more fields.
+        ValueError: there are none, or the file is JSON; they are not separated by commas; a name
+            occurs twice, and pandas would rename it; or the first row has more fields than names.
     """
     if _is_json(path):
         raise ValueError(f"{path}: holds JSON: give it a name that ends in .json or .jsonl")
     try:
         with open_csv(path) as file:
-            rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
+            rows = (row for row in csv.reader(file) if row)  # pandas skips empty lines
             names, first = next(rows, []), next(rows, [])
     except UnicodeDecodeError as error:
         raise _not_utf8(path) from error
@@ -61,13 +61,13 @@ def csv_header(path: str) -> list[str]:
             f"{path}: has the column '{repeated[0]}' {names.count(repeated[0])} times; "
             "give each column a name of its own"
         )
-    # pandas would take the first for names of rows, and move the others.
+    # pandas would take the first fields as names of rows, and shift the others.
     _check_fields(path, 1, first, names)
     return names
 
 
 def _is_json(path: str) -> bool:
-    """Whether a file is of JSON objects; a CSV file's first name may begin as one."""
+    """Returns whether a file holds JSON objects; a CSV file's first name may only look so."""
     with open(path, "rb") as file:
         if not _BEGINS_AS_JSON.match(file.read(4096)):
             return False
@@ -79,10 +79,10 @@ def _is_json(path: str) -> bool:
 
 
 def check_rows(path: str, names: Sequence[str]) -> None:
-    """Looks for the row for which pandas could not read a CSV file.
+    """Looks for the row that kept pandas from reading a CSV file.
 
     Raises:
-        ValueError: it is found; it has more fields than names, a quote that is not closed, or
+        ValueError: a row has more fields than there are names, a quote that is not closed, or
             bytes that are not UTF-8.
     """
     row = 0  # the header's
@@ -108,7 +108,7 @@ def _check_fields(path: str, row: int, fields: Sequence[str], names: Sequence[st
 
 
 def _not_utf8(path: str) -> ValueError:
-    """The error of a file that is in another encoding: it names the line."""
+    """Returns the error for a file in another encoding; it names the line."""
     with open(path, "rb") as file:
         number = next(n for n, line in enumerate(file, start=1) if not _is_utf8(line))
     return ValueError(f"{path}: line {number}: is not UTF-8 text; save it as UTF-8")
@@ -123,9 +123,9 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def types_of_all_rows(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by which a CSV file's columns are of the types that all its rows tell.
+    """Returns options that give a CSV file's columns the types that fit all of its rows.
 
-    It takes the memory of all the file, so it is not done before it has to be.
+    This takes memory for the whole file, so it is done only if it has to be.
     """
     import pandas
     import pyarrow
@@ -134,5 +134,6 @@ def types_of_all_rows(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: options[name] for name in ("keep_default_na", "converters")}
     frame = pandas.read_csv(path, low_memory=False, **given)
     schema = pyarrow.Schema.from_pandas(frame, preserve_index=False).remove_metadata()
-    # A text that looks like a number is one by its column's type; no converter is needed then.
+    # A column's type now says that it holds texts, even if they look like numbers, so no converter
+    # is needed.
     return {"features": Features.from_arrow_schema(schema), "converters": None}

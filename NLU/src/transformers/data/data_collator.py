@@ -1,6 +1,6 @@
-"""From a list of examples to one batch of tensors.
+"""Collates a list of examples into one batch of tensors.
 
-Each entry of a batch is filled into one array allocated for it, row by row.
+Each entry of a batch is one array, which is filled row by row.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from loralib.nn.packing import PackedRows
 
 from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase, to_tensor
 
-# The label of a token that has no part in the loss; torch's cross-entropy skips it.
+# The label of a token that a loss ignores; torch's cross-entropy skips it.
 IGNORED_LABEL = -100
-# What a token begins with where a word does, in a byte-level BPE and in SentencePiece; and where a
-# word goes on, in WordPiece.
+# The prefixes of tokens that start a word, in a byte-level BPE and in SentencePiece; and of tokens
+# that continue one, in WordPiece.
 _WORD_STARTS, _WORD_GOES_ON = ("Ġ", "▁"), "##"
-# Whole-word masking makes at most so many targets a row, as upstream's does.
+# The most targets per row in whole-word masking, as upstream.
 _MOST_TARGETS = 512
 
 DataCollator = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def default_data_collator(features: Sequence[Any]) -> dict[str, Tensor]:
-    """Stacks examples whose rows have one length.
+    """Stacks examples whose rows all have the same length.
 
     Args:
         features: dicts (or dataclasses) of numbers, lists, arrays or tensors. ``label`` or
             ``label_ids`` becomes ``labels``. Entries that are None or strings are left out.
 
     Returns:
-        For each entry a tensor with one row an example; int64, or float32 for floats.
+        For each entry a tensor with one row per example; int64, or float32 for floats.
 
     Raises:
-        ValueError: rows of an entry have several lengths.
+        ValueError: an entry's rows have different lengths.
     """
     examples, labels = _split_labels(features)
     kept = [name for name, value in examples[0].items() if not isinstance(value, str | None)]
@@ -55,7 +55,7 @@ class DataCollatorWithPadding:
         tokenizer: its `pad` does the work.
         padding: True or "longest": to the batch's longest row; "max_length": to `max_length`.
         max_length: in tokens.
-        pad_to_multiple_of: round the length up to a multiple, which suits tensor cores.
+        pad_to_multiple_of: round the length up to a multiple of this, which suits tensor cores.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class DataCollatorWithPadding:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[Any]) -> BatchEncoding:
-        """The batch: tensors (examples, tokens), and ``labels`` for ``label`` or ``label_ids``."""
+        """Returns the batch: tensors (examples, tokens), with ``label(_ids)`` as ``labels``."""
         examples, labels = _split_labels(features)
         batch = self._padded(examples)
         batch.update(labels)
@@ -85,17 +85,17 @@ class DataCollatorForTokenClassification(DataCollatorWithPadding):
     """Pads examples, and their tokens' labels, to one length.
 
     Args:
-        label_pad_token_id: the label of padding; the default has no part in the loss.
+        label_pad_token_id: the label of padding; losses ignore the default.
         others: see `DataCollatorWithPadding`.
     """
 
     label_pad_token_id: int = IGNORED_LABEL
 
     def __call__(self, features: Sequence[Any]) -> BatchEncoding:
-        """The batch; ``labels``, of ``labels`` or ``label``, are (examples, tokens).
+        """Returns the batch; ``labels``, from ``labels`` or ``label``, are (examples, tokens).
 
         Raises:
-            ValueError: a row has another number of labels than of tokens.
+            ValueError: a row's number of labels is not that of its tokens.
         """
         examples = _as_dicts(features)
         name = "label" if "label" in examples[0] else "labels"
@@ -121,17 +121,17 @@ class DataCollatorForTokenClassification(DataCollatorWithPadding):
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Pads examples, and makes the targets of masked or of plain language modelling.
+    """Pads examples, and makes the targets of masked or plain language modeling.
 
-    Masked (BERT, section 3.1): of the tokens that are not special, each is a target with
-    probability `mlm_probability`; of the targets 80% become the mask token, 10% a random token, and
-    10% stay. Plain: each token is a target; the model does the shifting.
+    Masked (BERT, section 3.1): each token that is not special is a target with probability
+    `mlm_probability`; 80% of the targets become the mask token, 10% a random token, and 10% stay.
+    Plain: each token is a target; the model shifts them.
 
     Args:
         tokenizer: pads, and says which tokens are special.
-        mlm: masked language modelling.
+        mlm: make the targets of masked language modeling, else of plain.
         mlm_probability: share of tokens that are targets.
-        pad_to_multiple_of: round the length up to a multiple.
+        pad_to_multiple_of: round the length up to a multiple of this.
         generator: where randomness comes from; torch's default generator by default.
 
     Raises:
@@ -153,7 +153,7 @@ class DataCollatorForLanguageModeling:
             )
 
     def __call__(self, features: Sequence[Any]) -> BatchEncoding:
-        """The batch; ``labels`` (examples, tokens) hold ids at targets and -100 elsewhere.
+        """Returns the batch; ``labels`` (examples, tokens) hold ids at targets, -100 elsewhere.
 
         Args:
             features: encoded rows as dicts, or rows of ids.
@@ -173,28 +173,28 @@ class DataCollatorForLanguageModeling:
     def mask_tokens(
         self, inputs: Tensor, special_tokens_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The ids with targets masked, and the labels; both of the shape of `inputs`.
+        """Returns the ids with targets masked, and the labels; both in the shape of `inputs`.
 
         Args:
             inputs: (examples, tokens), ids.
-            special_tokens_mask: of the same shape, where no target may be; nor is one at a token
-                that the tokenizer knows as special.
+            special_tokens_mask: of the same shape, 1 where no target may be. Tokens that the
+                tokenizer knows as special are never targets either.
         """
         share = torch.full(inputs.shape, self.mlm_probability)
         share.masked_fill_(self._special(inputs, special_tokens_mask), 0.0)
         return self._hidden(inputs, self._draw(share))
 
     def _special(self, inputs: Tensor, given: Tensor | None) -> Tensor:
-        """Where no target may be."""
+        """Returns where no target may be."""
         special = torch.isin(inputs, torch.tensor(self.tokenizer.all_special_ids))
         return special if given is None else special | given.bool()
 
     def _draw(self, share: Tensor) -> Tensor:
-        """True with these probabilities."""
+        """Draws booleans that are True with these probabilities."""
         return torch.bernoulli(share, generator=self.generator).bool()
 
     def _hidden(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `mask_tokens`, of these targets; with upstream's random numbers in its order."""
+        """Does what `mask_tokens` does for given targets; draws random numbers as upstream does."""
         labels = inputs.masked_fill(~targets, IGNORED_LABEL)
         masked = self._draw(torch.full(inputs.shape, 0.8)) & targets
         replaced = self._draw(torch.full(inputs.shape, 0.5)) & targets & ~masked
@@ -205,12 +205,12 @@ class DataCollatorForLanguageModeling:
 
 @dataclass
 class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
-    """Masked language modelling whose targets are whole words: all tokens of a word, or none.
+    """Masked language modeling whose targets are whole words: all tokens of a word, or none.
 
     A row's words are taken in random order, each if it still fits, up to `mlm_probability` of the
-    row's tokens. What becomes of a target is up to chance for each token, as in
-    `DataCollatorForLanguageModeling`. Words begin where tokens say so: with Ġ in a byte-level BPE,
-    with ▁ in SentencePiece, without ## in WordPiece; in other vocabularies each token is a word.
+    row's tokens. Each target token is then masked, replaced or kept on its own, as in
+    `DataCollatorForLanguageModeling`. A word starts at a token with Ġ in a byte-level BPE, with ▁
+    in SentencePiece, without ## in WordPiece. In other vocabularies, each token is a word.
 
     Args:
         others: see `DataCollatorForLanguageModeling`.
@@ -224,7 +224,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
     def mask_tokens(
         self, inputs: Tensor, special_tokens_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As in `DataCollatorForLanguageModeling`."""
+        """Does what `DataCollatorForLanguageModeling` does, with whole words as targets."""
         special = self._special(inputs, special_tokens_mask)
         after_special = F.pad(special, (1, 0), value=True)[:, :-1]
         starts = self._starts_word[inputs] | special | after_special
@@ -237,11 +237,11 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
         return self._hidden(inputs, torch.stack(targets))
 
     def _choose(self, words: Tensor, length: int) -> Tensor:
-        """Numbers of a row's words to hide.
+        """Chooses a row's words to hide, and returns their numbers.
 
         Args:
             words: (tokens,), the number of each token's word, 0 for none.
-            length: tokens without padding.
+            length: how many tokens are not padding.
         """
         left = min(_MOST_TARGETS, max(1, round(length * self.mlm_probability)))
         counts = torch.bincount(words)
@@ -257,7 +257,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
     @cached_property
     def _starts_word(self) -> Tensor:
-        """For each id whether a word begins with its token."""
+        """(ids,), whether each id's token starts a word."""
         tokens = self.tokenizer.get_vocab()
         if any(token.startswith(_WORD_STARTS) for token in tokens):
             ids = [index for token, index in tokens.items() if token.startswith(_WORD_STARTS)]
@@ -270,12 +270,12 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """A collator whose batches say as well where their tokens are, for models that ask for it.
+    """Adds to a collator's batches where their tokens are, for models that take this.
 
-    To the batch comes ``packed_rows``, a `loralib.nn.packing.PackedRows` of its attention mask, or
-    of all tokens where there is none; it is made here, on the CPU, so that no model has to wait for
-    a device to learn it. With ``labels`` of each token, it holds which of them are targets. A batch
-    of embeddings, or whose mask is not of the ids' shape, stays as it is.
+    ``packed_rows`` is a `loralib.nn.packing.PackedRows` of the batch's attention mask, or of all
+    tokens if it has none. It is made here, on the CPU, so that no model has to wait for a device
+    to get it. If ``labels`` has one for each token, it also holds which of them are targets. A
+    batch of embeddings, or one whose mask does not have the shape of the ids, stays as it is.
 
     Args:
         collator: makes a batch of a list of examples.
@@ -284,7 +284,7 @@ class PackedCollator:
     collator: Callable[[list[Any]], Mapping[str, Any]]
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """The collator's batch, and its `packed_rows` where there are such."""
+        """Returns the collator's batch, with its `packed_rows` if it can have them."""
         batch = dict(self.collator(features))
         ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
         if not isinstance(ids, Tensor):
@@ -292,16 +292,17 @@ class PackedCollator:
         mask = torch.ones_like(ids) if mask is None else mask
         if mask.shape != ids.shape:
             return batch
-        rows = PackedRows(mask.flatten(0, -2))  # of multiple choice, each choice is a row
+        rows = PackedRows(mask.flatten(0, -2))  # in multiple choice, each choice is a row
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
             rows = rows.with_targets(labels != IGNORED_LABEL)
         return {**batch, "packed_rows": rows}
 
 
 def only_pads(collator: Any) -> bool:
-    """Whether a collator makes the same rows of an example in any batch, but for padding.
+    """Returns whether an example's row and loss are the same in any batch, apart from padding.
 
-    Not of labelled tokens: a batch's loss is the mean over those, and depends on which are in it.
+    They are not if tokens have labels: a loss is the mean over a batch's labeled tokens, so it
+    depends on which examples are in the batch.
     """
     return collator is default_data_collator or type(collator) is DataCollatorWithPadding
 
@@ -309,7 +310,7 @@ def only_pads(collator: Any) -> bool:
 def _split_labels(
     features: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The examples without their labels, and ``{"labels": ...}``, empty where there are none."""
+    """Returns the examples without labels, and ``{"labels": ...}``, or {} if there are none."""
     examples = _as_dicts(features)
     labels = {}
     for name in ("label", "label_ids"):
@@ -320,7 +321,7 @@ def _split_labels(
 
 
 def _as_dicts(features: Sequence[Any]) -> list[dict[str, Any]]:
-    """Copies of the examples, as dicts.
+    """Returns copies of the examples, as dicts.
 
     Raises:
         ValueError: there are none.

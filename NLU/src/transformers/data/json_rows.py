@@ -1,7 +1,7 @@
-"""The rows of a JSON file: an object a line, several lines an object, or lists of them.
+"""Reads the rows of a JSON file: one object per line, objects over several lines, or lists of them.
 
-The library that reads tables says of a file that it cannot read little more than that; `find_fault`
-looks for the line.
+If the library that reads tables cannot read a file, it says little more than that. `find_fault`
+finds the line.
 """
 
 import codecs
@@ -14,7 +14,7 @@ from typing import Any
 from loralib.text import in_short
 
 _SPACES = re.compile(r"\s*")
-# JSON's names of Python's types.
+# Python's types -> what JSON calls them.
 KINDS: dict[type, str] = {
     str: "a text",
     dict: "an object",
@@ -24,19 +24,19 @@ KINDS: dict[type, str] = {
     float: "a number",
     type(None): "null",
 }
-# Half of an escape such as \ud83d\ude00 in JSON, both of which stand for one character.
+# Half of a JSON escape such as \ud83d\ude00, whose two halves stand for one character.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_rows(path: str) -> list[dict[str, Any]]:
-    """The objects in a JSON file, of a list or one after the other; none where it is otherwise."""
+    """Reads the objects in a JSON file, in lists or one after another; [] if it holds others."""
     with open(path, encoding="utf-8-sig") as file:
         found = list(_values(file.read(), json.JSONDecoder()))
     return found if all(isinstance(row, dict) for row in found) else []
 
 
 def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
-    """What is in a text of JSON, one after the other, and in its lists."""
+    """Yields the values in a JSON text, and instead of a list the values in it."""
     place = _SPACES.match(text).end()
     while place < len(text):
         value, place = decoder.raw_decode(text, place)
@@ -45,9 +45,9 @@ def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
 
 
 def begins_with_rows(path: str) -> bool:
-    """Whether a file begins as an object or a list does, or with nothing but blanks.
+    """Returns whether a file starts like an object or a list, or with nothing but blanks.
 
-    The library is not to be given others: ``null`` ends the process by a segmentation fault.
+    The library must not get other files: ``null`` kills the process by a segmentation fault.
     """
     with open(path, "rb") as file:
         begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -55,18 +55,18 @@ def begins_with_rows(path: str) -> bool:
 
 
 def find_fault(path: str, in_pieces: bool) -> None:
-    """Looks for the line or the row for which a JSON file could not be read.
+    """Looks for the line or row that kept the library from reading a JSON file.
 
     Args:
         path: the file.
         in_pieces: the library has read it piece by piece.
 
     Raises:
-        ValueError: it is found: it is not UTF-8, not JSON, not an object, nested too deep, has half
-            a character or a key twice; or, in a file of several pieces, a column begins there, or
-            changes from texts to numbers and the like.
+        ValueError: a line or row is not UTF-8, not JSON, not an object, nested too deep, or has
+            half a character or a key twice; or, in a file of several pieces, a column starts there,
+            or changes its type, such as from text to number.
     """
-    firsts: dict[str, tuple[str, Any]] = {}  # by key, where it first has a value, and which
+    firsts: dict[str, tuple[str, Any]] = {}  # key -> the place of its first value, and that value
     mixed: set[str] = set()
     change = ""
     for place, row in _placed_rows(path):
@@ -87,20 +87,20 @@ def find_fault(path: str, in_pieces: bool) -> None:
             elif not _are_alike(value, firsts[name][1]):
                 mixed.add(name)
                 change = f"{place}: {difference_in_kind(name, value, *firsts[name])}"
-    # Within its first piece the library takes such, so it is the last one that it did not take.
+    # Within its first piece, the library accepts a change, so the last one is what it refused.
     if change and in_pieces:
         raise ValueError(f"{path}: {change}")
 
 
 def _are_alike(value: Any, first: Any) -> bool:
-    """Whether the type that a column has by its first value holds another value."""
+    """Returns whether a value fits the type that a column has by its first value."""
     if isinstance(value, float) and type(first) is int:
         return value.is_integer()
     return KINDS[type(value)] == KINDS[type(first)]
 
 
 def difference_in_kind(name: str, value: Any, first_place: str, first: Any) -> str:
-    """How two values of a column differ in kind."""
+    """Says how two values of a column differ in type, and what to do about it."""
     shown, other = (json.dumps(each, ensure_ascii=False) for each in (value, first))
     if KINDS[type(value)] == KINDS[type(first)]:
         return f"its {name} is {shown}, that of {first_place} is {other}: write all with a point"
@@ -111,12 +111,12 @@ def difference_in_kind(name: str, value: Any, first_place: str, first: Any) -> s
 
 
 def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """The values in a JSON file, each with its place: "line 7"; "row 7" where lines are not rows.
+    """Yields each value in a JSON file with its place: "line 7", or "row 7" if rows are not lines.
 
     Raises:
-        ValueError: one cannot be read.
+        ValueError: a value cannot be read.
     """
-    # Bytes that are not UTF-8 become surrogates, which text in UTF-8 has not.
+    # Bytes that are not UTF-8 become surrogates, which text in UTF-8 does not have.
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         begin = list(islice(lines, 2))
@@ -130,7 +130,7 @@ def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has_long_values(begin: Sequence[str]) -> bool:
-    """Whether a file has values over several lines, or lists of rows, by its first two lines."""
+    """Returns whether, by its first two lines, a file's values span lines or are lists of rows."""
     if not begin or begin[0].startswith("["):
         return True
     try:
@@ -146,7 +146,7 @@ def _has_long_values(begin: Sequence[str]) -> bool:
 
 
 def _line_value(line: str, place: str) -> Any:
-    """The value in a line.
+    """Reads the value in a line.
 
     Raises:
         ValueError: it cannot be read.
@@ -154,7 +154,7 @@ def _line_value(line: str, place: str) -> Any:
     _check_utf8(line, place)
     try:
         value = json.loads(line, object_pairs_hook=without_repetition)
-    except json.JSONDecodeError as error:  # its own text counts lines within this one
+    except json.JSONDecodeError as error:  # its own message counts lines within this one
         raise ValueError(f"{place}: is not JSON ({error.msg})") from error
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
@@ -166,7 +166,7 @@ def _line_value(line: str, place: str) -> Any:
 
 
 def _placed_values(text: str, path: str) -> Iterator[tuple[str, Any]]:
-    """As `_placed_rows`, of the text of a file whose lines are not rows."""
+    """Does what `_placed_rows` does, for the text of a file whose lines are not rows."""
     for number, line in enumerate(text.split("\n"), start=1):
         _check_utf8(line, f"{path}: line {number}")
     decoder = json.JSONDecoder(object_pairs_hook=without_repetition)
@@ -205,14 +205,14 @@ def _has_surrogates(text: str) -> bool:
 
 
 class RepeatedKeyError(ValueError):
-    """An object in JSON has a key twice, of which Python's json takes the last one."""
+    """Raised for a JSON object that has a key twice: Python's json would keep only the last."""
 
 
 def without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these keys and values, for json's ``object_pairs_hook``.
+    """Makes an object of these keys and values, for json's ``object_pairs_hook``.
 
     Raises:
-        RepeatedKeyError: a key is there twice.
+        RepeatedKeyError: a key occurs twice.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -1,4 +1,4 @@
-"""Questions with several choices: a batch of as many rows as there are choices in all."""
+"""Collates questions with several choices: a batch has a row for each choice of each question."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DataCollatorForMultipleChoice:
     """Pads the choices of all examples to one length, and stacks them.
 
     Args:
-        tokenizer, padding, max_length, pad_to_multiple_of: as for `DataCollatorWithPadding`.
+        tokenizer, padding, max_length, pad_to_multiple_of: as in `DataCollatorWithPadding`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -26,14 +26,14 @@ class DataCollatorForMultipleChoice:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """The batch: tensors (examples, choices, tokens), and ``labels`` (examples,).
+        """Returns the batch: tensors (examples, choices, tokens), and ``labels`` (examples,).
 
         Args:
-            features: examples, each entry of which is a list of one row a choice; and ``label``,
-                the number of the right one, where it is known.
+            features: examples. Each of their entries is a list with one row per choice; ``label``
+                is the index of the right choice, if it is known.
 
         Raises:
-            ValueError: examples have several numbers of choices.
+            ValueError: examples have different numbers of choices.
         """
         labels = [row[name] for row in features for name in ("label", "labels") if name in row]
         counts = {len(row["input_ids"]) for row in features}

@@ -1,11 +1,11 @@
-"""Questions to texts in which the answers are: from examples to rows, and from logits to answers.
+"""Extractive question answering: from examples to rows of tokens, and from logits to answers.
 
-    question, text ─ rows_of ─> rows of tokens, several where the text is long ─ model ─>
-    logits of each token as the answer's start and end ─ answers_of ─> n best answers a question
+    question, text ─ rows_of ─> rows of tokens, several if the text is long ─ model ─>
+    logits of each token as the answer's start and end ─ answers_of ─> n best answers per question
 
-A row is <s> question </s></s> part of the text </s>. Its part is found again by ``offsets``: each
-token's characters in the text, (-1, -1) where it is none of the text's. The row's first token
-stands for "no answer here": rows that do not hold their answer have it as start and end.
+A row is <s> question </s></s> part of the text </s>. ``offsets`` locate the part in the text: they
+are each token's characters there, (-1, -1) if it is not one of the text's. The row's first token
+stands for "no answer here": in rows that do not contain their answer, it is start and end.
 
 Source: Devlin et al. 2018, sections 4.2 and 4.3 (BERT), for rows, answers and null answers.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 
-# What a row has of its own, beside what the model takes.
+# The entries of a row beside those that the model takes.
 EXAMPLE, OFFSETS = "example", "offsets"
 NO_ANSWER = 0
 """The token whose start and end logits speak for no answer: a row's first."""
@@ -47,20 +47,20 @@ def rows_of(
     stride: int,
     pad_to_max_length: bool = False,
 ) -> dict[str, list]:
-    """Rows of tokens, each text in as many as it takes.
+    """Makes rows of tokens; a long text takes several.
 
     Args:
-        tokenizer: of the model.
-        questions, texts: one each an example.
-        spans: where the answers are, as `Span` has it; None for an example without one. None for
-            all of them: the rows are to be predicted. Spaces around an answer are none of it.
-        max_length: tokens a row, special ones included.
-        stride: tokens of the text that a row and the next one share.
-        pad_to_max_length: fill all rows up to `max_length`.
+        tokenizer: the model's tokenizer.
+        questions, texts: one question and one text per example.
+        spans: each example's answer, with the fields of `Span`, or None if it has no answer; None
+            instead of a list if answers are to be predicted. Spaces around an answer are dropped.
+        max_length: tokens per row, special ones included.
+        stride: how many of the text's tokens a row shares with the next one.
+        pad_to_max_length: pad all rows to `max_length`.
 
     Returns:
-        What the model takes, with ``start_positions`` and ``end_positions`` where spans are given;
-        and `EXAMPLE`, the example's number in the batch, and `OFFSETS`.
+        What the model takes, with ``start_positions`` and ``end_positions`` if spans are given; and
+        `EXAMPLE`, the index of the row's example in the batch, and `OFFSETS`.
     """
     encoded = tokenizer(
         list(questions),
@@ -96,22 +96,22 @@ def rows_of(
 
 
 def _without_spaces(text: str, span: Span) -> Span:
-    """An answer without the spaces around it."""
+    """Returns an answer's span without the spaces around it."""
     answer = text[span.start : span.end]
     start = span.start + len(answer) - len(answer.lstrip())
     return Span(start, start + len(answer.strip()))
 
 
 def positions_of(span: Span | None, offsets: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The tokens of a row that an answer begins and ends with.
+    """Returns the tokens of a row that an answer starts and ends with.
 
     Args:
         span: the answer; None for none.
-        offsets: each token's characters, see this module's head.
+        offsets: each token's characters, see this module's docstring.
 
     Returns:
-        The smallest range of tokens that covers it; `NO_ANSWER` twice where the row does not hold
-        all of it.
+        The smallest range of tokens that covers the answer; `NO_ANSWER` twice if the row does not
+        contain all of it.
     """
     inside = [token for token, (start, _) in enumerate(offsets) if start >= 0]
     if span is None or not inside:
@@ -119,7 +119,7 @@ def positions_of(span: Span | None, offsets: Sequence[Sequence[int]]) -> tuple[i
     starts, ends = ([offsets[token][side] for token in inside] for side in (0, 1))
     if span.start < starts[0] or span.end > ends[-1]:
         return NO_ANSWER, NO_ANSWER
-    # A character may be several tokens; between tokens there may be spaces, which are of none.
+    # A character may be several tokens, and a space between tokens may belong to none.
     first, last = bisect_right(ends, span.start), bisect_left(starts, span.end) - 1
     return (inside[first], inside[last]) if first <= last else (NO_ANSWER, NO_ANSWER)
 
@@ -145,13 +145,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question is answered with.
+    """The answer to a question.
 
     Args:
         text: the answer, "" for none.
-        best: the n best candidates, the best one first; no answer where there is none.
-        null_odds: the score of no answer less that of the best candidate that is one; None where
-            there always is an answer.
+        best: the n best candidates, the best one first; "no answer" if there are no others.
+        null_odds: the score of "no answer" minus that of the best other candidate; None if all
+            questions have an answer.
     """
 
     text: str
@@ -159,7 +159,7 @@ class Answer:
     null_odds: float | None = None
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The candidates for a file, with their probabilities among each other."""
+        """Returns the candidates for a file, with the softmax of their scores."""
         scores = np.array([each.score for each in self.best])
         shares = np.exp(scores - scores.max())
         return [
@@ -184,21 +184,22 @@ def answers_of(
     may_be_none: bool = False,
     null_score_diff_threshold: float = 0.0,
 ) -> list[Answer]:
-    """The answers that logits speak for, one a text.
+    """Returns the answers that logits predict, one per text.
 
-    A candidate's start is among the `n_best_size` best of its row, and so is its end. No answer is
-    scored by each row's first token, and counts as the least of its rows does.
+    A candidate's start is among the `n_best_size` best starts of its row, and its end among the
+    best ends. "No answer" is scored by each row's first token; the lowest score of a text's rows
+    counts.
 
     Args:
-        texts: one an example.
-        examples: each row's example.
-        offsets: each row's, see this module's head.
-        start_logits, end_logits: (rows, tokens); columns beyond a row's tokens are not looked at.
-        n_best_size: candidates to keep.
+        texts: one per example.
+        examples: the index of each row's example.
+        offsets: each row's offsets, see this module's docstring.
+        start_logits, end_logits: (rows, tokens); columns beyond a row's tokens are not read.
+        n_best_size: how many candidates to keep.
         max_answer_length: the most tokens of an answer.
         may_be_none: questions may have no answer.
-        null_score_diff_threshold: there is none where its score is higher than the best answer's
-            by more than this.
+        null_score_diff_threshold: predict "no answer" if its score exceeds the best answer's by
+            more than this.
     """
     found: list[list[Candidate]] = [[] for _ in texts]
     null: list[Candidate | None] = [None] * len(texts)
@@ -234,7 +235,7 @@ def _candidates(
     count: int,
     max_answer_length: int,
 ) -> list[Candidate]:
-    """The candidates of one row, whose tokens' characters are (tokens, 2)."""
+    """Returns the candidates of one row; `offsets`, its tokens' characters, are (tokens, 2)."""
     tokens = len(offsets)
     first = np.argsort(-starts[:tokens], kind="stable")[:count]
     last = np.argsort(-ends[:tokens], kind="stable")[:count]
@@ -251,12 +252,12 @@ def _candidates(
 
 
 def _answer(text: str, start: int, end: int) -> str:
-    """A part of a text; without the space before it that SentencePiece's first token has."""
+    """Returns a part of a text, without the leading space that SentencePiece's tokens include."""
     return text[start:end].lstrip() or text[start:end]
 
 
 def _or_none(best: list[Candidate], none: Candidate, count: int, threshold: float) -> Answer:
-    """The answer to a question that may have none."""
+    """Returns the answer to a question that may have none."""
     if not best:
         return Answer("", (none,), none.score)
     odds = none.score - best[0].score

@@ -1,4 +1,4 @@
-"""What tells the rows of a table of the `datasets` library from those of another."""
+"""Computes digests of tables of the `datasets` library, which differ if their rows do."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # else imported where there is a table, which is one of its
+if TYPE_CHECKING:  # else imported by functions that get a table, which has imported it already
     import pyarrow as pa
 
-_BLOCK = 10_000  # rows that are looked at together; a part of what is hashed
+_BLOCK = 10_000  # rows that are hashed at a time; the digest depends on it
 
 
 def table_digest(data: Any) -> str | None:
-    """SHA-256 of a table's rows, however they are stored: in pieces, selected, in any format.
+    """Returns the SHA-256 of a table's rows, however they are stored: chunked, selected, formatted.
 
-    None for data sets of other kinds, which may draw their rows anew each time, and for tables of
-    more than texts and numbers.
+    Returns None for data sets of other kinds, which may draw other rows each time, and for tables
+    of more than texts and numbers.
     """
     tables = sys.modules.get("datasets")
     if tables is None or not isinstance(data, tables.Dataset):
@@ -35,13 +35,13 @@ def table_digest(data: Any) -> str | None:
 
 
 class LastDigest:
-    """The digest of one set after another, computed once for each: it may take seconds."""
+    """Remembers the digest of the last data set: computing it may take seconds."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, str | None] = None, None
 
     def of(self, data: Any) -> str | None:
-        """What `table_digest` says of a set."""
+        """Returns `table_digest` of a data set."""
         if data is not self._known[0]:
             self._known = data, table_digest(data)
         return self._known[1]
@@ -54,10 +54,10 @@ def _in_one(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _add(digest: Any, name: str, values: pa.Array) -> None:
-    """Adds what an array holds to a digest; what lies in its memory besides is passed over.
+    """Adds an array's values to a digest, and nothing else that is in its buffers.
 
     Raises:
-        TypeError: it holds something else than texts and numbers.
+        TypeError: the array holds something else than texts and numbers.
     """
     import pyarrow as pa
     from pyarrow.compute import list_value_length

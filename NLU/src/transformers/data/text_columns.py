@@ -1,6 +1,6 @@
-"""Which columns of the user's files are texts and labels, and whether each row has them.
+"""Chooses the columns of texts and labels in the user's files, and checks that each row has them.
 
-`choose_columns` says which columns a run takes, and `take_columns` takes them out under the names
+`choose_columns` says which columns a run uses. `take_columns` returns these under the names
 ``text``, ``text_pair`` and ``label``.
 """
 
@@ -29,22 +29,23 @@ LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
 # The types of columns of texts.
 STRINGS = ("string", "large_string")
-# Names of columns that identify rows and are not a part of them.
+# Names of columns that identify rows and are not their texts or labels.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
-# Values of a column, each of them ten times or more, that may be names rather than texts.
+# A column with at most this many different values, each ten times or more on average, may hold
+# names rather than texts.
 _FEW = 10
-# Columns of a row without a label; one object with more holds a value of each row.
+# A JSON file's only object, if it has more keys than this and no label, holds a value of each row.
 _MOST_OF_A_ROW = 20
 # The names of a pair of texts in most of GLUE's files.
 _PAIR = ["sentence1", "sentence2"]
-# What tables have where a number, or a label, is missing.
+# How tables mark a number, or a label, that is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a run takes from its files.
+    """The columns of its files that a run uses.
 
     Args:
         texts: names of the one or two text columns.
@@ -64,9 +65,9 @@ def choose_columns(
     known_labels: Sequence[str] = (),
     labelled: bool = False,
 ) -> Columns:
-    """Which columns are texts: those asked for, or those that can be nothing else.
+    """Returns the columns of texts: those asked for, or those that can be nothing else.
 
-    Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
+    If none are asked for, it takes those that the model was trained on, or sentence1 and sentence2,
     or one or two columns of strings other than the label's: no numbers, and no column that is named
     like an identifier.
 
@@ -75,13 +76,14 @@ def choose_columns(
         path: its name.
         texts: the columns asked for, one or two.
         label: the label's column.
-        known_texts: the text columns that a model was already trained on, as far as it says.
-        known_labels: its classes.
-        labelled: whether `take_columns` is going to take the label as well.
+        known_texts: the text columns that the model was already trained on, if it records them.
+        known_labels: the classes that it was trained on.
+        labelled: whether `take_columns` will take the label as well.
 
     Raises:
-        ValueError: a column asked for is absent or asked for twice; or it is ambiguous, or what
-            would be a text is one of the classes in each row, and nothing else is the label.
+        ValueError: a column asked for is missing or asked for twice; the choice is ambiguous; or
+            every value of a column that would be a text is one of the model's classes, and there is
+            no label column.
     """
     if texts is not None:
         _check_asked_for(data, path, texts, label)
@@ -93,10 +95,10 @@ def choose_columns(
         own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
         return Columns(tuple(own), label)
     found = _find_texts(data, path, others, label)
-    # A label's name, or one that is asked for, tells that the first line is one of names.
+    # If the label's column is there, or is asked for by name, the first line does hold names.
     if path.endswith(".csv") and label == LABEL and label not in data.column_names:
         _check_names(path, found, known_texts)
-    # Those of several kinds `take_columns` refuses.
+    # Columns of mixed types are left out here; `take_columns` refuses them.
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
         if {*data.unique(name)} - {None, ""} <= {*known_labels}:
@@ -124,10 +126,10 @@ def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str)
 
 
 def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> list[str]:
-    """Of a file's columns beside the label's the one or two that can be nothing but texts.
+    """Returns the one or two columns, beside the label's, that can be nothing but texts.
 
     Raises:
-        ValueError: they are none, or more.
+        ValueError: there are none, or more than two.
     """
     reasons = {name: why_no_text(data, name) for name in names}
     found = [name for name, reason in reasons.items() if reason is None]
@@ -147,15 +149,15 @@ def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> l
 
 
 def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) -> None:
-    """Refuses, or warns of, a CSV file's names of text columns that may be its first row.
+    """Checks that the names of a CSV file's text columns are not its first row; may only warn.
 
     Args:
         path: the file.
         texts: the names.
-        known_texts: those of the data that a model was already trained on, as far as it says.
+        known_texts: the text columns that a model was already trained on, if it records them.
 
     Raises:
-        ValueError: one looks like a text.
+        ValueError: a name looks like a text.
     """
     for name in texts:
         if _looks_like_a_text(name):
@@ -173,7 +175,7 @@ def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) ->
 
 
 def _is_of_words(data: Dataset, name: str) -> bool:
-    """Whether a column has one word in each row."""
+    """Returns whether a column has one word in each row."""
     values = _strings(data, name)
     return bool(values) and all(map(_is_word, values))
 
@@ -183,19 +185,19 @@ def _is_word(text: str) -> bool:
 
 
 def _strings(data: Dataset, name: str) -> list[str]:
-    """The values of a column that are not empty; none where some are not strings."""
+    """Returns the values of a column that are not empty; [] if it is not a column of strings."""
     if getattr(data.features[name], "dtype", None) not in STRINGS:
         return []
     return [value for value in data[name][:] if value]
 
 
 def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None:
-    """Warns of a column of texts that may be none, such as the names of the labels' numbers.
+    """Warns of a column that may not be one of texts, such as the names of numbered labels.
 
     Args:
         data, path: the file.
         name: the column.
-        is_of_words: it has one word in each row, as dates, URLs and names of users are, and another
+        is_of_words: it has one word in each row, as dates, URLs and user names do, and another
             column has more.
     """
     values = [str(value) for value in data.unique(name)]
@@ -210,11 +212,11 @@ def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None
 
 
 def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
-    """Refuses a JSON file of one object that holds all rows, as columns or by their names.
+    """Checks that a JSON file is not one object that holds all rows, as columns or by their names.
 
     Raises:
-        ValueError: it is such a file: all values are lists or objects, or they are many, and none
-            is a label.
+        ValueError: it is: all of the object's values are lists or objects; or there are many, and
+            none is a label.
     """
     if path.endswith(".csv") or len(data) != 1:
         return
@@ -229,10 +231,10 @@ def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
 
 
 def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
-    """Refuses columns that can be no texts if they are asked for either, with what to do about it.
+    """Raises an error that says what to do, if no column can be one of texts even if asked for.
 
     Raises:
-        ValueError: all but identifiers are of lists of words, or empty.
+        ValueError: all columns except identifiers hold lists of words, or are empty.
     """
     words, empty = [], []
     for name in names:
@@ -255,7 +257,7 @@ def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
 
 
 def are_words(value: Any) -> bool:
-    """Whether a row's value is a list of words."""
+    """Returns whether a row's value is a list of words."""
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
@@ -265,7 +267,7 @@ def _empty_in_each_row(path: str, names: Sequence[str]) -> ValueError:
 
 
 def why_no_text(data: Dataset, name: str) -> str | None:
-    """Why a column is not taken for text unless asked for; None where it is."""
+    """Returns why a column is not taken for text unless asked for; None if it is."""
     from datasets import Value
 
     if _IDENTIFIER.fullmatch(name):
@@ -282,12 +284,12 @@ def why_no_text(data: Dataset, name: str) -> str | None:
 
 
 def _looks_like_a_text(name: str) -> bool:
-    """Whether a column's name may be a row's text, in a file without a line of names."""
+    """Returns whether a column's name may be a row's text, in a file without a line of names."""
     return len(name.split()) > 3
 
 
 def is_number(text: str) -> bool:
-    """Whether a value is a number, as Python reads them; nan and inf are."""
+    """Returns whether Python can read a value as a number, which may be nan or inf."""
     try:
         float(text)
     except ValueError:
@@ -308,16 +310,16 @@ def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
 
 
 def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = True) -> Dataset:
-    """The columns of a run under this module's names, after a check that each row has them.
+    """Returns a run's columns under this module's names, after checking that each row has them.
 
     Args:
         data: the rows of a file.
         path: its name.
-        columns: which of them.
+        columns: the columns to return.
         labelled: take the label as well.
 
     Raises:
-        ValueError: a column is absent; a row has no value, or one that is not a text or a label.
+        ValueError: a column is missing; a row has no value, or one that is not a text or a label.
     """
     names = dict(zip(columns.texts, TEXT_KEYS, strict=False))
     texts = {}
@@ -346,15 +348,15 @@ def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:
 
 
 def _may_be_label(name: str, columns: Columns) -> bool:
-    """Whether a column is no identifier, nor the text; of two texts one may be the label."""
+    """Returns whether a column may be the label: no identifier, and not the only text."""
     return not _IDENTIFIER.fullmatch(name) and (name,) != columns.texts
 
 
 def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
-    """A column's values, as the file has them.
+    """Returns a column's values as the file has them.
 
-    Of a JSON file's column of several kinds, the library reads a text such as "1" as the number 1:
-    that column is read again.
+    In a JSON file's column of mixed types, the library reads a text such as "1" as the number 1, so
+    such a column is read again.
     """
     from datasets import Value
 
@@ -379,11 +381,11 @@ def _check_texts(values: Sequence[Any], path: str, name: str) -> None:
 
 
 def warn_of_empty_texts(path: str, columns: Mapping[str, Sequence[str]]) -> None:
-    """Says how many rows of a file have a text that is empty or blank, and which is the first.
+    """Warns of rows whose text is empty or blank: says how many there are, and names the first.
 
     Args:
         path: the file.
-        columns: the texts by their column's name; all are of as many rows.
+        columns: column -> its texts.
     """
     for name, texts in columns.items():
         empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
@@ -400,7 +402,7 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
 
     values = _as_written(data, path, name)
     for row, value in enumerate(values, start=1):
-        # NaN alone differs from itself.
+        # Only NaN differs from itself.
         if value is None or value != value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str | int | float):
@@ -423,7 +425,7 @@ def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
 
 
 def _check_numerals(path: str, name: str) -> None:
-    """Refuses labels in a CSV file that are read as numbers and written otherwise, as 007 is."""
+    """Checks that no label in a CSV file is a number in an unusual form, as 007 is."""
     with open_csv(path) as file:
         texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
     for row, text in enumerate(texts, start=1):
@@ -435,7 +437,10 @@ def _check_numerals(path: str, name: str) -> None:
 
 
 def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
-    """Refuses words that stand for a missing number, which would make a class of each number."""
+    """Checks that no word stands for a missing number, which would make each number a class.
+
+    It also checks that numbers have no decimal commas.
+    """
     words = {value for value in values if isinstance(value, str)}
     missing = {word for word in words if may_be_missing(word)}
     if missing and words != missing and all(map(is_number, words - missing)):
@@ -449,21 +454,21 @@ def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
 
 
 def may_be_missing(label: str) -> bool:
-    """Whether a label is what tables have where there is none."""
+    """Returns whether a label is a mark for a missing one."""
     return label.strip().lower() in _MISSING
 
 
 def check_not_empty(train: Dataset, columns: Columns, path: str) -> None:
-    """Refuses a training set without a text: there is nothing in it to learn from.
+    """Checks that not all texts of a training set are empty; else there is nothing to learn from.
 
     Args:
-        train: the training set, as `take_columns` makes it.
-        columns: which columns it was taken from.
+        train: the training set, as `take_columns` returns it.
+        columns: the columns that it was taken from.
         path: its name.
 
     Raises:
-        ValueError: it is such a set.
+        ValueError: all of its texts are empty.
     """
     keys = TEXT_KEYS[: len(columns.texts)]
-    if not any(row[key].strip() for row in train for key in keys):  # of most files the first row
+    if not any(row[key].strip() for row in train for key in keys):  # mostly, the first row has one
         raise _empty_in_each_row(path, columns.texts)

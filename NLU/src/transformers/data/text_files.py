@@ -1,7 +1,7 @@
-"""The user's CSV and JSON-lines files as tables.
+"""Reads the user's CSV and JSON-lines files as tables.
 
-`read_table` refuses what cannot be read as it was meant. Which columns are texts and labels is in
-text_columns.py, what is made of labels in text_labels.py.
+`read_table` raises an error for what cannot be read as it was meant. text_columns.py chooses the
+columns of texts and labels; text_labels.py converts the labels.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .text_columns import are_words, why_no_text
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
     from datasets import Dataset
 
-# Bytes of a JSON file that are read at once: as the library does, and the most where its pieces
-# would differ, as pyarrow counts them in 32 bits.
+# Bytes of a JSON file that are read at once: the library's default; and the most that are read if
+# pieces might differ in type, since pyarrow counts them in 32 bits.
 _PIECE, _LARGEST_PIECE = 10 * 2**20, 2**30
-# A text in JSON which pyarrow takes for a time, where all of a column's in a piece are such.
+# A JSON text that pyarrow takes for a time if all of a column's texts in a piece are like it.
 _LOOKS_LIKE_A_TIME = re.compile(rb'"\d{4}-\d\d-\d\d(?:[ T][\d:.+\-]*Z?)?"(?!\s*:)')
-# Where pyarrow says that a JSON file is wrong: it counts from 0, and within a part of the file.
+# The place that pyarrow's error for a JSON file names: it counts from 0 within a part of the file.
 _IN_ROW = re.compile(r" in row \d+$")
 
 
 def check_is_file(path: str) -> None:
-    """Checks that there is a file of that name.
+    """Checks that there is a file of this name.
 
     Raises:
         FileNotFoundError: there is none.
@@ -48,12 +48,12 @@ def check_is_file(path: str) -> None:
 
 
 def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = None) -> Dataset:
-    """A CSV or JSON-lines file, by its name's end.
+    """Reads a CSV or JSON-lines file, by how its name ends.
 
     Args:
         path: the file.
-        texts: columns of a CSV file that are texts, even where they look like numbers.
-        cache_dir: another folder than the usual one for the cache of datasets.
+        texts: columns of a CSV file that are texts, even if they look like numbers.
+        cache_dir: the folder for the cache of datasets; by default that of datasets.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -69,14 +69,14 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
     options: dict[str, Any] = {}
     if kind == "csv":
         header = csv_header(path)
-        # pandas reads an empty cell as a missing value, and words such as "null" with it.
+        # By default, pandas reads empty cells, and words such as "null", as missing values.
         options["keep_default_na"] = False
         options["converters"] = {name: str for name in texts if name in header} or None
     elif not begins_with_rows(path):
         find_fault(path, in_pieces)
     elif in_pieces and _has_times(path):
-        # A column's type is then that of all its rows: a piece in which all texts look like times
-        # would be refused beside others, or its texts written otherwise. It takes more memory.
+        # A column's type is then that of all its rows. In pieces, one whose texts all look like
+        # times would be refused beside others, or its texts be rewritten. It takes more memory.
         options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
     try:
         rows = _load(kind, path, cache_dir=cache_dir, **options)
@@ -92,7 +92,7 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
             why = "a row is nested too deep"
         raise ValueError(f"{path}: cannot be read ({why})") from error
     except (StopIteration, ValueError) as error:
-        # What the library makes of a file without rows, or nested deeper than it can tell.
+        # The library raises these for a file without rows, or nested deeper than it can report.
         if kind == "json":
             find_fault(path, in_pieces)
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
@@ -103,9 +103,9 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
 
 
 def _load(kind: str, path: str, **options: Any) -> Dataset:
-    """As `load_rows`; a CSV file also where a column turns from numbers to words.
+    """Does what `load_rows` does, also for a CSV file with a column of numbers and then words.
 
-    pandas reads it piece by piece, and the first one tells the columns' types.
+    pandas reads a file piece by piece, and takes the columns' types from the first piece.
     """
     from datasets.exceptions import DatasetGenerationError
     from pyarrow import ArrowException
@@ -123,7 +123,7 @@ def _load(kind: str, path: str, **options: Any) -> Dataset:
 
 
 def _refuse_one_object(rows: Dataset, path: str) -> None:
-    """Refuses {"data": [rows]}, which the library takes for a row.
+    """Checks that a file is not {"data": [rows]}, which the library takes for one row.
 
     Raises:
         ValueError: the file holds such an object, and nothing else that could be a text.
@@ -141,22 +141,22 @@ def _refuse_one_object(rows: Dataset, path: str) -> None:
 
 
 def _may_be_read(rows: Dataset, name: str) -> bool:
-    """Whether a column may be a text, or its words; a version is that of a file of one object."""
+    """Returns whether a column may be a text, or its words; "version" is that of a whole file."""
     if name.lower() == "version":
         return False
     return why_no_text(rows, name) is None or are_words(rows[name][0])
 
 
 def load_rows(kind: str, path: str, **options: Any) -> Dataset:
-    """A file's rows by a reader of datasets, in whose cache they are found by the file's content.
+    """Reads a file's rows with a reader of datasets, whose cache finds them by the file's content.
 
-    The library itself goes by a file's name and time, which another one that is put in its place
+    The library itself identifies a file by its name and time, which another file that replaces it
     may share, as after ``cp -p``.
 
     Args:
         kind: the reader's name.
         path: the file.
-        options: the reader's own, and a ``cache_dir``.
+        options: the reader's own options, and ``cache_dir``.
     """
     from datasets import load_dataset
 
@@ -168,9 +168,9 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Keeps datasets from reporting to a server that a file of the user's own is read.
+    """Keeps datasets from reporting to a server that a file of the user's is read.
 
-    It waits for the server's name, for seconds where a network does not know it.
+    The report would wait for the server's name, for seconds if the network cannot resolve it.
     """
     from datasets import config
 
@@ -183,7 +183,7 @@ def unreported() -> Iterator[None]:
 
 
 def _has_times(path: str) -> bool:
-    """Whether a JSON file, which is not empty, has a text that looks like a time."""
+    """Returns whether a JSON file, which must not be empty, has a text that looks like a time."""
     with (
         open(path, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -192,10 +192,10 @@ def _has_times(path: str) -> bool:
 
 
 def _with_texts(rows: Dataset, path: str) -> Dataset:
-    """A JSON file's rows, where the reader took texts for times because all of them look like one.
+    """Returns a JSON file's rows with texts in columns that the reader took for times.
 
     Raises:
-        ValueError: there are such, and the file is not of objects.
+        ValueError: there are such columns, and the file's rows are not objects.
     """
     from datasets import Dataset, concatenate_datasets
 
@@ -217,7 +217,7 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
 
 
 def _holds_times(kind: Any) -> bool:
-    """Whether a type of pyarrow's is one of times, or has parts that are."""
+    """Returns whether a type of pyarrow is one of times, or has parts that are."""
     import pyarrow
 
     parts = (kind.field(index).type for index in range(kind.num_fields))

@@ -1,6 +1,6 @@
-"""The labels of the user's files: scores, or classes and their numbers; and what may be a slip.
+"""Converts the labels of the user's files to scores or class numbers, and warns of mistakes.
 
-The tables are those that `take_columns` makes.
+The tables are those that `take_columns` returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_scores(data: Dataset, path: str) -> Dataset:
-    """A table, as `take_columns` makes it, with its labels as scores, which whole numbers may be.
+    """Returns the table with its labels as scores; integers are scores as well.
 
     Raises:
         ValueError: a label is a word.
@@ -34,21 +34,21 @@ def as_scores(data: Dataset, path: str) -> Dataset:
 
 
 def is_score(data: Dataset) -> bool:
-    """Whether the labels of a table, as `take_columns` makes it, are scores rather than classes."""
+    """Returns whether the labels of a table are scores rather than classes."""
     return str(getattr(data.features[LABEL], "dtype", "")).startswith("float")
 
 
 def whole_scores(data: Dataset) -> list[float]:
-    """The scores of a table, each once, where all of them are whole numbers; else none."""
+    """Returns a table's scores, each once, if all of them are whole numbers; else []."""
     values = sorted(data.unique(LABEL)) if is_score(data) else []
     return values if all(value.is_integer() for value in values) else []
 
 
 def check_varied(train: Dataset, path: str) -> None:
-    """Refuses a training set with one label: there is nothing in it to tell apart.
+    """Checks that a training set has more than one label; else there is nothing to learn.
 
     Raises:
-        ValueError: it is such a set.
+        ValueError: all rows have the same label.
     """
     from datasets import ClassLabel
 
@@ -63,17 +63,17 @@ def check_varied(train: Dataset, path: str) -> None:
 
 
 def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path: str) -> None:
-    """Refuses classes of a training set that are texts, and warns of what may be a slip.
+    """Checks that the classes of a training set are not its texts, and warns of likely mistakes.
 
     Args:
-        train: the training set, as `take_columns` makes it.
+        train: the training set.
         labels: its classes.
-        columns: which columns it was taken from.
+        columns: the columns that it was taken from.
         path: its name.
 
     Raises:
-        ValueError: labels are most rows' own, and texts are few, as where these columns are
-            swapped.
+        ValueError: most rows have a label of their own, and texts are few, as if the two columns
+            were swapped.
     """
     if len(labels) > len(train) / 2:
         counts = f"{len(labels):,} classes in {len(train):,} rows"
@@ -99,7 +99,7 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
 
 
 def _warn_of_missing(train: Dataset, path: str) -> None:
-    """Warns of words that stand for a missing label, but for those that classes are called by."""
+    """Warns of words that may mean a missing label, except "none" and "-", which name classes."""
     values = [str(value) for value in train[LABEL][:]]
     missing = [v for v in values if may_be_missing(v) and v.strip().lower() not in ("none", "-")]
     if missing:
@@ -111,12 +111,12 @@ def _warn_of_missing(train: Dataset, path: str) -> None:
 
 
 def _is_finite(text: str) -> bool:
-    """Whether a label is a number; nan and inf are words as others."""
+    """Returns whether a label is a finite number; nan and inf count as words."""
     return is_number(text) and math.isfinite(float(text))
 
 
 def _warn_of_spellings(labels: Sequence[str], path: str) -> None:
-    """Warns of labels that differ in nothing but blanks and capitals."""
+    """Warns of labels that differ only in spaces and capital letters."""
     spellings: dict[str, list[str]] = {}
     for label in labels:
         spellings.setdefault(" ".join(label.split()).casefold(), []).append(label)
@@ -127,11 +127,11 @@ def _warn_of_spellings(labels: Sequence[str], path: str) -> None:
 
 
 def label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The classes in the model's order, or, where the training set has others, sorted.
+    """Returns the model's classes, or, if the training set has others, its classes, sorted.
 
     Args:
-        train: the training set, as `take_columns` makes it; None where there is none.
-        known: the classes that the model was trained for.
+        train: the training set, or None.
+        known: the classes that the model was trained for, in its order.
     """
     if train is None:
         return tuple(known)
@@ -142,7 +142,7 @@ def label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
-    """The table with classes as numbers.
+    """Returns the table with its classes as numbers.
 
     Raises:
         ValueError: a row has another class.

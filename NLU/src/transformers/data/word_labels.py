@@ -1,7 +1,7 @@
-"""Tagged words: from words and their tags to rows of tokens, and from logits to tags.
+"""Converts the tags of words to labels of tokens, and logits back to tags.
 
-Tokenizers split words: a word's tag is its first token's, the other tokens have no part in the
-loss, unless all of a word's tokens are to have its tag.
+Tokenizers split words. A word's tag becomes the label of its first token, and the loss ignores the
+word's other tokens, unless all of them are to get its tag.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 
 from .data_collator import IGNORED_LABEL
 
-# In a line of predictions, a word that the model has not seen: cut off, or without tokens.
+# Stands in predictions for a word that the model has not seen: it was cut off, or has no tokens.
 UNSEEN = "_"
 
 
 def label_tokens(
     word_ids: Sequence[int | None], labels: Sequence[int], all_tokens: bool = False
 ) -> list[int]:
-    """The labels of a row's tokens.
+    """Returns the labels of a row's tokens.
 
     Args:
         word_ids: the word of each token; None for special tokens and padding.
-        labels: of each word.
-        all_tokens: label all of a word's tokens, not the first alone.
+        labels: the label of each word.
+        all_tokens: label all of a word's tokens, not only the first.
     """
     firsts = set(first_tokens(word_ids).values())
     return [
@@ -34,7 +34,7 @@ def label_tokens(
 
 
 def first_tokens(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """The words that a row has tokens of -> their first tokens."""
+    """Returns word -> its first token, for the words that a row has tokens of."""
     firsts: dict[int, int] = {}
     for token, word in enumerate(word_ids):
         if word is not None:
@@ -43,11 +43,11 @@ def first_tokens(word_ids: Sequence[int | None]) -> dict[int, int]:
 
 
 def labels_of_words(labels: np.ndarray, firsts: Sequence[Sequence[int]]) -> np.ndarray:
-    """The labels of words alone: -100 at all other tokens than their first.
+    """Keeps the labels of words' first tokens, and sets those of all other tokens to -100.
 
     Args:
         labels: (rows, tokens), -100 where there is none.
-        firsts: each word's first token by row, -1 where it has none.
+        firsts: for each row, each word's first token, -1 if it has none.
     """
     kept = np.full_like(labels, IGNORED_LABEL)
     for row, tokens in enumerate(firsts):
@@ -59,15 +59,15 @@ def labels_of_words(labels: np.ndarray, firsts: Sequence[Sequence[int]]) -> np.n
 def tags_of_labels(
     logits: np.ndarray, labels: np.ndarray, names: Sequence[str]
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """The tags predicted and the true ones, of all tokens that have a label.
+    """Returns the predicted and the true tags of all tokens that have a label.
 
     Args:
         logits: (rows, tokens, labels).
         labels: (rows, tokens), -100 where there is none.
-        names: of the labels.
+        names: the labels' names.
 
     Returns:
-        Predictions and truth, a list each a row.
+        Predictions and truth, each with one list per row.
     """
     numbers = logits.argmax(axis=-1)
     both = ([], [])
@@ -80,12 +80,12 @@ def tags_of_labels(
 def tags_of_words(
     logits: np.ndarray, firsts: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[list[str]]:
-    """The tags of each row's words, `UNSEEN` where a word has no token.
+    """Returns the tags of each row's words, `UNSEEN` for a word without tokens.
 
     Args:
         logits: (rows, tokens, labels).
-        firsts: each word's first token by row, -1 where it has none.
-        names: of the labels.
+        firsts: for each row, each word's first token, -1 if it has none.
+        names: the labels' names.
     """
     numbers = logits.argmax(axis=-1)
     return [

@@ -1,4 +1,4 @@
-"""The families of models that this package carries: what the Auto classes and adapters ask."""
+"""The registry of this package's model families, for the Auto classes and adapters."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from loralib.adapters.families import Family
 
 @dataclass(frozen=True, kw_only=True)
 class SupportedFamily:
-    """A family and its classes, which are imported when they are first asked for.
+    """A family and its classes, which are imported on first use.
 
     Args:
-        family: what the library needs to know of its adapters.
-        package: the folder's package, in which the classes are.
-        classes: by role, as ``module.Class``: "config", "tokenizer" and "tokenizer_fast" (of ids
-            alone, and with their alignment), "base" (what its models have in common), "backbone",
-            and a model for each of the family's heads.
+        family: what loralib needs to know about the family's adapters.
+        package: the package that holds the classes' modules.
+        classes: role -> ``module.Class``. The roles are "config", "tokenizer" (gives ids alone),
+            "tokenizer_fast" (also aligns them with the text), "base" (the base class of the
+            models), "backbone", and the name of each of the family's heads.
     """
 
     family: Family
@@ -26,10 +26,10 @@ class SupportedFamily:
     classes: Mapping[str, str]
 
     def load(self, role: str) -> Any:
-        """The class of a role, such as "config".
+        """Returns the class of a role, such as "config".
 
         Raises:
-            ValueError: the family has none.
+            ValueError: the family has no class for it.
         """
         if role not in self.classes:
             raise ValueError(f"there is no {self.family.title} for {role}, here or in 4.4")
@@ -49,7 +49,7 @@ def carry(family: Family, package: str, **classes: str) -> SupportedFamily:
 
 
 def modules_of_classes() -> dict[str, str]:
-    """The names of all families' classes -> their modules, from this package's root on."""
+    """Returns class name -> module, relative to this package's root, for all families."""
     return {
         name: f".{carried.package.partition('.')[2]}.{module}"
         for carried in SUPPORTED.values()
@@ -58,7 +58,7 @@ def modules_of_classes() -> dict[str, str]:
 
 
 def head_of_class(name: str) -> str | None:
-    """The head that models of this class have, such as "token_classification"; None for others."""
+    """Returns the head of a class's models, such as "token_classification", or None."""
     for carried in SUPPORTED.values():
         for role, each in carried.classes.items():
             if role in carried.family.heads and each.endswith(f".{name}"):

@@ -1,1 +1,1 @@
-"""Data sets that 4.4.2 reads itself."""
+"""Data sets that upstream's 4.4.2 reads itself."""

@@ -1,4 +1,4 @@
-"""Texts of a file for masked-language modelling."""
+"""Reads a file's lines for masked language modeling."""
 
 import os
 
@@ -12,9 +12,9 @@ class LineByLineTextDataset(Dataset):
     """A row for each line of a text file that is not blank.
 
     Args:
-        tokenizer: a RoBERTa's or DeBERTa's.
+        tokenizer: RoBERTa's or DeBERTa's tokenizer.
         file_path: the file, in UTF-8.
-        block_size: what rows are cut to, in tokens.
+        block_size: the number of tokens that rows are cut to.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def simple_accuracy(preds: ArrayLike, labels: ArrayLike) -> float:
-    """Share of predictions that equal their labels.
+    """Returns the share of predictions that equal their labels.
 
     Args:
         preds: class indices, shape (rows,).
@@ -24,7 +24,7 @@ def simple_accuracy(preds: ArrayLike, labels: ArrayLike) -> float:
 
 
 def acc_and_f1(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """Accuracy, F1 of class 1, and their mean (`combined_score`).
+    """Computes accuracy, F1 of class 1, and their mean (`combined_score`).
 
     Args:
         preds: class indices 0 or 1, shape (rows,).
@@ -38,10 +38,10 @@ def acc_and_f1(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
 
 
 def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """Pearson's and Spearman's correlation, and their mean (`combined_score`).
+    """Computes Pearson's and Spearman's correlation, and their mean (`combined_score`).
 
-    Neither is defined where all predictions, or all labels, are equal; all three are then 0.0
-    and a warning is logged.
+    Neither is defined if all predictions, or all labels, are equal. All three are then 0.0, and a
+    warning is logged.
 
     Args:
         preds: scores, shape (rows,).
@@ -59,9 +59,9 @@ def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float
 
 
 def classification_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """Accuracy, and F1 as the mean over classes (`f1_macro`), whatever their number and order.
+    """Computes accuracy, and F1 as the mean over classes (`f1_macro`), for any number of classes.
 
-    Classes that are neither predicted nor true of any row do not count.
+    Classes that are neither predicted nor true for any row do not count.
 
     Args:
         preds: class indices, shape (rows,).
@@ -79,7 +79,7 @@ def classification_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, flo
 
 
 def regression_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """The mean squared error, and both correlations, see `pearson_and_spearman`.
+    """Computes the mean squared error, and both correlations, see `pearson_and_spearman`.
 
     Args:
         preds: scores, shape (rows,).
@@ -96,12 +96,12 @@ def regression_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
 
 
 def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
-    """The metrics that GLUE defines for a task.
+    """Computes the metrics that GLUE defines for a task.
 
     Args:
         task_name: the task, in any spelling that `glue_task` knows.
         preds: class indices, or scores for STS-B; shape (rows,).
-        labels: the same for the truth; shape (rows,).
+        labels: the true class indices or scores; shape (rows,).
 
     Returns:
         CoLA: `matthews_correlation`; MRPC, QQP: `accuracy`, `f1`, `combined_score`; STS-B:

@@ -1,11 +1,12 @@
-"""Scores of tagged words: whole entities, as the CoNLL tasks count them, and words.
+"""Scores tagged words: whole entities, as the CoNLL tasks count them, and single words.
 
-An entity is a run of words of one type: B-PER I-PER. How tags make entities is conlleval's rule
-(Tjong Kim Sang and De Meulder 2003, the shared task of CoNLL), which reads every scheme of B, I, E
-and S, and takes an I- that follows nothing as a beginning. seqeval's default mode is the same.
+An entity is a run of words of one type: B-PER I-PER. Entities are read from tags by the rules of
+conlleval (Tjong Kim Sang and De Meulder 2003, the shared task of CoNLL). These handle every scheme
+of B, I, E and S, and take an I- that continues nothing as a start. seqeval's default mode is the
+same.
 
-It knows no other prefixes: of BILOU's B-PER L-PER B-PER it loses the first entity. `conll_tags`
-writes such tags as those that stand for them.
+The rules know no other prefixes: in BILOU's B-PER L-PER B-PER, they lose the first entity.
+`conll_tags` converts such tags to those with the same meaning.
 """
 
 import re
@@ -14,12 +15,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 OUTSIDE = "O"
-# The prefix of a tag, and the type where it has one.
+# The prefix of a tag, and its type if it has one.
 _TAG = re.compile(r"([BIES])(?:-(.+))?")
 # The same in other schemes: BILOU (Ratinov and Roth 2009), BMES, BMEWO; and with "_".
 _OTHER_TAG = re.compile(r"([BIESMLUW])(?:([-_])(.+))?")
 _STANDS_FOR = {**dict(zip("BIES", "BIES", strict=True)), "M": "I", "L": "E", "U": "S", "W": "S"}
-# What looks like a prefix or a suffix of a scheme, and is not read as one.
+# A tag that seems to have a scheme's prefix or suffix, but in a form that is not read.
 _UNREAD = re.compile(r"[BIESMLUW]([^\w].+|_.+)|[bi][-_].+|.+[-_][BIbi]")
 
 
@@ -27,7 +28,7 @@ class Entity(NamedTuple):
     """Words that belong together.
 
     Args:
-        type: such as "PER"; "_" where tags are prefixes alone.
+        type: such as "PER"; "_" if tags are prefixes without types.
         start, end: the first word, and the one after the last.
     """
 
@@ -37,11 +38,11 @@ class Entity(NamedTuple):
 
 
 def conll_tags(names: Sequence[str]) -> list[str]:
-    """The names of tags with the prefixes B, I, E and S, and "-" before the type.
+    """Converts the names of tags to the prefixes B, I, E and S, and "-" before the type.
 
-    Those of BILOU, BMES and BMEWO stand for these, and "_" for "-": B_PER and U_PER are B-PER and
-    S-PER. A set of tags without such a B (or an I with a type) is none of these schemes, and stays
-    as it is; so does one of which two would become the same.
+    It knows the prefixes of BILOU, BMES and BMEWO, and "_" for "-": B_PER and U_PER become B-PER
+    and S-PER. A set of tags without such a B (or an I with a type) follows none of these schemes
+    and stays as it is. So does a set in which two tags would become the same.
     """
     matches = [_OTHER_TAG.fullmatch(name) for name in names]
     begin = [match for match in matches if match and match[1] in ("BI" if match[2] else "B")]
@@ -56,9 +57,9 @@ def conll_tags(names: Sequence[str]) -> list[str]:
 
 
 def unread_tags(names: Sequence[str]) -> list[str]:
-    """The names of tags that seem to say where an entity begins or ends, and are not read so.
+    """Returns the tags that seem to say where an entity starts or ends, but are not read that way.
 
-    Where others have a prefix, these are also the ones without, but for O.
+    If other tags have a prefix, these include all tags without one, except O.
     """
     read = [_TAG.fullmatch(name) for name in conll_tags(names)]
     have_prefixes = any(match and match[2] for match in read)
@@ -70,9 +71,10 @@ def unread_tags(names: Sequence[str]) -> list[str]:
 
 
 def entities_of(tags: Sequence[str]) -> list[Entity]:
-    """The entities in one row of tags, in their order.
+    """Returns the entities in one row of tags, in their order.
 
-    Tags without a prefix, such as parts of speech, are types: words of one tag in a row are one.
+    Tags without a prefix, such as parts of speech, are types: consecutive words with the same tag
+    are one entity.
     """
     found: list[Entity] = []
     before = (OUTSIDE, "")
@@ -88,7 +90,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
 
 
 def _parts(tag: str) -> tuple[str, str]:
-    """A tag's prefix and type."""
+    """Returns a tag's prefix and type."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
     match = _TAG.fullmatch(tag)
@@ -98,21 +100,21 @@ def _parts(tag: str) -> tuple[str, str]:
 def entity_metrics(
     predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
 ) -> dict[str, float | dict[str, float]]:
-    """Precision, recall and F1 of entities, of each type and overall; and the words' accuracy.
+    """Computes precision, recall and F1 of entities, by type and overall, and words' accuracy.
 
-    An entity counts as found where type, beginning and end are those of a true one. What is
-    undefined, such as the precision of a type that is never predicted, is 0.
+    An entity is right if its type, start and end are those of a true one. Undefined scores, such as
+    the precision of a type that is never predicted, are 0.
 
     Args:
-        predictions: the tags of each row.
-        labels: the true ones.
+        predictions: the predicted tags of each row.
+        labels: the true tags of each row.
 
     Returns:
-        By type ``precision``, ``recall``, ``f1`` and ``number`` (of true entities); and
+        Type -> ``precision``, ``recall``, ``f1`` and ``number`` (of true entities); and
         ``overall_precision``, ``overall_recall``, ``overall_f1``, ``overall_accuracy``.
 
     Raises:
-        ValueError: a row has another number of predictions than of labels, or there are no words.
+        ValueError: a row has different numbers of predictions and labels, or there are no words.
     """
     right, found, true = Counter(), Counter(), Counter()
     for row, (ours, theirs) in enumerate(zip(predictions, labels, strict=True)):
@@ -140,7 +142,7 @@ def entity_metrics(
 
 
 def _scores(right: int, found: int, true: int) -> dict[str, float]:
-    """Precision, recall and F1 of counts."""
+    """Computes precision, recall and F1 from counts."""
     return {
         "precision": right / found if found else 0.0,
         "recall": right / true if true else 0.0,

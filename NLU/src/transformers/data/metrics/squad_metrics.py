@@ -1,7 +1,8 @@
 """SQuAD's scores: exact match and F1 of answers, as its two evaluation scripts define them.
 
-v1 (Rajpurkar et al. 2016): every question has answers, and the best of them counts. v2 (Rajpurkar
-et al. 2018): some have none, for which "" is the right prediction. Scores are in percent.
+v1 (Rajpurkar et al. 2016): every question has answers, and the one that matches best counts. v2
+(Rajpurkar et al. 2018): some questions have none; "" is then the right prediction. Scores are in
+percent.
 """
 
 import re
@@ -14,25 +15,25 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus spaces."""
+    """Lower-cases a text, and removes punctuation, articles and surplus spaces."""
     text = text.lower().translate(_WITHOUT_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def compute_exact(answer: str, prediction: str) -> float:
-    """1 where both are the same once normalized, else 0."""
+    """Returns 1 if both are the same after normalization, else 0."""
     return float(normalize_answer(answer) == normalize_answer(prediction))
 
 
 def compute_f1(answer: str, prediction: str) -> float:
-    """F1 of the words that both share; 1 where neither has any, as in SQuAD 2.0."""
+    """Returns the F1 of the words that both share; 1 if neither has any, as in SQuAD 2.0."""
     if not normalize_answer(answer) and not normalize_answer(prediction):
         return 1.0
     return _f1_of_words(answer, prediction)
 
 
 def _f1_of_words(answer: str, prediction: str) -> float:
-    """The same; 0 where neither has any, as in SQuAD 1.1."""
+    """Returns the same, but 0 if neither has any, as in SQuAD 1.1."""
     true, ours = (normalize_answer(text).split() for text in (answer, prediction))
     shared = sum((Counter(true) & Counter(ours)).values())
     return 2 * shared / (len(true) + len(ours)) if shared else 0.0
@@ -41,11 +42,11 @@ def _f1_of_words(answer: str, prediction: str) -> float:
 def squad_metrics(
     predictions: Mapping[str, str], answers: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """``exact_match`` and ``f1`` of SQuAD 1.1.
+    """Computes ``exact_match`` and ``f1`` of SQuAD 1.1.
 
     Args:
-        predictions: the answers by their questions' ids.
-        answers: the true ones, at least one each.
+        predictions: question id -> predicted answer.
+        answers: question id -> true answers, at least one.
 
     Raises:
         ValueError: a question has no prediction, or no answer; or there are no questions.
@@ -64,25 +65,25 @@ def squad_v2_metrics(
     answers: Mapping[str, Sequence[str]],
     null_odds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """The scores of SQuAD 2.0, of which some questions have no answer.
+    """Computes the scores of SQuAD 2.0, in which some questions have no answer.
 
     Args:
-        predictions: the answers by their questions' ids, "" for none.
-        answers: the true ones, none where there is none.
-        null_odds: how much more likely no answer is than the one predicted.
+        predictions: question id -> predicted answer, "" for none.
+        answers: question id -> true answers, [] for none.
+        null_odds: question id -> how much more likely no answer is than the predicted one.
 
     Returns:
         ``exact``, ``f1``, ``total``; the same of questions that have an answer, ``HasAns_…``, and
-        of those that have none, ``NoAns_…``, where there are any. With null_odds the best scores to
-        be had if odds above a threshold became "": ``best_exact``, ``best_exact_thresh``,
-        ``best_f1``, ``best_f1_thresh``. They are those of SQuAD's script on the same files:
-        predictions that are "" already stay so.
+        of those that have none, ``NoAns_…``, if there are any. With null_odds also the best scores
+        that are possible by changing predictions with odds above a threshold to "", and these
+        thresholds: ``best_exact``, ``best_exact_thresh``, ``best_f1``, ``best_f1_thresh``. They are
+        those of SQuAD's script on the same files: predictions that already are "" stay so.
 
     Raises:
         ValueError: a question has no prediction; or there are no questions.
     """
     _check_ids(predictions, answers)
-    # Answers of articles and punctuation alone are none.
+    # Answers that consist only of articles and punctuation do not count.
     true = {
         name: [text for text in texts if normalize_answer(text)] or [""]
         for name, texts in answers.items()
@@ -116,9 +117,9 @@ def _best_threshold(
     null_odds: Mapping[str, float],
     answered: set[str],
 ) -> tuple[float, float]:
-    """The best score in percent, and the odds above which there are no answers for it."""
-    # With no answer at all, right are the questions that have none. Then question after question
-    # keeps its prediction, in the order of the odds.
+    """Returns the best score in percent, and the odds above which it predicts no answer."""
+    # If no answer is predicted at all, the questions without an answer are right. Then one question
+    # after another keeps its prediction, in the order of the odds.
     current = best = float(len(scores) - len(answered))
     threshold = 0.0
     for name in sorted(scores, key=null_odds.__getitem__):

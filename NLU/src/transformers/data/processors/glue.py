@@ -1,8 +1,8 @@
 """The GLUE tasks: one table of what their files hold, and thin processors over it.
 
-`GLUE_TASKS` is the home of folder names, file names, columns, label words and spellings of task
-names; `glue_task` finds a row of it under any spelling. Source: the files that the benchmark
-publishes (https://gluebenchmark.com), and the column names of its copy on the hub.
+`GLUE_TASKS` holds folder names, file names, columns, label words and the spellings of task names;
+`glue_task` finds a task under any spelling. Source: the files that the benchmark publishes
+(https://gluebenchmark.com), and the column names of its copy on the hub.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ _BY_SPELLING = {
 
 
 def glue_task(name: str) -> GlueTask:
-    """The task of this name, in any usual spelling: "sst2", "SST-2" and "SST" are the same.
+    """Returns the task of this name, in any usual spelling: "sst2", "SST-2" and "SST" are the same.
 
     Raises:
-        ValueError: no GLUE task is called so.
+        ValueError: there is no such task.
     """
     task = _BY_SPELLING.get(name.lower())
     if task is None:
@@ -193,13 +193,13 @@ def glue_task(name: str) -> GlueTask:
 
 
 def similar_glue_task(name: str) -> str | None:
-    """The name of the task that a misspelt one may mean, if there is one."""
+    """Returns the name of the task that a misspelled one may mean, or None."""
     near = difflib.get_close_matches(name.lower(), _BY_SPELLING, 1, 0.7)
     return _BY_SPELLING[near[0]].name if near else None
 
 
 def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
-    """Where a split's file lies.
+    """Returns the path of a split's file.
 
     Args:
         task: a row of `GLUE_TASKS`.
@@ -227,13 +227,13 @@ def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
 
 
 def download_command(task: GlueTask, data_dir: str | PathLike) -> str:
-    """The command that fetches a task's files into its folder in `data_dir`."""
+    """Returns the command that fetches a task's files into its folder in `data_dir`."""
     folder = shlex.quote(str(data_dir))
     return f"python utils/download_glue_data.py --data_dir {folder} --tasks {task.folder}"
 
 
 def iterate_glue_split(name: str, data_dir: str | PathLike, split: str) -> Iterator[InputExample]:
-    """Read one split row by row; see `load_glue_split`, whose arguments and errors these are."""
+    """Reads one split row by row; arguments and errors are those of `load_glue_split`."""
     task = glue_task(name)
     path = glue_file(task, data_dir, split)
     may_lack_label = split.startswith("test")
@@ -250,7 +250,7 @@ def iterate_glue_split(name: str, data_dir: str | PathLike, split: str) -> Itera
 
 
 def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[InputExample]:
-    """Read one split of a task from its TSV file; texts are taken to the byte.
+    """Reads one split of a task from its TSV file; texts are not changed in any way.
 
     Args:
         name: the task, in any spelling.
@@ -259,7 +259,7 @@ def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[Inp
             "validation_mismatched", "test_matched" or "test_mismatched".
 
     Returns:
-        One example per row, labelled with the file's own words (test files may have none).
+        One example per row, labeled with the file's own words (test files may have none).
 
     Raises:
         FileNotFoundError: the file is not there.
@@ -272,14 +272,14 @@ def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[Inp
 def glue_table(
     name: str, data_dir: str | PathLike, split: str, cache_dir: str | None = None
 ) -> Dataset:
-    """One split of a task as the hub has it, from its TSV file: texts, and class indices or scores.
+    """Reads one split from its TSV file as the hub has it: texts, and class indices or scores.
 
-    It is written to the cache of datasets, by the file's contents: what is made of it, such as its
-    tokens, is found there by later runs, and by this run's other processes.
+    It is written to the cache of datasets under the file's contents, so that later runs, and this
+    run's other processes, find there what was made of it, such as its tokens.
 
     Args:
-        name, data_dir, split: as for `load_glue_split`, whose errors these are.
-        cache_dir: another folder than the usual one.
+        name, data_dir, split: as in `load_glue_split`, which raises the same errors.
+        cache_dir: the cache's folder; by default that of datasets.
     """
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
@@ -300,7 +300,7 @@ def glue_table(
 def _table_rows(
     name: str, data_dir: str, split: str, sha256: str
 ) -> Iterator[dict[str, str | int | float]]:
-    """The rows; `sha256` is only for the cache, whose key is all arguments."""
+    """Yields the rows; `sha256` is not used, but all arguments make up the cache's key."""
     task = glue_task(name)
     number = task.label_words.index if task.label_words else float
     for example in iterate_glue_split(name, data_dir, split):
@@ -326,7 +326,7 @@ def _is_number(text: str) -> bool:
 
 
 class GlueProcessor(DataProcessor):
-    """What the processors of all tasks share; a subclass names its row of the table.
+    """What the processors of all tasks share; a subclass names its task.
 
     Attributes:
         task: the row of `GLUE_TASKS`.
@@ -339,19 +339,19 @@ class GlueProcessor(DataProcessor):
     test_split = "test"
 
     def get_train_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows of train.tsv; see `load_glue_split` for `data_dir` and errors."""
+        """Returns the rows of train.tsv; see `load_glue_split` for `data_dir` and errors."""
         return load_glue_split(self.task.name, data_dir, "train")
 
     def get_dev_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows of the dev file; see `load_glue_split` for `data_dir` and errors."""
+        """Returns the rows of the dev file; see `load_glue_split` for `data_dir` and errors."""
         return load_glue_split(self.task.name, data_dir, self.dev_split)
 
     def get_test_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows of the test file; see `load_glue_split` for `data_dir` and errors."""
+        """Returns the rows of the test file; see `load_glue_split` for `data_dir` and errors."""
         return load_glue_split(self.task.name, data_dir, self.test_split)
 
     def get_labels(self) -> list[str | None]:
-        """The label words in the order of their class indices; [None] for a score."""
+        """Returns the label words in the order of their class indices; [None] for a score."""
         return list(self.task.label_words) or [None]
 
 

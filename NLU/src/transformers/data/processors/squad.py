@@ -1,4 +1,4 @@
-"""A question and its text, as SQuAD has them."""
+"""`SquadExample`: a question and its text, with SQuAD's fields."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 
 @dataclass
 class SquadExample:
-    """A question on a text.
+    """A question about a text.
 
     Args:
-        qas_id: the question's name.
-        question_text, context_text: both as texts.
+        qas_id: the question's id.
+        question_text, context_text: the question, and the text that it is about.
         answer_text: the answer in training; None elsewhere.
-        start_position_character: where it starts in the text.
-        title: the text's.
-        answers: all that people gave, for evaluation.
+        start_position_character: the answer's first character in the text.
+        title: the text's title.
+        answers: all answers that people gave, for evaluation.
         is_impossible: the text has no answer.
     """
 

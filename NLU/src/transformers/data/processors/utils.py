@@ -18,7 +18,7 @@ class InputExample:
         guid: name of the row, unique within the task: "train-0".
         text_a: the first (or only) sentence.
         text_b: the second sentence of a pair.
-        label: the label's word, or the score's digits; None where it is not known.
+        label: the label's word, or the score's digits; None if it is not known.
     """
 
     guid: str
@@ -27,7 +27,7 @@ class InputExample:
     label: str | None = None
 
     def to_json_string(self) -> str:
-        """The example as JSON, one line per field."""
+        """Returns the example as JSON, one line per field."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
@@ -48,7 +48,7 @@ class InputFeatures:
     label: int | float | None = None
 
     def to_json_string(self) -> str:
-        """The features as one line of JSON."""
+        """Returns the features as one line of JSON."""
         return json.dumps(dataclasses.asdict(self)) + "\n"
 
 
@@ -57,32 +57,32 @@ class DataProcessor(ABC):
 
     @abstractmethod
     def get_train_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows to train on."""
+        """Returns the rows to train on."""
 
     @abstractmethod
     def get_dev_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows to evaluate on."""
+        """Returns the rows to evaluate on."""
 
     @abstractmethod
     def get_test_examples(self, data_dir: str | PathLike) -> list[InputExample]:
-        """The rows to predict; their labels may be None."""
+        """Returns the rows to predict; their labels may be None."""
 
     @abstractmethod
     def get_labels(self) -> list[str | None]:
-        """The label words in the order of their class indices; [None] for a score."""
+        """Returns the label words in the order of their class indices; [None] for a score."""
 
 
 def read_tsv(
     path: str | PathLike, columns: Sequence[str] | None = None, required: Sequence[str] = ()
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read a tab-separated UTF-8 file row by row; quotes have no meaning in it.
+    """Reads a tab-separated UTF-8 file row by row; quotes have no meaning in it.
 
-    Only a line feed (after an optional carriage return) ends a row: texts of GLUE hold other
-    characters that Python's text mode takes for ends of lines.
+    Only a line feed (after an optional carriage return) ends a row: GLUE's texts contain other
+    characters that Python's text mode takes for line ends.
 
     Args:
         path: the file.
-        columns: names of the columns of a file without a header; None reads them from line 1.
+        columns: the column names of a file without a header; None reads them from line 1.
         required: columns that a header has to name.
 
     Yields:

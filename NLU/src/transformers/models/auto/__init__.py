@@ -1,1 +1,1 @@
-"""Which class a checkpoint's model type calls for."""
+"""The Auto classes, which choose a class by a checkpoint's model type."""

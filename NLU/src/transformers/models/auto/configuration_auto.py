@@ -18,7 +18,7 @@ class AutoConfig:
 
     @classmethod
     def for_model(cls, model_type: str, **settings: Any) -> PretrainedConfig:
-        """The settings of a new model of `model_type`."""
+        """Returns the settings of a new model of `model_type`."""
         return _carried(model_type, "for_model").load("config")(**settings)
 
     @classmethod
@@ -37,7 +37,7 @@ class AutoConfig:
 def carried_of(
     model: str | os.PathLike | PretrainedConfig, where: Mapping[str, Any] | None = None
 ) -> SupportedFamily:
-    """The family of a model, given by its settings or by where these are.
+    """Returns a model's family, given its settings or where to read them.
 
     Args:
         model: the settings; or a folder or a hub repository.
@@ -64,7 +64,7 @@ def _carried(model_type: str | None, source: str) -> SupportedFamily:
 
 
 def _elsewhere(model_type: str | None) -> str:
-    """What takes models that this package does not carry; "" where their type is unknown."""
+    """Returns what to use for a model that is not carried here; "" if its type is unknown."""
     if model_type is None:
         return ""
     if model_type == "gpt2":

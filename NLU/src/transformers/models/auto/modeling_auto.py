@@ -1,7 +1,7 @@
 """`AutoModel…`: the model class that a checkpoint's settings call for.
 
-``MODEL_MAPPING``, ``MODEL_FOR_MASKED_LM_MAPPING`` and so on are what the classes go by: settings'
-class -> model's. They are made when they are first asked for, since that imports all models.
+``MODEL_MAPPING``, ``MODEL_FOR_MASKED_LM_MAPPING`` and so on map the class of the settings to that
+of the model, for all families. They are built on first access, since that imports all models.
 """
 
 import os
@@ -24,7 +24,7 @@ class _AutoModel:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> PreTrainedModel:
-        """A new model, randomly initialized."""
+        """Returns a new model, randomly initialized."""
         return carried_of(config).load(cls.role)(config)
 
     @classmethod
@@ -96,7 +96,7 @@ class AutoModelForMultipleChoice(_AutoModel):
 
 
 def auto_model_for(head: str) -> type[_AutoModel]:
-    """The Auto class of a head, such as "token_classification".
+    """Returns the Auto class of a head, such as "token_classification".
 
     Raises:
         ValueError: there is none.

@@ -1,7 +1,7 @@
 """`AutoTokenizer`: the tokenizer that a checkpoint's settings call for.
 
-``TOKENIZER_MAPPING`` is what it goes by: settings' class -> (tokenizer of ids alone, fast one). It
-is made when it is first asked for, since that imports all tokenizers.
+``TOKENIZER_MAPPING`` maps the class of the settings to (tokenizer that gives ids alone, fast
+tokenizer), for all families. It is built on first access, since that imports all tokenizers.
 """
 
 import os
@@ -32,9 +32,9 @@ class AutoTokenizer:
 
         Args:
             name_or_path: a folder or a hub repository.
-            config: its model's settings; read from `name_or_path` where not given.
-            use_fast: the tokenizer whose tokens know their words and characters; False for the one
-                that gives the same ids alone.
+            config: its model's settings; by default read from `name_or_path`.
+            use_fast: the tokenizer that also aligns tokens with words and characters; False for
+                the one that gives the same ids and nothing else.
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
         source = name_or_path if config is None else config

@@ -1,12 +1,12 @@
-"""Disentangled attention of DeBERTa-v2: to tokens' contents, and to the distances between them.
+"""DeBERTa-v2's disentangled attention: to tokens' contents, and to the distances between them.
 
-With content queries Q and keys K, and P, projected embeddings of the distance i - j:
+With the contents' queries Q and keys K, and the projected embeddings P of the distance i - j:
 
     score(i, j)  =  ( Q_i · K_j  +  Q_i · P_key(i - j)  +  P_query(i - j) · K_j ) / √(d (1 + terms))
                        content            "c2p"                    "p2c"
 
-Each position term is one product with all distances that occur, and a view of its result: see
-loralib/nn/distances.py. What depends on distances alone is computed once a forward, see `Batch`.
+Each position term is one product with all distances that occur, and a view of the result: see
+loralib/nn/distances.py. What depends on distances alone is computed once per forward: see `Batch`.
 Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's buckets and shared projections.
 """
 
@@ -34,22 +34,22 @@ from .configuration_deberta_v2 import DebertaV2Config
 
 
 def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
-    """Rows of the relative positions' embedding for distances from 1 - length to length - 1.
+    """Returns the rows of `rel_embeddings` for the distances from 1 - length to length - 1.
 
     Args:
-        length: tokens of the longest sequence.
-        buckets: rows in each direction. Distances up to half of it have a row each, further ones
-            share rows by their logarithm. With 0 or less, each distance has its own row.
-        furthest: distances from this one on are clamped.
+        length: tokens in the longest sequence.
+        buckets: rows per direction. Distances up to half of this have a row each; larger ones
+            share rows on a logarithmic scale. With 0 or less, each distance has its own row.
+        furthest: distances at or beyond this one are clamped.
 
     Returns:
-        2 · length - 1 rows, ascending.
+        2 · length - 1 row numbers, ascending.
     """
     return tuple(row_of(distance, buckets, furthest) for distance in range(1 - length, length))
 
 
 def row_of(distance: int, buckets: int, furthest: int) -> int:
-    """The row of one distance; arguments as for `relative_rows`."""
+    """Returns the row of one distance; the arguments are those of `relative_rows`."""
     span = buckets if buckets > 0 else furthest
     return min(max(span + _bucket(distance, buckets, furthest), 0), 2 * span - 1)
 
@@ -63,10 +63,11 @@ def _bucket(distance: int, buckets: int, furthest: int) -> int:
     return bucket if distance > 0 else -bucket
 
 
-# What the calls for a row cost on a CPU, about 0.5 ms, in scores of 60 ns.
+# The overhead of attending to one row by itself on a CPU, about 0.5 ms, as a number of scores that
+# take 60 ns each.
 _ONE_ROWS_CALLS = 8_000
-# Keys and queries of distances, (2 · length - 1, hidden); None for a term that there is not. On a
-# GPU, the length is that of the rows and one more; see `SPARE_ON_GPU`.
+# Keys and queries of distances, each (2 · length - 1, hidden), or None if the model does not have
+# the term. On a GPU, length is the rows' length plus one; see `SPARE_ON_GPU`.
 _Positions = tuple[Tensor | None, Tensor | None]
 
 
@@ -75,9 +76,10 @@ class RelativePositions:
     """The distances within a batch.
 
     Args:
-        embeddings: (rows, hidden), the rows of the relative positions' embedding that occur.
-        rows: (2 · length - 1,), which of them each distance has, from 1 - length to length - 1.
-        reversed_rows: the same from length - 1 to 1 - length.
+        embeddings: (rows, hidden), the rows of `rel_embeddings` that occur.
+        rows: (2 · length - 1,), each distance's index into `embeddings`, from 1 - length to
+            length - 1.
+        reversed_rows: the same, from length - 1 down to 1 - length.
     """
 
     embeddings: Tensor
@@ -86,20 +88,20 @@ class RelativePositions:
 
 
 class Batch:
-    """What all layers use of a batch; made once a forward.
+    """What all layers need to know about a batch; made once per forward pass.
 
     Args:
         rows: where its tokens are.
-        relative: its distances; None where attention does not use them.
-        heads: attention heads.
+        relative: its distances; None if attention does not use them.
+        heads: number of attention heads.
 
     Attributes:
-        padding: (batch, 1, 1, length), True on padding; None without padding.
-        by_row: attention is computed row by row where nothing is trained.
+        padding: (batch, 1, 1, length), True at padding; None if there is none.
+        by_row: on a CPU, whether attention is computed row by row if `attend_rows` does not apply.
         first: as in `PackedRows`.
-        segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
-            where there is but one.
-    On the padded path, the last three stay empty.
+        segments: one `Batch` for each segment, the rows that share an adapter (see
+            loralib/nn/routing.py); empty if there is only one segment.
+    On the padded path, `padding` is None, `by_row` False and `segments` empty.
     """
 
     def __init__(self, rows: AnyRows, relative: RelativePositions | None, heads: int):
@@ -113,8 +115,8 @@ class Batch:
     def _describe_packed(self, rows: PackedRows, heads: int) -> None:
         if len(rows.index) < rows.shape.numel():
             self.padding = ~rows.is_token[:, None, None, :]
-        # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
-        # has no loop over them.
+        # On a GPU one kernel takes all rows, and a graph compiled for any number of tokens cannot
+        # loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
         is_cheap = padding_is_cheap(rows, heads, _ONE_ROWS_CALLS)
         self.by_row = not at_once and self.is_dense and not is_cheap
@@ -124,22 +126,22 @@ class Batch:
 
     @property
     def is_dense(self) -> bool:
-        """Whether no row has padding between its tokens, so that its length says its distances."""
+        """Whether no row has padding between its tokens, so that lengths determine distances."""
         return self.rows.spans == self.rows.lengths
 
 
 class DisentangledSelfAttention(nn.Module):
     """Multi-head attention to contents and distances, without its output projection.
 
-    Where keys are shared, the content's projections are the distances' too: the query's those of
-    the "p2c" term, the key's those of "c2p". As in the release, LoRA reaches contents alone, and
-    distances are projected by the frozen weight. With `config.lora_positions` it reaches both, as
-    PEFT's does: in a batch with several such adapters each segment has distances of its own, and
-    attention takes segment after segment. See loralib/nn/positions.py.
+    With `share_att_key`, the contents' projections also project the distances: `query_proj` for the
+    "p2c" term, `key_proj` for "c2p". LoRA then changes the contents only, as in the release, and
+    distances are projected by the frozen weight. With `config.lora_positions`, LoRA changes both,
+    as in PEFT. In a batch with several such adapters, each segment then has distances of its own,
+    and attention is computed segment by segment. See loralib/nn/positions.py.
 
     Attributes:
-        shared_with_positions: names of the projections that are the distances' too.
-        lora_positions: whether LoRA in these reaches distances.
+        shared_with_positions: names of the projections that also project distances.
+        lora_positions: whether the LoRA of these applies to distances too.
     """
 
     def __init__(self, config: DebertaV2Config, placed: Mapping[str, Placed]):
@@ -163,20 +165,20 @@ class DisentangledSelfAttention(nn.Module):
 
     @property
     def shared_with_positions(self) -> tuple[str, ...]:
-        """Names of the projections that are the distances' too."""
+        """Names of the projections that also project distances."""
         if not self.share_att_key:
             return ()
         terms = {"key_proj": self.c2p, "query_proj": self.p2c}
         return tuple(name for name, is_there in terms.items() if is_there)
 
     def unshare_positions(self) -> None:
-        """Gives distances projections of their own, which compute what the shared ones do."""
+        """Gives distances projections of their own: copies of the shared ones, without LoRA."""
         for name in self.shared_with_positions:
             setattr(self, f"pos_{name}", _plain_copy(self.get_submodule(name)))
         self.share_att_key = self.config.share_att_key = False
 
     def _position_projection(self, name: str) -> Callable[[Tensor], Tensor]:
-        """What projects distances for a term: (n, hidden) -> the same."""
+        """Returns the function that projects a term's distances: (n, hidden) -> (n, hidden)."""
         if name not in self.shared_with_positions:
             return self.get_submodule(f"pos_{name}")
         shared = self.get_submodule(name)
@@ -191,12 +193,12 @@ class DisentangledSelfAttention(nn.Module):
         batch: Batch,
         padded: PaddedAttention | None = None,
     ) -> Tensor:
-        """What `queries` gather from `hidden`.
+        """Attends from `queries` to `hidden`.
 
         Args:
             hidden: (tokens, hidden).
-            queries: the same or, for each row's first token alone, (batch, hidden).
-            batch: which tokens make a row.
+            queries: the same tensor, or (batch, hidden) with each row's first token alone.
+            batch: which tokens belong to which row.
             padded: as in `EncoderLayer.forward`.
 
         Returns:
@@ -216,10 +218,10 @@ class DisentangledSelfAttention(nn.Module):
         return torch.cat([self._attend_segment(*part) for part in parts])
 
     def _project_positions(self, batch: Batch) -> list[_Positions]:
-        """For each segment, keys and queries of distances, scaled.
+        """Returns each segment's keys and queries of distances, scaled.
 
-        Keys go from key - query = 1 - length to length - 1, as in the picture at the module's head;
-        queries go from query - key = 1 - length to length - 1.
+        Keys are sorted by key - query, from 1 - length to length - 1, as in the drawing in
+        loralib/nn/distances.py; queries by query - key, over the same range.
         """
         relative = batch.relative
         keys = queries = [None] * len(batch.rows.segments)
@@ -237,14 +239,14 @@ class DisentangledSelfAttention(nn.Module):
     def _of_distances(
         self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
     ) -> list[Tensor]:
-        """For each segment, the scaled projections of these rows of the embeddings."""
+        """Returns, for each segment, the scaled projections of these rows of the embeddings."""
         projected = for_each_segment(project, embeddings)
         return [(each * self.scale).index_select(0, rows) for each in projected]
 
     def _attend_on_padded_path(
         self, q: Tensor, k: Tensor, v: Tensor, positions: list[_Positions], padded: PaddedAttention
     ) -> Tensor:
-        """All rows at once, with attention's probabilities at hand."""
+        """Attends in all rows at once, with attention's probabilities in memory."""
         query, key = (padded.by_head(x, self.heads) for x in (q, k))
         parts = zip(positions, padded.rows.segments, strict=True)
         scores = [_position_scores(query[part], key[part], *terms) for terms, part in parts]
@@ -255,7 +257,7 @@ class DisentangledSelfAttention(nn.Module):
     def _attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
     ) -> Tensor:
-        """Attention within rows that share an adapter; `batch` is theirs."""
+        """Attends within the rows of one segment, which `batch` describes."""
         dropout_p = self.dropout_p if self.training else 0.0
         if suits_cpu(q, k, v, *positions, dropout_p=dropout_p) and batch.is_dense:
             settings = {"scale": self.scale, "c2p": positions[0], "p2c": positions[1]}
@@ -266,7 +268,7 @@ class DisentangledSelfAttention(nn.Module):
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
     ) -> Tensor:
-        """Row by row: no padding."""
+        """Attends row by row, without padding."""
         lengths = batch.rows.lengths
         of_queries = lengths if len(q) == len(k) else [1] * len(lengths)
         parts = zip(q.split(of_queries), k.split(lengths), v.split(lengths), strict=True)
@@ -276,7 +278,7 @@ class DisentangledSelfAttention(nn.Module):
     def _attend_padded(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
     ) -> Tensor:
-        """All rows at once, over the padded batch."""
+        """Attends in all rows at once, over the padded batch."""
         rows = batch.rows
         if len(q) != len(k):
             q, k, v = q[:, None], rows.pad(k), rows.pad(v)
@@ -291,7 +293,7 @@ class DisentangledSelfAttention(nn.Module):
         positions: _Positions,
         padding: Tensor | None,
     ) -> Tensor:
-        """Attention of (batch, queries, hidden) to (batch, keys, hidden)."""
+        """Attends from (batch, queries, hidden) to (batch, keys, hidden)."""
         query, key, value = (x.unflatten(2, (self.heads, -1)) for x in (query, key, value))
         bias = _position_scores(query, key, *positions)
         if bias is not None and padding is not None:
@@ -304,7 +306,7 @@ class DisentangledSelfAttention(nn.Module):
 
 
 def _plain_copy(layer: nn.Linear) -> nn.Linear:
-    """A linear layer with a copy of another's weight and bias, and without its LoRA."""
+    """Returns a linear layer with copies of another's weight and bias, without its LoRA."""
     copy = nn.Linear(layer.in_features, layer.out_features, device="meta")
     for name in ("weight", "bias"):
         own = getattr(layer, name)
@@ -312,20 +314,20 @@ def _plain_copy(layer: nn.Linear) -> nn.Linear:
     return copy.train(layer.training)
 
 
-# Distances that are multiplied with and not read: as many queries as keys have an odd number of
-# them, which is not aligned in memory, as a GPU's fast kernels need it.
+# Extra distances, which are multiplied but never read. With as many queries as keys, the number of
+# distances is odd, and rows of scores lack the memory alignment that a GPU's fast kernels need.
 SPARE_ON_GPU = 1
 
 
 def _position_scores(
     query: Tensor, key: Tensor, pos_key: Tensor | None, pos_query: Tensor | None
 ) -> Tensor | None:
-    """The position terms, (batch, heads, queries, keys), or None without any.
+    """Returns the sum of the position terms, (batch, heads, queries, keys), or None without any.
 
     Args:
         query: (batch, queries, heads, dim), of the first tokens of the rows.
         key: (batch, keys, heads, dim).
-        pos_key, pos_query: as `_project_positions` gives them, for rows at least as long as these.
+        pos_key, pos_query: as `_project_positions` returns them, for rows at least this long.
     """
     terms = []
     queries, keys = query.shape[1], key.shape[1]
@@ -341,7 +343,7 @@ def _position_scores(
     if not terms:
         return None
     scores = sum(terms[1:], terms[0])
-    # A term alone is a view, whose rows a GPU's fast kernels refuse, or copy in every layer.
+    # A single term is a view, whose rows a GPU's fast kernels refuse, or copy in every layer.
     return (scores.contiguous() if query.is_cuda else scores).transpose(0, 1)
 
 
@@ -361,15 +363,15 @@ def _attention(
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """Attention of (batch, heads, length, dim).
+    """Computes attention of (batch, heads, length, dim).
 
-    `bias` is added to the scores, or is False where no token may look.
+    A float `bias` is added to the scores; a boolean one is False where no token may attend.
     """
     if dropout_p == 0 or query.is_cuda:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout_p, scale=scale
         )
-    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
+    # On a CPU, PyTorch's fused attention has no dropout, and PyTorch's own dropout is slow.
     scores = (query * scale) @ key.transpose(2, 3)
     if bias is not None and bias.dtype == torch.bool:
         scores = scores.masked_fill(~bias, float("-inf"))

@@ -14,29 +14,29 @@ _ABSENT = ("", "none")
 class DebertaV2Config(EncoderConfig):
     """The shape of a DeBERTa-v2 model; the defaults are upstream's.
 
-    Arguments that are not described here are those of `EncoderConfig`. Relative positions have
-    `hidden_dropout_prob` as well.
+    Arguments that are not described here are those of `EncoderConfig`. `hidden_dropout_prob` is
+    also the dropout on relative positions.
 
     Args:
-        relative_attention: attention knows the distance of two tokens.
-        max_relative_positions: distances from this one on count as one; `max_position_embeddings`
-            where it is below 1.
-        position_buckets: distances above half of it share embeddings, in steps that grow with the
-            distance; 0 or less for an embedding each.
-        pos_att_type: the terms that relative positions add to attention: "c2p" (how the content of
-            the query looks at the key's position) and "p2c" (the reverse), as "p2c|c2p" or a list.
-        share_att_key: positions are projected by the content's `query_proj` and `key_proj`, not by
+        relative_attention: let attention depend on the distance between two tokens.
+        max_relative_positions: distances at or beyond this one are treated as the same. Below 1,
+            `max_position_embeddings` takes its place.
+        position_buckets: distances above half of this share embeddings, in buckets that grow with
+            the distance. With 0 or less, each distance has its own.
+        pos_att_type: the terms that relative positions add to attention: "c2p" (the query's content
+            with the key's position) and "p2c" (the reverse), as "p2c|c2p" or a list.
+        share_att_key: project positions by the contents' `query_proj` and `key_proj`, not by
             projections of their own.
         norm_rel_ebd: "layer_norm" to normalize the relative positions' embeddings, or "none".
         position_biased_input: add absolute positions to the embeddings.
         conv_kernel_size: width of the convolution parallel to the first layer, odd; 0 for none.
-        conv_groups: its groups.
-        conv_act: its activation.
+        conv_groups: the convolution's groups.
+        conv_act: the convolution's activation.
         pooler_hidden_act: activation of the classifier's pooler.
         pooler_dropout: dropout on the pooler's input.
         cls_dropout: dropout between pooler and classifier; None for `hidden_dropout_prob`.
-        lora_positions: with `share_att_key`, LoRA on the query and the key also reaches the
-            positions that these project, as PEFT's does; the release's reaches contents alone.
+        lora_positions: with `share_att_key`, apply the LoRA of the query and the key to positions
+            as well, as PEFT does. The release applies it to contents alone.
 
     Raises:
         ValueError: settings that no model can have.
@@ -140,23 +140,23 @@ class DebertaV2Config(EncoderConfig):
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens that a sequence can have at most; None without absolute positions."""
+        """The most tokens that a sequence can have; None without absolute positions."""
         return self.max_position_embeddings if self.position_biased_input else None
 
     @property
     def furthest(self) -> int:
-        """Distances from this one on count as one."""
+        """Distances at or beyond this one are treated as the same."""
         known = self.max_relative_positions >= 1
         return self.max_relative_positions if known else self.max_position_embeddings
 
     @property
     def attention_span(self) -> int:
-        """Embeddings of relative positions a direction."""
+        """Number of embeddings of relative positions per direction."""
         return self.position_buckets if self.position_buckets > 0 else self.furthest
 
 
 def _names(value: str | Iterable[str] | None) -> list[str]:
-    """The names in "a|b" or ["a", "b"], in lower case, each once."""
+    """Returns the names in "a|b" or ["a", "b"], in lower case, each once."""
     if value is None:
         return []
     parts = value.split("|") if isinstance(value, str) else value

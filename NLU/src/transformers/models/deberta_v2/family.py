@@ -1,4 +1,4 @@
-"""DeBERTa-v2: what the Auto classes and adapters need to know of it."""
+"""Registers DeBERTa-v2, with what the Auto classes and adapters need to know about it."""
 
 from loralib.adapters.families import Family, Head
 
@@ -17,7 +17,7 @@ DEBERTA_V2 = carry(
             "masked_lm": Head(("cls",)),
         },
         shared_with_positions=("attention.self.query_proj", "attention.self.key_proj"),
-        # In the release's first files the low-rank layers stood next to the projections.
+        # In the release's first files, A and B were layers beside the projections, not in them.
         old_names={
             r"\.(query|value)_lora_a\.weight$": r".\1_proj.lora_A",
             r"\.(query|value)_lora_b\.weight$": r".\1_proj.lora_B",

@@ -1,9 +1,9 @@
-"""DeBERTa-v2 with LoRA, as published on its attention's query and value projections.
+"""DeBERTa-v2 with LoRA, by default on attention's query and value projections, as published.
 
-This file goes from the ids to a head's logits. Attention is in attention_deberta_v2.py; what
-RoBERTa has as well, the layers around attention and the forward passes, is in modeling_encoder.py.
-The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. adapters.py says
-where LoRA and bottleneck adapters go. Names are upstream's, so that published weights load.
+This file turns ids into a head's logits. Attention is in attention_deberta_v2.py. The code shared
+with RoBERTa, the layers around attention and the forward passes, is in modeling_encoder.py.
+The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. adapters.py puts
+LoRA and bottleneck adapters into the layers. Names are upstream's, so that published weights load.
 Source: DeBERTa, arXiv 2006.03654, with version 2's convolution; LoRA, arXiv 2106.09685, section
 4.2.
 """
@@ -52,7 +52,7 @@ from .family import DEBERTA_V2
 
 
 class DebertaV2Embeddings(nn.Module):
-    """Word embeddings, with position and token-type embeddings where there are such, normalized."""
+    """Word embeddings, plus position and token-type embeddings if configured, normalized."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -69,10 +69,10 @@ class DebertaV2Embeddings(nn.Module):
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
     def columns(self, rows: AnyRows) -> Tensor:
-        """(tokens,): the column of the batch that each token stands in.
+        """Returns each token's column in the batch, (tokens,).
 
         Raises:
-            ValueError: a token stands where the model has no position.
+            ValueError: a token is in a column that the model has no position for.
         """
         known = self.position_embeddings.num_embeddings
         if max(rows.spans) > known:
@@ -87,7 +87,18 @@ class DebertaV2Embeddings(nn.Module):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Ids, each (batch, length), or embeddings (batch, length, hidden) -> (tokens, hidden)."""
+        """Embeds a batch's ids; `inputs_embeds` take the place of word embeddings.
+
+        Args:
+            rows: where the tokens are.
+            input_ids: (batch, length).
+            token_type_ids: (batch, length); zeros by default.
+            position_ids: (batch, length); by default the columns of the batch.
+            inputs_embeds: (batch, length, hidden), instead of `input_ids`.
+
+        Returns:
+            (tokens, hidden).
+        """
         if input_ids is not None:
             embedded = self.word_embeddings(rows.pack(input_ids))
         else:
@@ -108,7 +119,7 @@ class DebertaV2Embeddings(nn.Module):
 
 
 class ConvLayer(nn.Module):
-    """A convolution over the embeddings, parallel to the first layer: it sees neighbours."""
+    """A convolution over neighboring tokens' embeddings, parallel to the first layer."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -128,9 +139,9 @@ class ConvLayer(nn.Module):
         """Adds the convolution of `embedded` to the first layer's `output`, and normalizes.
 
         Args:
-            embedded: (tokens, hidden); padding, and what is beyond a row's ends, counts as zero.
+            embedded: (tokens, hidden); padding and positions beyond a row's ends count as zero.
             output: (tokens, hidden), or (batch, hidden) for each row's first token alone.
-            rows: which tokens make a row.
+            rows: which tokens belong to which row.
         """
         seen = rows.pack(self.conv(rows.pad(embedded).transpose(1, 2)).transpose(1, 2))
         if len(output) != len(seen):
@@ -145,19 +156,20 @@ class DebertaV2Layer(EncoderLayer):
         super().__init__(config, placed, DisentangledSelfAttention(config, placed))
 
 
-# Devices that copy from such memory without being waited for.
+# Devices that copy from pinned memory asynchronously.
 _FROM_PINNED_MEMORY = ("cuda",)
-# Columns of scores. On a GPU, PyTorch copies a bias of another number of them, in every layer.
+# On a GPU, PyTorch copies attention's bias in every layer unless its number of columns is a
+# multiple of this.
 _ALIGNED = 8
 
 
 class DebertaV2Encoder(Encoder):
-    """The layers one after the other, and what they share.
+    """The layers in sequence, and what they share.
 
     Attributes:
-        rel_embeddings: (2 · attention_span, hidden), of distances.
-        LayerNorm: on these, where `norm_rel_ebd` asks for it.
-        conv: the convolution parallel to the first layer; None without.
+        rel_embeddings: the distances' embeddings, (2 · attention_span, hidden).
+        LayerNorm: normalizes them, if `norm_rel_ebd` is "layer_norm".
+        conv: the convolution parallel to the first layer, or None.
     """
 
     def __init__(self, config: DebertaV2Config):
@@ -171,7 +183,7 @@ class DebertaV2Encoder(Encoder):
         self._rows_of_distances: Tensor | None = None
 
     def relative_positions(self, length: int) -> RelativePositions | None:
-        """The distances within rows of `length` columns; None where no term uses them."""
+        """Returns the distances within rows of `length` columns; None if no term uses them."""
         config = self.config
         if not config.relative_attention or not config.pos_att_type:
             return None
@@ -186,16 +198,16 @@ class DebertaV2Encoder(Encoder):
         return RelativePositions(embeddings, of_distances, of_distances.flip(0))
 
     def _rows_on_device(self, length: int) -> Tensor:
-        """What `relative_rows` gives for a length: part of a table that is copied there once."""
+        """Returns `relative_rows` of a length, from a table that is copied to the device once."""
         config, device = self.config, self.rel_embeddings.weight.device
-        if torch.jit.is_tracing():  # whose tensors are not to be kept
+        if torch.jit.is_tracing():  # a tensor made while tracing must not be kept
             rows = relative_rows(length, config.position_buckets, config.furthest)
             return torch.tensor(rows, device=device)
         table = self._rows_of_distances
         if table is None or table.device != device or len(table) < 2 * length - 1:
             longest = max(length, config.max_position_embeddings)
             rows = relative_rows(longest, config.position_buckets, config.furthest)
-            with torch.inference_mode(False):  # training uses it as well
+            with torch.inference_mode(False):  # training may use the table later
                 table = torch.tensor(rows, device="cpu")
                 # PyTorch's compiler has no rule for pinned memory.
                 if device.type in _FROM_PINNED_MEMORY and not torch.compiler.is_compiling():
@@ -206,8 +218,8 @@ class DebertaV2Encoder(Encoder):
         return table[middle - length + 1 : middle + length]
 
     def describe(self, rows: AnyRows) -> Batch:
-        """What every layer is told of a batch; computed once a forward."""
-        # A recorded graph is for batches of any length.
+        """Returns what every layer needs to know about a batch; called once per forward pass."""
+        # A traced graph has to work for batches of any length.
         tracing = torch.jit.is_tracing()
         spare = 0
         if isinstance(rows, PackedRows) and rows.index.is_cuda:
@@ -218,7 +230,7 @@ class DebertaV2Encoder(Encoder):
         return Batch(rows, relative, self.config.num_attention_heads)
 
     def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
-        """The layer's output; the first one's with the convolution's added."""
+        """Returns a layer's output; after the first layer, adds the convolution to it."""
         if index > 0 or self.conv is None:
             return output
         return self.conv(seen, output, rows)
@@ -228,7 +240,7 @@ class DebertaV2Encoder(Encoder):
 
 
 class DebertaV2PreTrainedModel(PreTrainedModel):
-    """How DeBERTa-v2's LoRA is initialized, and what old files call its weights."""
+    """Initializes DeBERTa-v2's LoRA, and renames the weights of old files."""
 
     config_class = DebertaV2Config
     base_model_prefix = "deberta"
@@ -241,10 +253,10 @@ class DebertaV2PreTrainedModel(PreTrainedModel):
     def _match_names(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """As in `PreTrainedModel`, for the names of the first published files as well.
+        """Does what `PreTrainedModel` does, and knows the names in the first published files too.
 
-        Those call the language-model head ``lm_predictions``, and may hold absolute positions,
-        which only that head's pretraining used.
+        Those files call the language-model head ``lm_predictions``, and may hold absolute
+        positions, which only that head's pretraining used.
         """
         renamed = {}
         for name, tensor in tensors.items():
@@ -272,7 +284,7 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
     def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PaddedAttention]:
-        """As in `EncoderModel`; padding looks at nothing, as it does upstream."""
+        """Does what `EncoderModel` does, but padding attends to nothing, as upstream."""
         if head_mask is not None:
             raise TypeError("head_mask: DeBERTa-v2 takes none; embeddings are inputs_embeds=…")
         if rows.mask is not None and rows.mask.dim() > 2:
@@ -287,7 +299,7 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
 
 
 class DebertaV2PredictionHeadTransform(nn.Module):
-    """What comes before the vocabulary: dense → activation → norm."""
+    """The layers before the vocabulary projection: dense → activation → norm."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -301,7 +313,7 @@ class DebertaV2PredictionHeadTransform(nn.Module):
 
 
 class DebertaV2LMPredictionHead(nn.Module):
-    """Vocabulary logits; the projection is the word embedding itself."""
+    """Computes vocabulary logits; its weight is the word embedding's, unless untied."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -327,7 +339,7 @@ class DebertaV2OnlyMLMHead(nn.Module):
 
 
 class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel, EncoderForMaskedLM):
-    """DeBERTa-v2 with the head that it is pretrained with."""
+    """DeBERTa-v2 with its pretraining head."""
 
     tied_weights: ClassVar[Mapping[str, str]] = DEBERTA_V2.family.tied
 
@@ -361,7 +373,7 @@ class ContextPooler(nn.Module):
 class DebertaV2ForSequenceClassification(
     DebertaV2PreTrainedModel, EncoderForSequenceClassification
 ):
-    """DeBERTa-v2 with a classifier, or with one label a regressor, on the first token."""
+    """DeBERTa-v2 with a classifier on the first token, or a regressor if there is one label."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)
@@ -373,9 +385,9 @@ class DebertaV2ForSequenceClassification(
         self.init_weights()
 
     def logits_of(self, first: Tensor) -> Tensor:
-        """(batch, hidden), of the first tokens -> (batch, labels).
+        """(batch, hidden), the first tokens -> (batch, labels).
 
-        Without autocast: one token a row is cheap in float32, and logits keep its precision.
+        Autocast is off: one token per row is cheap in float32, and logits keep that precision.
         """
         pooled = self.pooler(first)
         with torch.autocast(pooled.device.type, enabled=False):
@@ -394,7 +406,7 @@ class DebertaV2ForTokenClassification(DebertaV2PreTrainedModel, EncoderForTokenC
 
 
 class DebertaV2ForQuestionAnswering(DebertaV2PreTrainedModel, EncoderForQuestionAnswering):
-    """DeBERTa-v2 that finds where an answer starts and ends."""
+    """DeBERTa-v2 with a head that finds where an answer starts and ends."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)

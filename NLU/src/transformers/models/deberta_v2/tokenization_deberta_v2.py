@@ -1,4 +1,4 @@
-"""DeBERTa-v2's tokenizer: SentencePiece's unigram pieces in BERT's frame.
+"""DeBERTa-v2's tokenizer: SentencePiece's unigram pieces between BERT's special tokens.
 
 [CLS] A [SEP]      or, for a pair,      [CLS] A [SEP] B [SEP]
 """
@@ -21,27 +21,27 @@ from ...utils import logging
 logger = logging.get_logger(__name__)
 
 VOCAB_FILE = "spm.model"
-# Unicode's punctuation, and what else ASCII has that is neither letter, digit nor space.
+# Unicode's punctuation, and every other ASCII character that is no letter, digit or space.
 _PUNCTUATION = regex.compile(r"([\p{P}$+<=>^`|~])")
 
 
 class DebertaV2Tokenizer(PreTrainedTokenizer):
     """SentencePiece's unigram model, which also normalizes the text.
 
-    Special and added tokens are taken out of a text first, whatever they touch; each part between
-    them is split as a text of its own. Those that the model has no piece for come after its pieces:
+    Special and added tokens are found first, even inside words. Each part between them is tokenized
+    as a text of its own. Tokens that the model has no piece for get the ids after its pieces, as
     [MASK] does in the published files.
 
     Args:
         vocab_file: ``spm.model``.
-        do_lower_case: texts are put into lower case first, but for special tokens.
-        split_by_punct: punctuation is split off before the pieces are looked for.
-        added_tokens: further tokens by their ids, beyond those of the pieces.
-        settings: special tokens and the rest of `PreTrainedTokenizerBase`'s.
+        do_lower_case: lower-case texts first, except for special tokens.
+        split_by_punct: split off punctuation before the pieces are looked up.
+        added_tokens: id -> token, for tokens beyond the pieces.
+        settings: special tokens, and the other settings of `PreTrainedTokenizerBase`.
 
     Raises:
         OSError: the file is missing or damaged.
-        ValueError: an added token has the id of another one, or another id than its piece.
+        ValueError: an added token has the id of another token, or an id that is not its piece's.
     """
 
     vocab_files = ({"vocab_file": VOCAB_FILE},)
@@ -104,7 +104,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
             )
 
     def _add_from_files(self, token: str, index: int) -> None:
-        """Gives `token`, which the files name, its id."""
+        """Gives `token` the id that the files give it."""
         known = self._token_to_id(token)
         holder = self._id_to_token(index)
         if known not in (None, index) or holder not in (None, token):
@@ -137,19 +137,19 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
         return self._pieces.get_piece_size()
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens, added ones included, with their ids."""
+        """Returns all tokens, added ones included, with their ids."""
         return {self._pieces.id_to_piece(i): i for i in range(self.vocab_size)} | self._added
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The tokens that there is no piece for, with their ids."""
+        """Returns the tokens that the model has no piece for, with their ids."""
         return dict(self._added)
 
-    # -- The frame ---------------------------------------------------------------------------------
+    # -- A row's special tokens --------------------------------------------------------------------
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """A text's ids, or a pair's, after [CLS] and each before [SEP]."""
+        """Adds [CLS] before a text's ids, or a pair's, and [SEP] after each text."""
         end = [self.sep_token_id]
         row = [self.cls_token_id, *token_ids_0, *end]
         return row if token_ids_1 is None else row + token_ids_1 + end
@@ -157,7 +157,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
     def create_token_type_ids_from_sequences(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """0 for the first text with its special tokens, 1 for the second one with its [SEP]."""
+        """Returns 0 for the first text and its special tokens, 1 for the second and its [SEP]."""
         first = [0] * (len(token_ids_0) + 2)
         return first if token_ids_1 is None else first + [1] * (len(token_ids_1) + 1)
 
@@ -179,16 +179,16 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
         return ids
 
     def _parts(self, text: str) -> list[str]:
-        """A text in the letters that pieces have, split at added tokens, which are between."""
+        """Splits a text, lower-cased if so set, at added tokens; these have the odd indices."""
         parts = self._separator.split(text) if self._separator else [text]
         if self.do_lower_case:
-            # Once more: in small letters there may be more tokens to find.
+            # Split again: the text in lower case may contain more added tokens.
             text = "".join(part if i % 2 else part.lower() for i, part in enumerate(parts))
             parts = self._separator.split(text) if self._separator else [text]
         return parts
 
     def _words(self, text: str) -> list[str]:
-        """What the backend is given of a text: all of it, or it split at punctuation."""
+        """Returns what the backend gets: the text as a whole, or split at punctuation."""
         return _PUNCTUATION.split(text) if self.split_by_punct else [text]
 
     # -- Between tokens, ids and text --------------------------------------------------------------
@@ -196,7 +196,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
     def _token_to_id(self, token: str) -> int | None:
         if token in self._added:
             return self._added[token]
-        # The backend gives what it does not know the id of its own unknown piece.
+        # For a token that it does not know, the backend returns the id of its own unknown piece.
         index = self._pieces.piece_to_id(token)
         return index if self._pieces.id_to_piece(index) == token else None
 
@@ -206,7 +206,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
         return next((token for token, each in self._added.items() if each == index), None)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens that follow one another."""
+        """Returns the text of consecutive tokens."""
         text = "".join(tokens).replace("▁", " ")
         return text[1:] if tokens and tokens[0].startswith("▁") else text
 
@@ -231,14 +231,14 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
 
 
 def _read_pieces(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """The backend; it raises RuntimeError for bytes that are not a model."""
+    """Loads the backend; raises RuntimeError for bytes that are not a model."""
     pieces = sentencepiece.SentencePieceProcessor()
     pieces.load_from_serialized_proto(model)
     return pieces
 
 
 def _any_of(tokens: Iterable[str]) -> regex.Pattern | None:
-    """What finds each of `tokens`, the longest one where several begin at a place."""
+    """Returns a pattern for any of `tokens`, the longest where several start at the same place."""
     longest_first = sorted({*filter(None, tokens)}, key=lambda token: (-len(token), token))
     if not longest_first:
         return None

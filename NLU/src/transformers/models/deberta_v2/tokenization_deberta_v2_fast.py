@@ -1,4 +1,4 @@
-"""DeBERTa-v2's tokenizer whose tokens know their words and characters."""
+"""DeBERTa-v2's fast tokenizer, which aligns tokens with words and characters."""
 
 from functools import partial
 from itertools import product
@@ -9,16 +9,16 @@ from ...tokenization_inputs import RowSettings, check_stride, cut_lengths
 from ...tokenization_utils_fast import PreTrainedTokenizerFast, columns_of
 from .tokenization_deberta_v2 import DebertaV2Tokenizer
 
-_FIRST, _SECOND = -1, -2  # stand for the texts' tokens in a frame
+_FIRST, _SECOND = -1, -2  # stand for the texts' tokens between the special ones
 
 
 @PreTrainedTokenizerFast.register  # for code that asks by isinstance whether a tokenizer is fast
 class DebertaV2TokenizerFast(DebertaV2Tokenizer):
-    """The ids of `DebertaV2Tokenizer`, with the alignment of tokens, words and characters.
+    """The ids of `DebertaV2Tokenizer`, and their alignment with words and characters.
 
     4.4.2 has no such tokenizer; later versions do, under this name. The alignment costs time, so it
-    is made when it is first asked for. A word is what follows a space, is split off as punctuation,
-    or is an added token; the space before a word belongs to its first token.
+    is computed on first use. A word is what follows a space, punctuation that is split off, or an
+    added token. The space before a word belongs to its first token.
 
     Args:
         settings: as in `DebertaV2Tokenizer`.
@@ -37,7 +37,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
     def _encodings(
         self, firsts: list[Any], seconds: list[Any] | None, settings: RowSettings
     ) -> list[EncodedRow]:
-        """Each row with what was cut off from it."""
+        """Returns the rows, each with the rows of what was cut off from it."""
         found = self._pieces_of_words if settings.words else self._pieces_of
         first_pieces = found(firsts)
         second_pieces = [None] * len(firsts) if seconds is None else found(seconds)
@@ -65,8 +65,8 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
             [pieces] if pieces is None else windows(pieces, length, stride, self.truncation_side)
             for pieces, length in zip((first, second), room, strict=True)
         )
-        # The windows of the first text in turn, each with all of the second's; but those with the
-        # first text's own beginning come last, as the `tokenizers` package has it.
+        # Each window of the first text is paired with all of the second's. The pairs with the first
+        # text's first window come last, except for the row itself, as in the `tokenizers` package.
         pairs = list(product(of_first, of_second))
         after_first = len(of_second)
         row, *overflowing = [
@@ -77,7 +77,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
         return row
 
     def _framed(self, first: list[Piece], second: list[Piece] | None, framed: bool) -> EncodedRow:
-        """The row of what is kept of the texts."""
+        """Builds the row of the pieces that are kept, with special tokens if `framed`."""
         ids = [_FIRST] * len(first), None if second is None else [_SECOND] * len(second)
         if framed:
             places = self.build_inputs_with_special_tokens(*ids)
@@ -101,7 +101,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
     # -- Pieces and where they are -----------------------------------------------------------------
 
     def _pieces_of_words(self, texts: list[list[str]]) -> list[list[Piece]]:
-        """The pieces of each text that comes as words, with the words' indices."""
+        """Returns the pieces of each text, a list of words, with the words' indices."""
         found = iter(self._pieces_of([word for words in texts for word in words]))
         return [
             [piece._replace(word=place) for place, _ in enumerate(words) for piece in next(found)]
@@ -109,7 +109,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
         ]
 
     def _pieces_of(self, texts: list[str]) -> list[list[Piece]]:
-        """The pieces of each text."""
+        """Returns the pieces of each text."""
         return [self._pieces_of_text(text) for text in texts]
 
     def _pieces_of_text(self, text: str) -> list[Piece]:
@@ -136,7 +136,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
         return _in_original(pieces, text) if self.do_lower_case else pieces
 
     def _pieces_of_chunk(self, chunk: str) -> list[Piece]:
-        """The pieces of a text without added tokens, from its own beginning."""
+        """Returns the pieces of a part without added tokens, with offsets from the part's start."""
         tokens, ids = self._pieces.encode(chunk, out_type=str), self._pieces.encode(chunk)
         normalized, origins = self._pieces.normalize(chunk, with_offsets=True)
         if "".join(tokens) != normalized:
@@ -149,10 +149,10 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
             end = start + len(token)
             first = origins[start]
             if token.startswith("▁"):
-                # Of several spaces, one belongs to the word.
+                # Of several spaces, only the last belongs to the word.
                 first = max(first if start else 0, origins[start + 1] - 1)
             word += token.startswith("▁") or not pieces
-            # What the model puts before a text has no character of its own there.
+            # The "▁" that the model puts before a text stands for no character of it.
             last = max(origins[end], min(first + 1, len(chunk)))
             pieces.append(Piece(index, token, first, last, word))
             start = end
@@ -160,7 +160,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
 
 
 def _in_original(pieces: list[Piece], text: str) -> list[Piece]:
-    """Pieces of a text in lower case, at their characters in the text itself."""
+    """Moves the offsets of a lower-cased text's pieces to the characters of `text` itself."""
     origins = [place for place, char in enumerate(text) for _ in char.lower()]
     if len(origins) == len(text):
         return pieces

@@ -8,18 +8,18 @@ from ...configuration_encoder import EncoderConfig
 
 
 class RobertaConfig(EncoderConfig):
-    """The shape of a RoBERTa model; the defaults are roberta-base's, with BERT's vocabulary size.
+    """The shape of a RoBERTa model; the defaults are upstream's: BERT's shape, RoBERTa's token ids.
 
-    Of `max_position_embeddings`, tokens never use the first `pad_token_id` + 1: roberta-base has
+    Tokens never use the first `pad_token_id` + 1 of the `max_position_embeddings`: roberta-base has
     514 and takes sequences of 512 tokens.
 
     Args:
         others: see `EncoderConfig`.
         type_vocab_size: rows of the token-type embedding, at least 1.
-        pad_token_id: of RoBERTa's vocabulary.
-        bos_token_id: likewise.
-        eos_token_id: likewise.
-        is_decoder: a token looks at itself and at those before it alone.
+        pad_token_id: id of padding in RoBERTa's vocabulary.
+        bos_token_id: id of ``<s>`` there.
+        eos_token_id: id of ``</s>`` there.
+        is_decoder: tokens attend only to themselves and to those before them.
 
     Raises:
         ValueError: settings that no model can have.
@@ -75,5 +75,5 @@ class RobertaConfig(EncoderConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that a sequence can have at most: there are no positions for more."""
+        """The most tokens that a sequence can have: there are no positions for more."""
         return self.max_position_embeddings - self.pad_token_id - 1

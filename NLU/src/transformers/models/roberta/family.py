@@ -1,4 +1,4 @@
-"""RoBERTa: what the Auto classes and adapters need to know of it."""
+"""Registers RoBERTa, with what the Auto classes and adapters need to know about it."""
 
 from loralib.adapters.families import Family, Head
 

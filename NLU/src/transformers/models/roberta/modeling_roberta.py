@@ -1,9 +1,9 @@
-"""RoBERTa with LoRA, as published on its attention's query and value projections.
+"""RoBERTa with LoRA, by default on attention's query and value projections, as published.
 
-This file goes from the ids to a head's logits. What DeBERTa-v2 has as well, the layers around
+This file turns ids into a head's logits. The code shared with DeBERTa-v2, the layers around
 attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
-(tokens, hidden); see loralib/nn/packing.py. adapters.py says where LoRA and bottleneck
-adapters go. Names are upstream's, so that published weights load.
+(tokens, hidden); see loralib/nn/packing.py. adapters.py puts LoRA and bottleneck adapters into the
+layers. Names are upstream's, so that published weights load.
 Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
 
@@ -54,7 +54,7 @@ class RobertaEmbeddings(nn.Module):
         config: the model's settings.
 
     Raises:
-        ValueError: they ask for relative positions.
+        ValueError: the settings ask for relative positions.
     """
 
     def __init__(self, config: RobertaConfig):
@@ -77,15 +77,15 @@ class RobertaEmbeddings(nn.Module):
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
     def create_position_ids_from_inputs_embeds(self, inputs_embeds: Tensor) -> Tensor:
-        """(batch, length, hidden) -> (batch, length): padding_idx + 1, + 2, … in every column."""
+        """(batch, length, hidden) -> (batch, length): padding_idx + 1, + 2, … in every row."""
         columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
         return (columns + self.padding_idx + 1).expand(inputs_embeds.shape[:2])
 
     def _check_length(self, rows: AnyRows, position_ids: Tensor) -> None:
-        """Checks that there is an embedding for each token's position."""
+        """Checks that every token's position has an embedding."""
         longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
         if max(rows.spans) <= longest:
-            return  # without waiting for a device
+            return  # decided without waiting for the device
         tokens = int(rows.pack(position_ids).max()) - self.padding_idx
         if tokens > longest:
             raise too_long(tokens, longest)
@@ -98,7 +98,17 @@ class RobertaEmbeddings(nn.Module):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Ids, each (batch, length), or embeddings (batch, length, hidden) -> (tokens, hidden).
+        """Embeds a batch's ids; `inputs_embeds` take the place of word embeddings.
+
+        Args:
+            rows: where the tokens are.
+            input_ids: (batch, length).
+            token_type_ids: (batch, length); zeros by default.
+            position_ids: (batch, length); by default padding_idx + 1, + 2, … on tokens.
+            inputs_embeds: (batch, length, hidden), instead of `input_ids`.
+
+        Returns:
+            (tokens, hidden).
 
         Raises:
             ValueError: a row has more tokens than the model has positions.
@@ -126,12 +136,12 @@ class RobertaEmbeddings(nn.Module):
 def create_position_ids_from_input_ids(
     input_ids: Tensor, padding_idx: int, past_key_values_length: int = 0
 ) -> Tensor:
-    """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
+    """Returns (batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
 
     Args:
         input_ids: (batch, length).
         padding_idx: the id of padding.
-        past_key_values_length: tokens before these.
+        past_key_values_length: number of tokens before these.
     """
     real = input_ids.ne(padding_idx).long()
     return (real.cumsum(dim=1) + past_key_values_length) * real + padding_idx
@@ -157,7 +167,7 @@ class RobertaSelfAttention(nn.Module):
         rows: AnyRows,
         padded: PaddedAttention | None = None,
     ) -> Tensor:
-        """What `queries` gather from `hidden`; see `attend` for shapes."""
+        """Attends from `queries` to `hidden`; see `attend` for shapes."""
         dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
         if padded is not None:
@@ -174,7 +184,7 @@ class RobertaLayer(EncoderLayer):
 
 
 class RobertaEncoder(Encoder):
-    """The layers one after the other."""
+    """The layers in sequence."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config, (RobertaLayer(config, placed) for placed in by_layer(config)))
@@ -193,7 +203,7 @@ class RobertaPooler(nn.Module):
 
 
 class RobertaPreTrainedModel(PreTrainedModel):
-    """What RoBERTa's models have in common."""
+    """The base class of RoBERTa's models."""
 
     config_class = RobertaConfig
     base_model_prefix = "roberta"
@@ -204,10 +214,10 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
 
     Args:
         config: its settings.
-        add_pooling_layer: with the pooler of BERT, which multiple choice uses.
+        add_pooling_layer: add BERT's pooler, which multiple choice uses.
 
     Raises:
-        ValueError: the settings ask for attention to an encoder's states.
+        ValueError: the settings ask for cross-attention.
     """
 
     may_pool = True
@@ -223,7 +233,7 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
 
 
 class RobertaLMHead(nn.Module):
-    """Vocabulary logits; the projection is the word embedding itself."""
+    """Computes vocabulary logits; its weight is the word embedding's, unless untied."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
@@ -238,7 +248,7 @@ class RobertaLMHead(nn.Module):
 
 
 class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
-    """RoBERTa with the head that it is pretrained with."""
+    """RoBERTa with its pretraining head."""
 
     tied_weights: ClassVar[Mapping[str, str]] = ROBERTA.family.tied
 
@@ -283,7 +293,7 @@ class RobertaClassificationHead(nn.Module):
     def forward(self, first: Tensor) -> Tensor:
         """(batch, hidden) -> (batch, labels).
 
-        Without autocast: one token a row is cheap in float32, and logits keep its precision.
+        Autocast is off: one token per row is cheap in float32, and logits keep that precision.
         """
         with torch.autocast(first.device.type, enabled=False):
             first = self.dropout(in_precision_of(self.dense, first))
@@ -291,7 +301,7 @@ class RobertaClassificationHead(nn.Module):
 
 
 class RobertaForSequenceClassification(RobertaPreTrainedModel, EncoderForSequenceClassification):
-    """RoBERTa with a classifier, or with one label a regressor, on the first token."""
+    """RoBERTa with a classifier on the first token, or a regressor if there is one label."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
@@ -300,7 +310,7 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel, EncoderForSequenc
         self.init_weights()
 
     def logits_of(self, first: Tensor) -> Tensor:
-        """(batch, hidden), of the first tokens -> (batch, labels)."""
+        """(batch, hidden), the first tokens -> (batch, labels)."""
         return self.classifier(first)
 
 
@@ -316,7 +326,7 @@ class RobertaForTokenClassification(RobertaPreTrainedModel, EncoderForTokenClass
 
 
 class RobertaForQuestionAnswering(RobertaPreTrainedModel, EncoderForQuestionAnswering):
-    """RoBERTa that finds where an answer starts and ends."""
+    """RoBERTa with a head that finds where an answer starts and ends."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)

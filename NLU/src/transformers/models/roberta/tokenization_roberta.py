@@ -1,4 +1,4 @@
-"""RoBERTa's tokenizer: GPT-2's byte-level BPE in RoBERTa's frame.
+"""RoBERTa's tokenizer: GPT-2's byte-level BPE between RoBERTa's special tokens.
 
 <s> A </s>      or, for a pair,      <s> A </s></s> B </s>
 """
@@ -32,17 +32,17 @@ VOCAB_FILES_NAMES = {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE}
 class RobertaBackend(TokenizersBackend):
     """Byte-level BPE: any text has ids, and the ids give the text back.
 
-    A space belongs to the word after it, so a word at the beginning of a text is another token than
-    the same word later on; `add_prefix_space` makes them one.
+    A space belongs to the word after it, so a word at the start of a text is a different token from
+    the same word later on; `add_prefix_space` makes them the same.
 
     Args:
         vocab_file: ``vocab.json``: the id of each token.
-        merges_file: ``merges.txt``: the pairs that are joined, the first ones first.
-        tokenizer_file: ``tokenizer.json``, which holds both; it wins over them.
-        errors: "replace": what `decode` does with bytes that are not UTF-8; there is no other way.
-        mask_token: given as a string, it takes the space before it along.
+        merges_file: ``merges.txt``: the pairs to merge, in order of priority.
+        tokenizer_file: ``tokenizer.json``, which holds both and takes precedence over them.
+        errors: how `decode` treats bytes that are not UTF-8; only "replace" is supported.
+        mask_token: if given as a string, it absorbs the space before it.
         add_prefix_space: put a space before each text.
-        trim_offsets: a token's characters, which a fast tokenizer tells, leave out that space.
+        trim_offsets: leave the space before a word out of a fast tokenizer's character offsets.
         added_tokens, settings: as in `TokenizersBackend`.
 
     Raises:
@@ -103,7 +103,7 @@ class RobertaBackend(TokenizersBackend):
             mask_token = AddedToken(mask_token, lstrip=True, special=True)
         super().__init__(
             backend,
-            # What tokenizer.json does not list is not in its vocabulary.
+            # A token that tokenizer.json does not list is not in its vocabulary.
             added_tokens=added_tokens if tokenizer_file is None else None,
             bos_token=bos_token,
             eos_token=eos_token,
@@ -121,7 +121,7 @@ class RobertaBackend(TokenizersBackend):
             self._set_frame()
 
     def _set_frame(self) -> None:
-        """Tells the backend of the special tokens that frame a row, once both are there."""
+        """Tells the backend which special tokens frame a row, once both are known."""
         ends = [
             (token, token and self._token_to_id(token))
             for token in (self.sep_token, self.cls_token)
@@ -134,7 +134,7 @@ class RobertaBackend(TokenizersBackend):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """A text's ids, or a pair's, between ``<s>`` and ``</s>``."""
+        """Puts a text's ids, or a pair's, between ``<s>`` and ``</s>``."""
         start, end = [self.cls_token_id], [self.sep_token_id]
         row = start + token_ids_0 + end
         return row if token_ids_1 is None else row + end + token_ids_1 + end
@@ -142,7 +142,7 @@ class RobertaBackend(TokenizersBackend):
     def create_token_type_ids_from_sequences(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Zeros: RoBERTa has one token type."""
+        """Returns zeros: RoBERTa has one token type."""
         return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
 
     def _save_tokens(
@@ -177,10 +177,10 @@ class RobertaBackend(TokenizersBackend):
 
 
 class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
-    """RoBERTa's tokenizer that gives ids alone, the same as `RobertaTokenizerFast`.
+    """RoBERTa's tokenizer that gives ids alone, the same ids as `RobertaTokenizerFast`.
 
-    Words (``is_split_into_words``) get a space before them whatever `add_prefix_space` is, and
-    calls take ``add_prefix_space=True`` for a space before their texts.
+    Words (``is_split_into_words``) get a space before them whatever `add_prefix_space` is. A call
+    with ``add_prefix_space=True`` puts a space before its texts.
 
     Args:
         settings: as in `RobertaBackend`.
@@ -190,8 +190,8 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
 
     @property
     def byte_encoder(self) -> dict[int, str]:
-        """The letter that each byte is in the vocabulary: "Ġ" for a space."""
-        # Bytes that are visible as a Latin-1 letter are that letter, others those from 256 on.
+        """The character that stands for each byte in the vocabulary, such as "Ġ" for a space."""
+        # Bytes that Latin-1 prints stand for themselves; the others get the characters from 256 on.
         visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
         hidden = [byte for byte in range(256) if byte not in visible]
         return {byte: chr(byte) for byte in visible} | {
@@ -200,7 +200,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
 
     @property
     def byte_decoder(self) -> dict[str, int]:
-        """The byte that each letter of the vocabulary stands for."""
+        """The byte that each character of the vocabulary stands for."""
         return {letter: byte for byte, letter in self.byte_encoder.items()}
 
     def _encode(
@@ -212,7 +212,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
     ) -> BatchEncoding:
         def spaced(words: bool) -> Inputs:
             firsts, seconds, batched = inputs_of(words)
-            if words:  # they have their spaces
+            if words:  # `_ids_of_words` gives them their spaces
                 return Inputs(firsts, seconds, batched)
             return Inputs(_spaced(firsts), seconds and _spaced(seconds), batched)
 
@@ -224,7 +224,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
         skip_special_tokens: bool,
         spaces_between_special_tokens: bool = False,
     ) -> str:
-        # 4.4.2 puts spaces there by default, which its encoding takes away; ids have theirs here.
+        # 4.4.2 puts spaces there by default, as its encoding drops them; here the ids keep them.
         return super()._decode(ids, skip_special_tokens, spaces_between_special_tokens)
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
@@ -236,12 +236,12 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
 
 
 def _spaced(texts: list[str]) -> list[str]:
-    """Texts or words with a space before each that has none."""
+    """Puts a space before each text or word that does not start with one."""
     return [text if not text or text[0].isspace() else f" {text}" for text in texts]
 
 
 def _read_bpe(vocab_file: str | os.PathLike, merges_file: str | os.PathLike) -> Tokenizer:
-    """GPT-2's byte-level BPE from its two files."""
+    """Reads GPT-2's byte-level BPE from its two files."""
     try:
         backend = Tokenizer(BPE.from_file(os.fspath(vocab_file), os.fspath(merges_file)))
     except Exception as error:  # the package raises no narrower class

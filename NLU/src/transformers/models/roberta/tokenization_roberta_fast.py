@@ -1,4 +1,4 @@
-"""RoBERTa's tokenizer whose tokens know their words and characters."""
+"""RoBERTa's fast tokenizer, which aligns tokens with words and characters."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .tokenization_roberta import VOCAB_FILES_NAMES, RobertaBackend
 
 
 class RobertaTokenizerFast(RobertaBackend, PreTrainedTokenizerFast):
-    """RoBERTa's tokenizer, with the alignment of tokens, words and characters.
+    """RoBERTa's fast tokenizer: the ids, and their alignment with words and characters.
 
     Args:
         settings: as in `RobertaBackend`; words (``is_split_into_words``) need
