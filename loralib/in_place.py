@@ -1,6 +1,6 @@
 """Turns modules into LoRA layers in place, and back into plain modules.
 
-A turned module has changed its class, and has got the attributes of the new one. It stays the same
+A converted module has another class, and has got the attributes of that class. It stays the same
 object: it keeps its tensors, hooks and names, and references to it stay valid.
 """
 
@@ -19,7 +19,7 @@ from .wrappers import drop_leftover_forward, has_own_forward, own_forward_messag
 
 
 class _Conversion(NamedTuple):
-    """A turned module's record: its former class, and the attributes that were added to it."""
+    """A converted module's record: its former class, and the attributes that were added to it."""
 
     before: type[nn.Module]
     added: frozenset[str]
@@ -36,30 +36,30 @@ def recording_additions(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         if was_converted(module):
-            turned = vars(module)["_converted"]
-            added = turned.added | (_names(module) - names)
-            vars(module)["_converted"] = turned._replace(added=added)
+            conversion = vars(module)["_converted"]
+            added = conversion.added | (_names(module) - names)
+            vars(module)["_converted"] = conversion._replace(added=added)
 
 
 def convert_in_place(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Changes a module's class. Called in a `turning` block that also adds what the class needs."""
+    """Changes a module's class, in a `recording_additions` block that adds what the class needs."""
     drop_leftover_forward(module)
     vars(module)["_converted"] = _Conversion(unparametrized_class(module), frozenset())
     set_class(module, kind)
 
 
 def restore(module: nn.Module) -> None:
-    """Gives a module its former class again, and removes what `turning` blocks have added."""
+    """Gives a module its former class again, without what `recording_additions` has recorded."""
     drop_leftover_forward(module)
-    turned = vars(module)["_converted"]
+    conversion = vars(module)["_converted"]
     for attributes in _attributes(module):
-        for name in attributes.keys() & turned.added:
+        for name in attributes.keys() & conversion.added:
             del attributes[name]
-    set_class(module, turned.before)
+    set_class(module, conversion.before)
 
 
 def was_converted(module: nn.Module) -> bool:
-    """Returns whether a module was turned: it was plain before it was adapted."""
+    """Returns whether a module was converted: it was plain before it was adapted."""
     return "_converted" in vars(module)
 
 
@@ -69,7 +69,7 @@ def unparametrized_class(module: nn.Module) -> type[nn.Module]:
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Replaces the class that `unparametrized_class` returns, and keeps the module's parametrizations."""
+    """Replaces a module's class under its parametrizations, if it has any."""
     if _has_class_over(module):
         over = {n: v for n, v in vars(type(module)).items() if n not in ("__dict__", "__weakref__")}
         kind = type(f"Parametrized{kind.__name__}", (kind,), over)
@@ -87,7 +87,7 @@ def _has_class_over(module: nn.Module) -> bool:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's class, the former one if the module was turned."""
+    """Returns a module's class, the former one if the module was converted."""
     return vars(module)["_converted"].before if was_converted(module) else type(module)
 
 
@@ -105,7 +105,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def merge_in_place(model: nn.Module) -> None:
-    """Turns a model's modules back into plain ones, with their updates merged into new weights.
+    """Restores a model's converted modules, with their updates merged into new weights.
 
     Raises:
         ValueError: as `restore_all`.
@@ -122,7 +122,7 @@ def merge_in_place(model: nn.Module) -> None:
 
 
 def restore_all(model: nn.Module) -> None:
-    """Turns a model's modules back into plain ones, and undoes `disable_fast_paths`.
+    """Restores a model's converted modules, and undoes `disable_fast_paths`.
 
     Raises:
         ValueError: since a module was adapted, its weight or update has been parametrized or
@@ -160,14 +160,14 @@ def _check_restorable(model: nn.Module) -> None:
 
 
 def _is_update_parametrized(module: nn.Module) -> bool:
-    """Returns whether a tensor of a turned module's update has been parametrized."""
+    """Returns whether a tensor of a converted module's update has been parametrized."""
     return any(
         parametrize.is_parametrized(module, name) for name in vars(module)["_converted"].added
     )
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:
-    """Returns a plain copy of a turned layer, with the update merged into its weight."""
+    """Returns a plain copy of a converted layer, with the update merged into its weight."""
     copied = copy.deepcopy(layer)
     merge_in_place(copied)
     return copied

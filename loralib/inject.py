@@ -302,8 +302,8 @@ def adapt(
         model: the model, which is changed in place.
         settings: the settings of the modules and stacks, by their names.
         untie: as for `add_lora`.
-        from_file: allows ranks larger than a dimension of their weight, as some files have them, and
-            DoRA on rows of zeros.
+        from_file: allows what adapters in files may have: ranks larger than a dimension of their
+            weight, and DoRA on rows of zeros.
         rank_pattern: the targets that gave some of them another rank than the rest, for errors.
 
     Returns:
@@ -345,11 +345,11 @@ def _turn_all(
     settings: Mapping[str, LayerSettings],
 ) -> None:
     """Adapts modules, the attentions around them, and stacks: all of them, or none."""
-    turned: list[nn.Module] = []
+    converted: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for name, module in modules.items():
-            turned.append(module)
+            converted.append(module)
             with recording_additions(module):
                 builder_of(module)(module, settings[name])
         for name, stack in stacks.items():
@@ -358,13 +358,13 @@ def _turn_all(
         for name in modules:
             owner = model.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
-                turned.append(owner)
+                converted.append(owner)
                 with recording_additions(owner):
                     turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     except BaseException as error:  # undo all changes
         for stack in stacks.values():
             drop_stack(stack)
-        for module in reversed(turned):
+        for module in reversed(converted):
             if was_converted(module):
                 restore(module)
         for parameter, was_trained in were_trained:
@@ -417,8 +417,8 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     for name in layers:
         if not is_in_place(model.get_submodule(name)):
             raise ValueError(
-                f"{module_label(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
-                "it plain, with its update in its weight; or build the model without LoRA"
+                f"{module_label(name)} was built as a LoRA layer, not adapted by add_lora: merge "
+                "makes it plain, with its update in its weight; or build the model without LoRA"
             )
     adapted = tuple(lora_layers(model))
     restore_all(model)

@@ -295,15 +295,15 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
         others = sharing(model, parts, whole_parts)
         if others:
             raise ValueError(
-                f"{module_label(whole)} shares a weight with {', '.join(others)}, which would be trained "
-                "as well: name all of them in modules_to_train, or none"
+                f"{module_label(whole)} shares a weight with {', '.join(others)}, which would be "
+                "trained as well: name all of them in modules_to_train, or none"
             )
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
-                    f"{module_label(whole)} cannot be trained as it is while {module_label(name)} is adapted, "
-                    "whose weight is frozen: leave the one out of modules_to_train, or the other "
-                    "out of targets"
+                    f"{module_label(whole)} cannot be trained as it is while {module_label(name)} "
+                    "is adapted, whose weight is frozen: leave the one out of modules_to_train, or "
+                    "the other out of targets"
                 )
 
 
@@ -313,8 +313,8 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
     scripted = (each for each in part.modules() if isinstance(each, torch.jit.ScriptModule))
     if any(next(each.parameters(), None) is not None for each in scripted):
         raise ValueError(
-            f"{module_label(trained)} cannot be trained as it is: it is scripted or traced; leave it out "
-            "of modules_to_train, or script it when it has been trained"
+            f"{module_label(trained)} cannot be trained as it is: it is scripted or traced; leave "
+            "it out of modules_to_train, or script it when it has been trained"
         )
     parameters = dict(part.named_parameters(remove_duplicate=False))
     if any(map(is_lazy, parameters.values())):
@@ -348,8 +348,8 @@ def _kind_not_held(buffer: Tensor) -> object | None:
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
     return ValueError(
-        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it out of "
-        f"modules_to_train, or {way_out}"
+        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it out "
+        f"of modules_to_train, or {way_out}"
     )
 
 
@@ -453,8 +453,8 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
         adapted = zip(slices, settings.enable_lora, strict=True)
         if not all(rows.all() for rows, enabled in adapted if enabled) and initializes():
             raise ValueError(
-                f"{module_label(name)} has rows of zeros in its {part}, which have no direction for "
-                f"{settings.variant}: {_LEAVE_OUT}, or choose another variant"
+                f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
+                f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"
             )
 
 
@@ -463,17 +463,18 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
     slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
-            f"{module_label(name)} is not a linear layer, whose slices enable_lora could select: leave "
-            "it out of enable_lora, where more of the linear layers' names means these alone"
+            f"{module_label(name)} is not a linear layer, whose slices enable_lora could select: "
+            "leave it out of enable_lora, where more of the linear layers' names means these alone"
         )
     if not any(settings.enable_lora) or out % slices:
         raise ValueError(
-            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: it has to "
-            f"enable some of the equal slices of {out} outputs"
+            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: it has "
+            f"to enable some of the equal slices of {out} outputs"
         )
     if not isinstance(settings.r, int) or settings.r < 1:
         raise ValueError(
-            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} ({module_label(name)})"
+            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} "
+            f"({module_label(name)})"
         )
     as_number(f"{module_label(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
     if settings.lora_dropout == 1:
@@ -514,8 +515,8 @@ def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
         if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
             raise ValueError(
-                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update takes no dropout: "
-                f"set lora_dropout to 0, or {_LEAVE_OUT}"
+                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update takes no "
+                f"dropout: set lora_dropout to 0, or {_LEAVE_OUT}"
             )
 
 
@@ -532,7 +533,7 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(
-                    f"{module_label(name)} shares its weight with {module_label(others[0])}; an update of one "
-                    "is not the other's, and merging it unties them: give untie=True, or "
-                    f"{_LEAVE_OUT}"
+                    f"{module_label(name)} shares its weight with {module_label(others[0])}; an "
+                    "update of one is not the other's, and merging it unties them: give "
+                    f"untie=True, or {_LEAVE_OUT}"
                 )

@@ -145,8 +145,8 @@ def needs_weight(variant: str, initialization: str) -> str | None:
 def not_merged(name: str) -> str:
     """Returns the message of the error about merging an update into a quantized weight."""
     return (
-        f"the weight of {module_label(name) or 'the layer'} is quantized, and nothing is merged into it: "
-        "save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
+        f"the weight of {module_label(name) or 'the layer'} is quantized, and nothing is merged "
+        "into it: save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
     )
 
 

@@ -594,8 +594,8 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
     if head is None:
         return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
     return (
-        f"'{ALL_LINEAR}' takes {module_label(head)}, the model's only linear layer, for its head, and "
-        "leaves it out: name it, to adapt it"
+        f"'{ALL_LINEAR}' takes {module_label(head)}, the model's only linear layer, for its head, "
+        "and leaves it out: name it, to adapt it"
     )
 
 

@@ -34,7 +34,7 @@ def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: the config.json next to the file has the settings of another model.
     """
-    card, settings = card_of(tensors), settings_beside(path, tensors)
+    card, settings = card_of(tensors), read_config_json(path, tensors)
     if card is None or settings is None:
         return
     different = first_difference(settings, config_of(card))
@@ -48,7 +48,7 @@ def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+def read_config_json(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """Reads the config.json next to a file of weights.
 
     Returns:

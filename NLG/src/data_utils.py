@@ -29,7 +29,7 @@ from encoded import check_in_vocabulary, read_encoded, token_ids
 from gpu import DistEnv
 from loralib.io.command_line import check_bounds
 from loralib.nn.packing import PackedRows
-from loralib.training import launched
+from loralib.training import launcher_env
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class FT_Dataset(Dataset):
                 f"{path}: no example has a token to learn within {max_seq_length} positions"
             )
         cut = int((np.diff(ends) > max_seq_length).sum())
-        if cut and launched.rank() == 0:
+        if cut and launcher_env.rank() == 0:
             logger.warning(
                 "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
                 "the whole completion",

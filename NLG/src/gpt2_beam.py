@@ -36,7 +36,7 @@ from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
 from loralib.nn.products import use_products
-from loralib.training import launched, watch
+from loralib.training import launcher_env, watch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
@@ -248,7 +248,7 @@ def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt
         path: the file, for the warning.
     """
     cut = sum(len(context) > longest for context in contexts)
-    if cut and launched.rank() == 0:
+    if cut and launcher_env.rank() == 0:
         logger.warning(
             "%s: %d of %d contexts are longer than --seq_len - --eval_len = %d tokens, and lost "
             "their beginning",

@@ -376,8 +376,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         theirs, ours = adapted.shape_of_delta(adapter.tensors[f"{name}.lora_A"]), adapted.shape
         if theirs != ours:
             raise CheckpointError(
-                f"{adapter.source}: the delta of {module_label(name)} is {theirs}, the model's weight "
-                f"is {ours}: a base of another size; {base_to_give(adapter)}"
+                f"{adapter.source}: the delta of {module_label(name)} is {theirs}, the model's "
+                f"weight is {ours}: a base of another size; {base_to_give(adapter)}"
             )
         modules[name] = adapted
     if shared_projections(model) & modules.keys():

@@ -49,8 +49,9 @@ class ModelSnapshot:
         for module, weight in tuple(self._weights.items()):
             if weight.has_changed() and any(module in adapter.deltas for adapter in adapters):
                 raise ValueError(
-                    f"the weight of {module_label(module)} has changed since an adapter was added to it: "
-                    "load the base's weights again, or make another bank of the model as it is now"
+                    f"the weight of {module_label(module)} has changed since an adapter was added "
+                    "to it: load the base's weights again, or make another bank of the model as "
+                    "it is now"
                 )
 
 

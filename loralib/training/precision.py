@@ -141,7 +141,7 @@ class Precision:
 
     def state_dict(self) -> dict:
         """Returns the scaler's state, empty except in float16, and how products are computed."""
-        # The choices are text, because `check_structure` compares the structure of states, and runs of
+        # The choices are text, because `check_structure` compares states' structures, and runs of
         # one model may have choices for more or fewer kinds of products.
         return {**self.scaler.state_dict(), _PRODUCTS: json.dumps(products.choices())}
 

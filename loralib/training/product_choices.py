@@ -1,6 +1,6 @@
 """Chooses how a run multiplies large matrices: measured once per machine, shared by all processes.
 
-loralib/nn/kernels.py has the ways to choose from. Measurements are kept in the process and in a cache
+loralib/nn/kernels.py has what to choose from. Measurements are kept in the process and in a cache
 file of the user's, so that the next run need not measure, and adds in the same order. A run uses
 only the choices for its own products, so what other runs measured does not change its rounding.
 """

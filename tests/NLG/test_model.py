@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
-from loralib.nn import filling, packing, processor, products
+from loralib.nn import packing, processor, products, row_buckets
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.kernels import KERNELS
 from loralib.nn.packing import PackedRows
@@ -268,7 +268,7 @@ def test_a_row_s_loss_does_not_depend_on_its_batch(build):
 
 
 def test_padding_is_not_computed_and_the_end_is_on_targets_alone(build, monkeypatch):
-    monkeypatch.setattr(filling, "_largest_step", lambda x: 0)
+    monkeypatch.setattr(row_buckets, "_largest_step", lambda x: 0)
     model, batch = build(**LORA), draw_batch("clm")
     sizes = {}
     for name in ("wte", "h.0.mlp", "h.1.attn.c_attn", "h.1.mlp", "ln_f"):
@@ -598,9 +598,9 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
     monkeypatch.setattr(
         model_module, "head_loss", lambda *given: seen.append(len(given[0])) or head_loss(*given)
     )
-    monkeypatch.setattr(filling, "_FEWEST", 8)
+    monkeypatch.setattr(row_buckets, "_FEWEST", 8)
     for is_filled in (False, True):
-        monkeypatch.setattr(filling, "_largest_step", lambda x, step=64 * is_filled: step)
+        monkeypatch.setattr(row_buckets, "_largest_step", lambda x, step=64 * is_filled: step)
         model = build(**lora_fields).double()
         within = model._within
         monkeypatch.setattr(
@@ -613,7 +613,7 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss, **grads})
     given, filled = seen[:2], seen[2:]  # tokens and targets of either
-    assert filled == [filling.bucketed(count, loss) for count in given]
+    assert filled == [row_buckets.bucketed(count, loss) for count in given]
     assert filled != given
     theirs, ours = found
     largest = max(tensor.abs().max().item() for tensor in theirs.values())
@@ -623,7 +623,7 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
 
 def test_added_targets_are_none_that_nobody_asked_for(build, monkeypatch):
     """A token that no loss reads may be whatever it is: the added targets are not of its kind."""
-    monkeypatch.setattr(filling, "_largest_step", lambda x: 64)
+    monkeypatch.setattr(row_buckets, "_largest_step", lambda x: 64)
     model = build(**LORA)
     ids = torch.full((2, 20), 7)
     ids[0] = 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loralib.training import launch
+from loralib.training import restarts
 from transformers import TrainingArguments, trainer_checkpoint
 from transformers.trainer_checkpoint import identities
 from transformers.utils.cli import check_sources_kept, find_checkpoint
@@ -15,7 +15,7 @@ from transformers.utils.cli import check_sources_kept, find_checkpoint
 def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     """Not what an earlier one has left, whose checkpoints count further."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
+    monkeypatch.setattr(restarts, "_agent", lambda: "host 1 1")
     for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
         Path(name).mkdir(parents=True)
     args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
@@ -95,7 +95,7 @@ def test_a_model_that_is_not_named_is_not_the_working_folder(tmp_path, monkeypat
 
 def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
     """Which may number the files of a shared folder otherwise."""
-    monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
+    monkeypatch.setattr(restarts, "_agent", lambda: "host 1 1")
     (tmp_path / "checkpoint-30").mkdir()
     args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
     assert find_checkpoint(args) is None

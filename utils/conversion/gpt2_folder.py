@@ -16,7 +16,7 @@ from transformers.weight_files import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
-from config_json import TANH_GELUS, first_difference, settings_beside
+from config_json import TANH_GELUS, first_difference, read_config_json
 from family import GPT2
 from model import MODEL_CARDS, GPT2Config, config_of
 from weights import canonical_names, card_of, load_base
@@ -53,7 +53,7 @@ def read_gpt2(
     """
     if Path(name).is_file():
         tensors = _plain_weights(read_tensors(name, verify=True)[0], name)
-        settings = settings_beside(name, tensors) or _of_shape(tensors, name)
+        settings = read_config_json(name, tensors) or _of_shape(tensors, name)
     else:
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)

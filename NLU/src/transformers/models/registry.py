@@ -42,10 +42,10 @@ SUPPORTED: dict[str, SupportedFamily] = {}
 
 
 def carry(family: Family, package: str, **classes: str) -> SupportedFamily:
-    """Registers a family with its classes, here and in loralib; for the fields see `SupportedFamily`."""
-    carried = SupportedFamily(family=families.register(family), package=package, classes=classes)
-    SUPPORTED[family.name] = carried
-    return carried
+    """Registers a family with its classes, here and in loralib; see `SupportedFamily`."""
+    supported = SupportedFamily(family=families.register(family), package=package, classes=classes)
+    SUPPORTED[family.name] = supported
+    return supported
 
 
 def modules_of_classes() -> dict[str, str]:

@@ -29,7 +29,7 @@ from loralib.errors import (
 )
 from loralib.io.atomic import check_folder_writable
 from loralib.io.console import is_terminal
-from loralib.training import launched, process
+from loralib.training import launcher_env, process
 from loralib.training.output import output_folder
 from loralib.training.restarts import find_launch
 
@@ -83,7 +83,7 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
     # The root logger's handlers show the messages, and the libraries' own would repeat them.
     for library in ("datasets", "huggingface_hub"):
         logging.getLogger(library).handlers.clear()
-    if launched.rank() != 0 or not is_terminal(sys.stderr):
+    if launcher_env.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
     if cache_dir is not None:
         if not _can_be_written_to(cache_dir):
@@ -324,7 +324,7 @@ def report_truncation(cut: Mapping[str, tuple[int, int]], length: int) -> None:
         length: the maximum number of tokens in a row.
     """
     said = [f"{rows} of {total} in {name}" for name, (rows, total) in cut.items() if rows]
-    if said and launched.rank() == 0:
+    if said and launcher_env.rank() == 0:
         logger.warning("texts were cut to %d tokens: %s", length, ", ".join(said))
 
 

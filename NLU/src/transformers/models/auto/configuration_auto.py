@@ -58,7 +58,8 @@ def _carried(model_type: str | None, source: str) -> SupportedFamily:
     if model_type not in SUPPORTED:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; this package carries "
-            f"{', '.join(SUPPORTED)}: give one of these, such as roberta-base{_elsewhere(model_type)}"
+            f"{', '.join(SUPPORTED)}: give one of these, such as roberta-base"
+            f"{_elsewhere(model_type)}"
         )
     return SUPPORTED[model_type]
 

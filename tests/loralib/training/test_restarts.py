@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loralib.training import launch
+from loralib.training import restarts
 from loralib.training.restarts import find_launch
 
 
@@ -18,7 +18,7 @@ def agent(monkeypatch):
     """``agent(name)``: this process was started by the agent of that name; None for nobody."""
 
     def start(name):
-        monkeypatch.setattr(launch, "_agent", lambda: name)
+        monkeypatch.setattr(restarts, "_agent", lambda: name)
 
     return start
 
@@ -50,7 +50,7 @@ def test_hosts_that_replace_each_other_one_by_one(agent, tmp_path, monkeypatch):
     """In the end none of the first attempt's is left, and the run is still known."""
     for hosts in (["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"]):
         monkeypatch.setattr(
-            launch,
+            restarts,
             "gather_objects",
             lambda value, _, hosts=hosts: hosts if isinstance(value, str) else [value],
         )
@@ -71,22 +71,22 @@ def test_without_a_launcher_nothing_is_left(agent, tmp_path):
 def test_the_agent_of_a_process_that_was_made_in_python(monkeypatch):
     """As with torchrun --run_path: it is in the agent's session."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert launch._agent() is None
+    assert restarts._agent() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     maker = SimpleNamespace(pid=os.getppid())
-    monkeypatch.setattr(launch.multiprocessing, "parent_process", lambda: maker)
-    assert launch._agent().split()[1] == str(os.getppid())
+    monkeypatch.setattr(restarts.multiprocessing, "parent_process", lambda: maker)
+    assert restarts._agent().split()[1] == str(os.getppid())
 
 
 def test_the_agent_where_there_are_no_sessions(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(launch.sys, "platform", "win32")
+    monkeypatch.setattr(restarts.sys, "platform", "win32")
     monkeypatch.delattr(os, "getsid")
-    assert launch._agent().split()[1] == str(os.getppid())
+    assert restarts._agent().split()[1] == str(os.getppid())
 
 
 WITHOUT_PROC = "from loralib.training import locks; locks._stat = open; "
-AGENT = "from loralib.training import launch; print(launch._agent())"
+AGENT = "from loralib.training import restarts; print(restarts._agent())"
 
 
 @pytest.mark.parametrize("wrapper", ["exec {}", "{}; exit $?", "sh -c '{}; exit $?'"])

@@ -8,7 +8,7 @@ from compare import assert_close_to_rounding
 from half_products import choose_processor
 from multiplied_rows import MultipliedRows
 
-from loralib.nn import filling
+from loralib.nn import row_buckets
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 FAMILIES = ("roberta", "deberta")
@@ -32,8 +32,8 @@ def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, 
     model = make_classifier(family, **settings).double().train()
     expected = step(model, batch)
     calls = []
-    monkeypatch.setattr(filling, "_largest_step", lambda x: calls.append(len(x)) or 64)
-    monkeypatch.setattr(filling, "_FEWEST", 8)
+    monkeypatch.setattr(row_buckets, "_largest_step", lambda x: calls.append(len(x)) or 64)
+    monkeypatch.setattr(row_buckets, "_FEWEST", 8)
     tokens = int(batch["attention_mask"].sum())
     assert tokens % 2 ** (tokens.bit_length() - 4)  # there is something to fill
     ours = step(model, batch)
@@ -95,7 +95,7 @@ def test_added_targets_change_nothing(masked_lm, monkeypatch):
     model, counts = masked_lm.double(), [7, 10]
     expected = masked_lm_step(model, counts)
     assert expected["logits"].shape == (17, 60)
-    monkeypatch.setattr(filling, "_largest_step", lambda x: 64)
+    monkeypatch.setattr(row_buckets, "_largest_step", lambda x: 64)
     ours = masked_lm_step(model, counts)
     largest = max(tensor.abs().max().item() for tensor in expected.values())
     for name, tensor in expected.items():
