@@ -1,4 +1,4 @@
-"""Measures how fast this machine multiplies matrices, in the fastest way that loralib has.
+"""Measures how fast this machine multiplies matrices, by the fastest method that loralib has.
 
 The plan has `dtype`, `device`, `threads`, `seed`, and `products`, each (rows, in, out, times),
 where `times` is how often a layer has that product. The result is in billions of multiplications
@@ -35,9 +35,9 @@ def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def take_fastest(weight: products.FrozenWeight, dtype: torch.dtype, rows: int) -> None:
-    """Measures the ways to multiply `rows` rows with a weight, and has the fastest used."""
-    ways = products.measure([weight], dtype, {}, rows, backward=False)
-    products.use_choices({"machine": products.machine(), "ways": ways})
+    """Measures the methods to multiply `rows` rows with a weight, and has the fastest used."""
+    methods = products.measure([weight], dtype, {}, rows, backward=False)
+    products.use_choices({"machine": products.machine(), "methods": methods})
 
 
 @torch.no_grad()

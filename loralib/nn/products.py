@@ -1,9 +1,9 @@
-"""Computes x Wᵀ + b of large matrices in the fastest way that PyTorch has on this processor.
+"""Computes x Wᵀ + b of large matrices by the fastest method that PyTorch has on this processor.
 
-On a CPU there are several ways (ways.py). Which one is the fastest depends on the processor, the
-shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2.2
-times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
-twice as fast.
+On a CPU there are several methods (linear_methods.py). Which one is the fastest depends on the
+processor, the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32
+take 1.1 to 2.2 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout
+are multiplied twice as fast.
 
 bfloat16 is not faster everywhere. On processors without instructions for it, PyTorch's products
 were seen to take 12 times as long as in float32, and 190 times with a transposed weight. On some of
@@ -11,8 +11,8 @@ Intel's that have AVX-512's bfloat16 instructions, but not AMX, they take 1.7 ti
 
 Without a measurement, "onednn" is used where it is known to be fast, and "float32" for bfloat16 on
 a processor without instructions for it. Training scripts, evaluation and beam search measure all
-ways on their frozen weights before they begin (`measure`), with about as many rows as they will
-have: with few rows, most of the time is spent on converting the weight to another layout. The ways
+methods on their frozen weights before they begin (`measure`), with about as many rows as they will
+have: with few rows, most of the time is spent on converting the weight to another layout. Methods
 add in different orders, and so differ in rounding. A run therefore uses choices for its own weights
 only, keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`). Nothing is
 measured for trained weights.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from . import processor
 from .fast_paths import are_fast_paths_off, is_transformed
-from .kernels import KERNELS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
+from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 # ---- products that autograd records ----
 
@@ -71,7 +71,7 @@ def check_dense(x: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `F.linear`, up to rounding, in a faster way on a CPU where there is one.
+    """Computes `F.linear`, up to rounding, by a faster method on a CPU if there is one.
 
     There is one for frozen weights, and for trained weights where PyTorch's own product is known to
     be slow: in emulated bfloat16, and in float32 on AMD's processors.
@@ -156,7 +156,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         (…, n, m), in a's dtype or autocast's.
     """
     dtype = product_dtype(a)
-    if a.device.type != "cpu" or not _is_ordinary(a, b) or _way_of_batches(dtype) == "plain":
+    if a.device.type != "cpu" or not _is_ordinary(a, b) or _method_of_batches(dtype) == "plain":
         return a @ b
     return _wide_matmul(a.to(dtype), b.to(dtype)).to(dtype)
 
@@ -189,7 +189,7 @@ class _Linear(torch.autograd.Function):
 # ---- products outside of autograd ----
 
 # The number of multiplications from which a choice pays. For each new number of rows, oneDNN first
-# compiles a kernel, which takes about a millisecond in float32 and more in bfloat16. filling.py
+# compiles a kernel, which takes about a millisecond in float32 and more in bfloat16. row_buckets.py
 # keeps these numbers few, but each costs that once. Smaller products use F.linear, whatever was
 # measured with more rows: a 768 x 768 weight has a choice from 456 rows on.
 _LARGE = 2**28
@@ -200,7 +200,7 @@ _LARGE_OF_FEW = 2**24
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `F.linear` of matrices, up to rounding; in a chosen way if gradients are off.
+    """Computes `F.linear` of matrices, up to rounding; by a chosen method if gradients are off.
 
     Args:
         x: (rows, in).
@@ -210,14 +210,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (rows, out).
     """
-    if not _is_ordinary(x, weight) or not _has_ways(x, weight):
+    if not _is_ordinary(x, weight) or not _has_methods(x, weight):
         return small_product(x, weight, bias)
-    way = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
-    return KERNELS[way](x, weight, bias)
+    method = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
+    return METHODS[method](x, weight, bias)
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether fast ways are on and support these tensors: no subclasses, no tracing."""
+    """Returns whether fast methods are on and support these tensors: no subclasses, no tracing."""
     return (
         {type(x), type(weight)} <= {Tensor, nn.Parameter}
         and not are_fast_paths_off()
@@ -228,7 +228,7 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
 
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `product` without a choice of ways: for few rows, or with a thin matrix."""
+    """Computes `product` without a choice of methods: for few rows, or with a thin matrix."""
     if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not processor.is_emulated(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -252,8 +252,8 @@ def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> 
     if is_transposed:
         return gradient_of_weight(x, grad).t()
     a, b = grad.t(), x.t()
-    if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_ways(a, b):
-        return KERNELS[_usual(a, b, None)](a, b, None)
+    if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_methods(a, b):
+        return METHODS[_usual(a, b, None)](a, b, None)
     return small_product(a, b)
 
 
@@ -289,21 +289,21 @@ def batched_product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None
     """
     if out is None:
         out = a.new_empty(*a.shape[:2], b.shape[2])
-    return WAYS_OF_BATCHES[_way_of_batches(a.dtype)](a, b, scale, out)
+    return METHODS_OF_BATCHES[_method_of_batches(a.dtype)](a, b, scale, out)
 
 
-def _way_of_batches(dtype: torch.dtype) -> str:
+def _method_of_batches(dtype: torch.dtype) -> str:
     if dtype is not torch.bfloat16 or are_fast_paths_off():
         return "plain"
     return _chosen.get(_BATCHES) or ("plain" if processor.has_bfloat16() else "float32")
 
 
-def _has_ways(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether there is a choice of ways for this product of a layer."""
-    return x.is_contiguous() and _is_for_ways(x, weight)
+def _has_methods(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether there is a choice of methods for this product of a layer."""
+    return x.is_contiguous() and _is_for_methods(x, weight)
 
 
-def _is_for_ways(x: Tensor, weight: Tensor) -> bool:
+def _is_for_methods(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the product is large enough for a choice, and of a supported kind."""
     return (
         x.device.type == "cpu"
@@ -318,7 +318,7 @@ def _is_for_ways(x: Tensor, weight: Tensor) -> bool:
 
 MANY_ROWS = 1024
 _ROUNDS = 5
-# The share of the best time so far below which a way is preferred, in view of its other costs.
+# The share of the best time so far below which a method is preferred, in view of its other costs.
 _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85, "float32": 0.9}
 # If only some of a batch's rows are multiplied with a weight, such as the targets with a head, its
 # copy takes as much memory as any other's, but saves less of a step's time.
@@ -332,33 +332,35 @@ _BATCH = 96, 64, 64
 
 
 def machine() -> str:
-    """Returns what a choice depends on besides the product: processor, PyTorch, threads, ways."""
+    """Returns what a choice depends on besides the product, from processor to methods."""
     threads = torch.get_num_threads()
     count = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{processor.name()}, torch {torch.__version__}, {count}, ways: {' '.join(KERNELS)}"
+    return f"{processor.name()}, torch {torch.__version__}, {count}, methods: {' '.join(METHODS)}"
 
 
 def choices() -> dict[str, Any]:
-    """Returns the ways in use and the machine on which they were chosen, as strings."""
-    return {"machine": machine(), "ways": dict(_chosen)}
+    """Returns the methods in use and the machine on which they were chosen, as strings."""
+    return {"machine": machine(), "methods": dict(_chosen)}
 
 
 def use_choices(state: Mapping[str, Any]) -> None:
     """Replaces the current choices by those of `state`, unless they are another machine's."""
     if state["machine"] == machine():
         _chosen.clear()
-        _chosen.update({key: way for key, way in state["ways"].items() if way in _ways_of(key)})
+        _chosen.update(
+            {key: method for key, method in state["methods"].items() if method in _methods_of(key)}
+        )
 
 
-def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
+def is_slow_in_bfloat16(methods: Mapping[str, str]) -> bool:
     """Returns whether float32 is faster in most of the products that have a choice."""
-    found = [way for key, way in ways.items() if key != _BATCHES]
+    found = [method for key, method in methods.items() if key != _BATCHES]
     return 2 * found.count("float32") > len(found)
 
 
-def _ways_of(key: str) -> Collection[str]:
-    """Returns the ways that exist for a kind of product."""
-    return WAYS_OF_BATCHES if key == _BATCHES else KERNELS
+def _methods_of(key: str) -> Collection[str]:
+    """Returns the methods that exist for a kind of product."""
+    return METHODS_OF_BATCHES if key == _BATCHES else METHODS
 
 
 class FrozenWeight(NamedTuple):
@@ -384,20 +386,20 @@ def measure(
     rows: int = MANY_ROWS,
     backward: bool = True,
 ) -> dict[str, str]:
-    """Returns the fastest ways for products with these weights, by kind of product.
+    """Returns the fastest methods for products with these weights, by kind of product.
 
     Each kind that is not known takes a third of a second, and longer if it is large.
 
     Args:
         weights: frozen ones.
         dtype: what products are computed in.
-        known: ways that need not be measured, by kind of product.
+        known: methods that need not be measured, by kind of product.
         rows: about how many rows will be multiplied at once.
         backward: whether to measure products with the weights' transposes as well.
     """
     # A generator of its own, so that measuring does not change the run's random numbers.
     generator = torch.Generator().manual_seed(0)
-    ways: dict[str, str] = {}
+    methods: dict[str, str] = {}
     for weight, bias, rows_at_once in weights:
         count = min(rows, rows_at_once(dtype)) if rows_at_once else rows
         worth = _WORTH_FOR_SOME_ROWS if rows_at_once else _WORTH
@@ -406,21 +408,21 @@ def measure(
         ):
             # Empty at first: most kinds occur in every layer, and need no values the second time.
             x, cast = torch.empty(count, matrix.shape[1], dtype=dtype), _like(matrix, dtype)
-            if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
+            if not _is_ordinary(x, matrix) or not _has_methods(x, cast):
                 continue
             key = _key(x, cast, added)
-            if processor.is_emulated(x):  # other ways may take a hundred times as long
-                ways[key] = "float32"
-            if key not in ways and known.get(key) in KERNELS:
-                ways[key] = known[key]
-            if key not in ways:
+            if processor.is_emulated(x):  # other methods may take a hundred times as long
+                methods[key] = "float32"
+            if key not in methods and known.get(key) in METHODS:
+                methods[key] = known[key]
+            if key not in methods:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
-                ways[key] = _fastest(x, matrix.to(dtype), own, worth)
-    if ways and dtype is torch.bfloat16:
-        is_known = known.get(_BATCHES) in WAYS_OF_BATCHES and processor.has_bfloat16()
-        ways[_BATCHES] = known[_BATCHES] if is_known else _fastest_of_batches(generator)
-    return ways
+                methods[key] = _fastest(x, matrix.to(dtype), own, worth)
+    if methods and dtype is torch.bfloat16:
+        is_known = known.get(_BATCHES) in METHODS_OF_BATCHES and processor.has_bfloat16()
+        methods[_BATCHES] = known[_BATCHES] if is_known else _fastest_of_batches(generator)
+    return methods
 
 
 def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -432,7 +434,7 @@ def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """Returns the way to use if nothing was measured.
+    """Returns the method to use if nothing was measured.
 
     In half precision, oneDNN is only better with a bias, which PyTorch's own product writes to the
     result first, in a separate pass.
@@ -468,20 +470,20 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
 
 def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str, float]) -> str:
-    """Measures the ways, and returns the fastest by `_shares`.
+    """Measures the methods, and returns the fastest by `_shares`.
 
-    A way replaces the best so far only if its time is below `worth` times that one's.
+    A method replaces the best so far only if its time is below `worth` times that one's.
     """
-    ways = ["plain", "blocks"]
+    methods = ["plain", "blocks"]
     if processor.has_onednn(x.dtype):
-        ways += ["onednn"] if frozen_owner(weight) is None else ["onednn", "packed"]
+        methods += ["onednn"] if frozen_owner(weight) is None else ["onednn", "packed"]
     if x.dtype is torch.bfloat16:
-        ways += ["float32"]
-    shares = _shares({way: KERNELS[way] for way in ways}, x, weight, bias)
+        methods += ["float32"]
+    shares = _shares({method: METHODS[method] for method in methods}, x, weight, bias)
     best, least = "plain", 1.0
-    for way in sorted(ways[1:], key=list(KERNELS).index):
-        if shares[way] < worth[way] * least:
-            best, least = way, shares[way]
+    for method in sorted(methods[1:], key=list(METHODS).index):
+        if shares[method] < worth[method] * least:
+            best, least = method, shares[method]
     owner = frozen_owner(weight)
     if owner is not None and best != "packed":
         drop_copies(owner)
@@ -489,30 +491,32 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
 
 
 def _fastest_of_batches(generator: torch.Generator) -> str:
-    """Returns the faster way of `batched_product` in bfloat16."""
+    """Returns the faster method of `batched_product` in bfloat16."""
     if not processor.has_bfloat16():
         return "float32"
     x = torch.rand(_BATCH, generator=generator).bfloat16()
-    shares = _shares(WAYS_OF_BATCHES, x, x.transpose(1, 2), 0.1, torch.empty_like(x))
+    shares = _shares(METHODS_OF_BATCHES, x, x.transpose(1, 2), 0.1, torch.empty_like(x))
     return "float32" if shares["float32"] < _WORTH["float32"] else "plain"
 
 
-def _shares(ways: Mapping[str, Callable], *given: Any) -> dict[str, float]:
-    """Returns each way's time relative to the plain way's in the same round, as a median.
+def _shares(methods: Mapping[str, Callable], *given: Any) -> dict[str, float]:
+    """Returns each method's time relative to the plain method's in the same round, as a median.
 
     A shared processor may run at a third of its speed for a tenth of a second, so only times from
     the same round can be compared.
     """
-    for way in ways.values():
-        way(*given)
-    rounds = [{name: _seconds(way, *given) for name, way in ways.items()} for _ in range(_ROUNDS)]
+    for method in methods.values():
+        method(*given)
+    rounds = [
+        {name: _seconds(method, *given) for name, method in methods.items()} for _ in range(_ROUNDS)
+    ]
     return {
         name: statistics.median(seconds[name] / seconds["plain"] for seconds in rounds)
-        for name in ways
+        for name in methods
     }
 
 
-def _seconds(way: Callable, *given: Any) -> float:
+def _seconds(method: Callable, *given: Any) -> float:
     start = time.perf_counter()
-    way(*given)
+    method(*given)
     return time.perf_counter() - start

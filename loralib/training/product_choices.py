@@ -1,8 +1,8 @@
 """Chooses how a run multiplies large matrices: measured once per machine, shared by all processes.
 
-loralib/nn/kernels.py has what to choose from. Measurements are kept in the process and in a cache
-file of the user's, so that the next run need not measure, and adds in the same order. A run uses
-only the choices for its own products, so what other runs measured does not change its rounding.
+loralib/nn/linear_methods.py has what to choose from. Measurements are kept in the process and in a
+cache file of the user's, so that the next run need not measure, and adds in the same order. A run
+uses only choices for its own products, so what other runs measured does not change its rounding.
 """
 
 import functools
@@ -48,18 +48,18 @@ def choose_products(
         world_size: the number of processes, all of which have to call this.
         rows, backward: as for `products.measure`.
     """
-    machine, ways = products.machine(), {}
+    machine, methods = products.machine(), {}
     if rank() == 0:
         path, before = _cache_path(), _chosen_before.setdefault(products.machine(), {})
         known = {**_read(path).get(machine, {}), **before}
-        ways = products.measure(weights, dtype, known, rows, backward)
-        before.update(ways)
-        measured = {key: way for key, way in ways.items() if known.get(key) != way}
+        methods = products.measure(weights, dtype, known, rows, backward)
+        before.update(methods)
+        measured = {key: method for key, method in methods.items() if known.get(key) != method}
         if measured:
             _add(path, machine, measured)
-        if dtype is torch.bfloat16 and products.is_slow_in_bfloat16(ways):
+        if dtype is torch.bfloat16 and products.is_slow_in_bfloat16(methods):
             _say_that_it_is_slow()
-    products.use_choices({"machine": machine, "ways": ways})
+    products.use_choices({"machine": machine, "methods": methods})
     if world_size > 1:
         # Processes on another kind of machine ignore these, and use the defaults.
         products.use_choices(gather_objects(products.choices(), world_size)[0])
@@ -132,7 +132,7 @@ def _checked(content: Any) -> dict[str, dict[str, str]]:
     tables = [content, *content.values()] if isinstance(content, dict) else [content]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError("it does not hold names of machines with their choices")
-    if not all(isinstance(way, str) for table in tables[1:] for way in table.values()):
+    if not all(isinstance(method, str) for table in tables[1:] for method in table.values()):
         raise ValueError("it holds a choice that is not a name")
     return content
 

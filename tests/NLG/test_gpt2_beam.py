@@ -20,7 +20,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.nn import processor, products
-from loralib.nn.kernels import KERNELS
+from loralib.nn.linear_methods import METHODS
 from loralib.training import product_choices
 from model import GPT2LMModel, config_of
 from weights import canonical_names
@@ -437,12 +437,12 @@ def test_texts_are_the_same_however_products_are_computed(decode, tmp_path, monk
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     usual = decode()
-    compute, used = KERNELS[way], set()
+    compute, used = METHODS[way], set()
     monkeypatch.setattr(products, "_chosen", {})
     monkeypatch.setattr(product_choices, "_chosen_before", {})
     monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_fastest", lambda *_: way)
-    monkeypatch.setitem(KERNELS, way, lambda *given: used.add(given[1].shape) or compute(*given))
+    monkeypatch.setitem(METHODS, way, lambda *given: used.add(given[1].shape) or compute(*given))
     assert decode() == usual
     assert used == {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (50257, 128)}

@@ -9,14 +9,14 @@ from compare import assert_close_to_rounding, assert_same_bits
 from half_products import assert_as_exact_as_plain, choose_processor, step_and_evaluate
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
-from product_ways import Ways
+from product_methods import Ways
 from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
 from loralib.nn import packing, processor, products, row_buckets
 from loralib.nn.fast_paths import fast_paths_off
-from loralib.nn.kernels import KERNELS
+from loralib.nn.linear_methods import METHODS
 from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision, cast_frozen
 from loralib.training.product_choices import frozen_weights
@@ -462,7 +462,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeypatch, way, what):
     """All that is done for speed on a CPU, in turns with PyTorch's own operations."""
     if way in ("onednn", "packed") and not processor.has_onednn(torch.float32):
@@ -470,8 +470,8 @@ def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeyp
     Ways(monkeypatch, tmp_path).fastest(way)
     monkeypatch.setattr(products, "_usual", lambda *_: way)
     steps, attended, attend_rows = [], [], packing.attend_rows
-    multiplied, multiply = [], KERNELS[way]
-    monkeypatch.setitem(KERNELS, way, lambda *a: multiplied.append(a) or multiply(*a))
+    multiplied, multiply = [], METHODS[way]
+    monkeypatch.setitem(METHODS, way, lambda *a: multiplied.append(a) or multiply(*a))
     monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
     for is_off in (True, False):
         model = train_only(build(**LORA), what)

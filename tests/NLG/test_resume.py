@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from flipped import flip_in
-from product_ways import Ways
+from product_methods import Ways
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_same_bits
-from product_ways import Ways
+from product_methods import Ways
 from small_trainers import make_line_trainer, make_points
 from trainer_runs import (
     largest_difference,

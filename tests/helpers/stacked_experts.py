@@ -19,7 +19,7 @@ def has_grouped_mm():
     return True
 
 
-KERNELS = ("loop", "bmm", "batched", *(["grouped"] if has_grouped_mm() else []))
+METHODS = ("loop", "bmm", "batched", *(["grouped"] if has_grouped_mm() else []))
 STACKS = ("gate_up_proj", "down_proj")
 IDS = torch.arange(EXPERTS).repeat_interleave(4)
 # In each of two layers, sums of WIDTH, WIDTH and INNER products follow each other, with updates' of

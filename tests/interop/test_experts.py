@@ -19,7 +19,7 @@ import transformers
 from loralib.errors import CheckpointError
 
 R, ALPHA = 4, 6
-KERNELS = ("eager", "grouped_mm", "batched_mm")
+METHODS = ("eager", "grouped_mm", "batched_mm")
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 SMALL = {
     "vocab_size": 61,
@@ -63,7 +63,7 @@ def llama4() -> nn.Module:
 
 
 MODELS = {each.__name__: each for each in (mixtral, qwen3_moe, gpt_oss, llama4)}
-CASES = [(name, way) for name in MODELS for way in KERNELS if name != "llama4" or way == "eager"]
+CASES = [(name, way) for name in MODELS for way in METHODS if name != "llama4" or way == "eager"]
 
 
 def build(name: str, way: str = "eager") -> nn.Module:
@@ -176,7 +176,7 @@ def test_adapters_of_older_versions_come_by_way_of_peft(tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_ways_of_computing_agree_with_the_merged_model(name: str):
-    models = [with_lora(name, way) for way in KERNELS if (name, way) in CASES]
+    models = [with_lora(name, way) for way in METHODS if (name, way) in CASES]
     expected = outputs(lora.merge(copy.deepcopy(models[0])))
     for model in models:
         assert_close(outputs(model), expected)

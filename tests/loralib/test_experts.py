@@ -19,7 +19,7 @@ from stacked_experts import (
     FORWARD,
     IDS,
     INNER,
-    KERNELS,
+    METHODS,
     STACKS,
     WIDTH,
     Experts,
@@ -49,7 +49,7 @@ from loralib.low_rank_sum import LowRankSum
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "up", "down"])
 def test_outputs_and_gradients_are_those_of_the_sum(monkeypatch, way, is_transposed, stacks):
     layer = adapted(way, is_transposed, stacks, layers=1).layers[0]["experts"]
@@ -71,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_the_sum(monkeypatch, way, is_transpo
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 def test_evaluation_and_merging(way, is_transposed):
     model, x = adapted(way, is_transposed), tokens()
     with torch.no_grad():
@@ -280,7 +280,7 @@ def test_copies_and_pickles():
     assert torch.equal(again(x), expected)
 
 
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 def test_compiled_models_compute_the_same(way):
     model, x = adapted(way), tokens()
     expected = model(x)
@@ -484,7 +484,7 @@ class Loading:
         return tuple(each.to("cpu", non_blocking=False) for each in out)
 
 
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 def test_updates_that_are_loaded_when_they_are_needed(way):
     model, x = adapted(way), tokens()
     expected = model(x)
@@ -497,7 +497,7 @@ def test_updates_that_are_loaded_when_they_are_needed(way):
     close(model.eval()(x), expected)
 
 
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
 def test_updates_on_another_device_are_an_error(way, half):
     """Of the meta device PyTorch says nothing: what is computed then has no meaning."""

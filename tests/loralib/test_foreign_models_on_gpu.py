@@ -7,7 +7,7 @@ import torch
 from adapted_models import CASES
 from compare import assert_close_to_rounding, assert_same_bits
 from pretended_device import GPU, GPUS, brought_back
-from stacked_experts import KERNELS, MAGNITUDE, TERMS, adapted, tokens
+from stacked_experts import MAGNITUDE, METHODS, TERMS, adapted, tokens
 from torch import nn
 from torch.optim import SGD
 
@@ -97,7 +97,7 @@ def test_each_row_has_its_adapter(kind, name, variant, tmp_path):
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("kind", GPUS)
 def test_experts(kind, way, is_transposed):
     expected = adapted(way, is_transposed)

@@ -58,10 +58,10 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-KERNELS = [fsdp_1, fsdp_2, tensor_parallel]
+METHODS = [fsdp_1, fsdp_2, tensor_parallel]
 
 
-@pytest.mark.parametrize("shard", KERNELS)
+@pytest.mark.parametrize("shard", METHODS)
 def test_what_needs_whole_parameters_is_refused(tmp_path, mesh, shard):
     lora.save_adapter(adapted(net()), tmp_path / "a")
     # Tensor parallelism comes before LoRA.

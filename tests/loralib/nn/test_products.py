@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loralib as lora
 from loralib.nn import processor, products
 from loralib.nn.fast_paths import fast_paths_off
-from loralib.nn.kernels import KERNELS, WAYS_OF_BATCHES, _packed_copies, in_float32
+from loralib.nn.linear_methods import METHODS, METHODS_OF_BATCHES, _packed_copies, in_float32
 
 # A product of the first is left to F.linear; the second is large.
 SIZES = [(5, 16, 24), (320, 1024, 832)]
@@ -71,7 +71,7 @@ SETTINGS = [(with_bias, transposed) for with_bias in (False, True) for transpose
 
 @pytest.fixture(params=["in batches", "no instructions"])
 def wide_batches(request, monkeypatch):
-    """Batches of bfloat16 are multiplied in float32: it was faster, or there is no other way."""
+    """Batches of bfloat16 are multiplied in float32: it was faster, or there is no other method."""
     if request.param == "in batches":
         monkeypatch.setattr(products, "_chosen", {products._BATCHES: "float32"})
     else:
@@ -90,7 +90,7 @@ def assert_rounded_once(found, exact, terms):
 @torch.no_grad()
 def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, monkeypatch):
     """However many parts the weight is converted in; also where autocast would narrow it."""
-    monkeypatch.setattr("loralib.nn.kernels._CONVERTED", converted)
+    monkeypatch.setattr("loralib.nn.linear_methods._CONVERTED", converted)
     x, weight, bias = make(SIZES[1], torch.bfloat16, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -178,9 +178,9 @@ def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bia
 
 def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 3.0, "blocks": 3.0, "packed": 3.0, "float32": 2.0}
-    names = {way: name for name, way in KERNELS.items()}
-    names |= {way: name for name, way in WAYS_OF_BATCHES.items()}
-    monkeypatch.setattr(products, "_seconds", lambda way, *_: times[names[way]])
+    names = {method: name for name, method in METHODS.items()}
+    names |= {method: name for name, method in METHODS_OF_BATCHES.items()}
+    monkeypatch.setattr(products, "_seconds", lambda method, *_: times[names[method]])
     monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
     weight = products.FrozenWeight(torch.randn(832, 1024))
     keys = ["bfloat16 1024 -> 832", products._BATCHES]
@@ -195,15 +195,15 @@ def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_
 
 
 def test_without_instructions_nothing_is_measured(monkeypatch, no_choices):
-    """Other ways may take a hundred times as long."""
+    """Other methods may take a hundred times as long."""
     choose_processor(monkeypatch, has_bfloat16=False, large=True)
     monkeypatch.setattr(products, "_seconds", None)
-    ways = products.measure([products.FrozenWeight(torch.randn(832, 1024))], torch.bfloat16, {})
-    assert set(ways.values()) == {"float32"}
-    assert len(ways) == 3
+    methods = products.measure([products.FrozenWeight(torch.randn(832, 1024))], torch.bfloat16, {})
+    assert set(methods.values()) == {"float32"}
+    assert len(methods) == 3
 
 
-# ---- ways ----
+# ---- methods ----
 
 LAYERS = {
     "linear": lambda: products.Linear(1024, 832),
@@ -218,9 +218,9 @@ def no_choices(monkeypatch):
     monkeypatch.setattr(products, "_chosen", {})
 
 
-@pytest.fixture(params=list(KERNELS))
+@pytest.fixture(params=list(METHODS))
 def one_way(request, monkeypatch, no_choices):
-    """Every large product is computed in this way."""
+    """Every large product is computed in this method."""
     if request.param in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", lambda *_: request.param)
@@ -453,19 +453,19 @@ def test_a_copy_goes_with_its_weight(packing):
 
 def test_the_fastest_is_chosen(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 2.0, "blocks": 1.0, "packed": 0.9}
-    ways = {way: name for name, way in KERNELS.items()}
-    monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
+    methods = {method: name for name, method in METHODS.items()}
+    monkeypatch.setattr(products, "_seconds", lambda method, *_: times[methods[method]])
     layer = products.Linear(1024, 832).requires_grad_(False)
     weights = [products.FrozenWeight(layer.weight, layer.bias)]
-    ways = products.measure(weights, torch.float32, {})
+    methods = products.measure(weights, torch.float32, {})
     # Not "packed": it is not so much faster that it repays the memory.
     expected = {
         "float32 1024 -> 832 + bias": "blocks",
         "float32 832 -> 1024 transposed": "blocks",
     }
-    assert ways == expected
+    assert methods == expected
     times["packed"] = 0.1
-    assert products.measure(weights, torch.float32, ways) == expected, "what is known stays"
+    assert products.measure(weights, torch.float32, methods) == expected, "what is known stays"
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.8, "onednn"), (0.6, "packed")])
@@ -473,7 +473,9 @@ def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, s
     # Nothing is multiplied, so that it is chosen where PyTorch is built without oneDNN as well.
     monkeypatch.setattr(processor, "has_onednn", lambda dtype: True)
     shares = {"plain": 1.0, "onednn": 0.67, "blocks": 1.0, "packed": 0.67 * share}
-    monkeypatch.setattr(products, "_shares", lambda ways, *_: {way: shares[way] for way in ways})
+    monkeypatch.setattr(
+        products, "_shares", lambda methods, *_: {method: shares[method] for method in methods}
+    )
     weight = products.Linear(1024, 832).requires_grad_(False).weight
     for_some = products.FrozenWeight(weight, rows_at_once=lambda dtype: 256)
     found = products.measure([for_some], torch.float32, {}, backward=False)
@@ -487,14 +489,14 @@ def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
     weight = products.FrozenWeight(torch.randn(832, 1024))
     weights = [weight, weight._replace(rows_at_once=lambda dtype: 400 // dtype.itemsize)]
-    ways = products.measure(weights, torch.float32, {}, backward=False)
+    methods = products.measure(weights, torch.float32, {}, backward=False)
     assert asked == [products.MANY_ROWS, 100]
     few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"
-    assert ways == {few: "blocks", many: "blocks"}
+    assert methods == {few: "blocks", many: "blocks"}
     assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
-    products.use_choices({"machine": products.machine(), "ways": ways})
+    products.use_choices({"machine": products.machine(), "methods": methods})
     used = []
-    monkeypatch.setitem(KERNELS, "blocks", lambda *given: used.append(given[0].shape[0]))
+    monkeypatch.setitem(METHODS, "blocks", lambda *given: used.append(given[0].shape[0]))
     with torch.no_grad():
         for rows in (100, 320):
             products.product(torch.randn(rows, 1024), weight.matrix)
@@ -545,12 +547,12 @@ def test_choices_of_another_machine_are_not_taken(no_choices):
     batches = {products._BATCHES: "blocks"}  # which there is not for these
     own = {
         "machine": products.machine(),
-        "ways": {"a": "plain", "b": "of a later version", **batches},
+        "methods": {"a": "plain", "b": "of a later version", **batches},
     }
     products.use_choices(own)
-    assert products.choices()["ways"] == {"a": "plain"}
-    products.use_choices({"machine": "another", "ways": {"a": "blocks", "c": "plain"}})
-    assert products.choices()["ways"] == {"a": "plain"}
+    assert products.choices()["methods"] == {"a": "plain"}
+    products.use_choices({"machine": "another", "methods": {"a": "blocks", "c": "plain"}})
+    assert products.choices()["methods"] == {"a": "plain"}
 
 
 def test_measuring_draws_no_numbers_of_the_run():

@@ -66,7 +66,7 @@ def without_head(state):
 
 
 # How the one who trained may have taken the base's fingerprint, and what of it is compared.
-KERNELS = {
+METHODS = {
     "without the head": (lambda state: fingerprint(without_head(state)), "words.weight"),
     "by its name": (lambda state: fingerprint(state, ["body."]), "body.1.query.weight"),
     "of the whole model": (fingerprint, "score.weight"),
@@ -77,11 +77,11 @@ def test_the_family_is_not_known():
     assert not any(in_known_backbone(name) for name in Own().state_dict())
 
 
-@pytest.mark.parametrize("way", KERNELS)
+@pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_right_base_is_taken_and_another_refused(way, head, dtype, caplog):
-    take, part = KERNELS[way]
+    take, part = METHODS[way]
     model = Own()
     mine = adapter(model, take(model.state_dict()), head)
     bank = lora.AdapterBank(copy.deepcopy(model).to(dtype))
@@ -100,7 +100,7 @@ def test_the_right_base_is_taken_and_another_refused(way, head, dtype, caplog):
 @pytest.mark.parametrize("way", ["without the head", "by its name"])
 def test_the_model_s_head_may_be_another_than_the_adapter_s(way):
     model = Own()
-    mine = adapter(model, KERNELS[way][0](model.state_dict()))
+    mine = adapter(model, METHODS[way][0](model.state_dict()))
     nn.init.ones_(model.score.weight)
     lora.AdapterBank(model).add("mine", mine)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.nn import processor, products
-from loralib.nn.kernels import KERNELS
+from loralib.nn.linear_methods import METHODS
 from loralib.training import product_choices
 from loralib.training.precision import Precision
 from loralib.training.product_choices import choose_products, chosen_products, frozen_weights
@@ -68,7 +68,7 @@ def test_an_evaluation_puts_back_what_was_chosen(cache, measured):
     other = [products.FrozenWeight(torch.randn(832, 1024))]
     for expected in (nullcontext(), pytest.raises(ZeroDivisionError)):
         with expected as raised, chosen_products(other, torch.float32, world_size=1):
-            assert products.choices()["ways"] == {"float32 1024 -> 832": "plain"}
+            assert products.choices()["methods"] == {"float32 1024 -> 832": "plain"}
             assert raised is None or 1 / 0
         assert products.choices() == before
 
@@ -97,22 +97,22 @@ def model():
 def test_a_machine_is_measured_once(cache, measured):
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert set(measured) == KEYS
-    assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
+    assert products.choices()["methods"] == dict.fromkeys(KEYS, "plain")
     assert json.loads(cache.read_text()) == {products.machine(): dict.fromkeys(KEYS, "plain")}
     products._chosen.clear()
     product_choices._chosen_before.clear()
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert len(measured) == len(KEYS)
-    assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
+    assert products.choices()["methods"] == dict.fromkeys(KEYS, "plain")
 
 
 def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    ways = {way: name for name, way in KERNELS.items()}
+    ways = {way: name for name, way in METHODS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
-    assert products.choices()["ways"] == dict.fromkeys(KEYS, "packed")
+    assert products.choices()["methods"] == dict.fromkeys(KEYS, "packed")
 
 
 def test_what_other_machines_chose_is_kept(cache, measured):
@@ -120,7 +120,10 @@ def test_what_other_machines_chose_is_kept(cache, measured):
     cache.write_text(json.dumps({"another": {"key": "packed"}}))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     written = json.loads(cache.read_text())
-    assert written == {"another": {"key": "packed"}, products.machine(): products.choices()["ways"]}
+    assert written == {
+        "another": {"key": "packed"},
+        products.machine(): products.choices()["methods"],
+    }
 
 
 def test_a_run_takes_what_is_of_its_own_products(cache, measured):
@@ -129,10 +132,10 @@ def test_a_run_takes_what_is_of_its_own_products(cache, measured):
     cache.write_text(json.dumps({products.machine(): others}))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     own = dict.fromkeys(KEYS, "plain")
-    assert products.choices()["ways"] == own
+    assert products.choices()["methods"] == own
     assert json.loads(cache.read_text()) == {products.machine(): {**others, **own}}
     choose_products([], torch.float32, world_size=1)
-    assert products.choices()["ways"] == {}, "of the run before"
+    assert products.choices()["methods"] == {}, "of the run before"
 
 
 def test_what_is_measured_meanwhile_is_kept(cache, measured, monkeypatch):
@@ -154,7 +157,7 @@ def test_a_cache_that_another_process_writes_is_waited_for(cache, measured, capl
         choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be written" in caplog.text
     assert not cache.exists()
-    assert products.choices()["ways"].keys() == KEYS
+    assert products.choices()["methods"].keys() == KEYS
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
     cache.parent.write_text("a file where a folder should be")
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be" in caplog.text
-    assert products.choices()["ways"].keys() == KEYS
+    assert products.choices()["methods"].keys() == KEYS
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert len(measured) == len(KEYS), "a process measures once"
 
@@ -184,14 +187,14 @@ def test_without_a_home_folder_the_run_goes_ahead(cache, measured, caplog, monke
     monkeypatch.setattr(Path, "expanduser", expanduser)
     for _ in range(2):
         choose_products(frozen_weights(model()), torch.float32, world_size=1)
-        assert products.choices()["ways"].keys() == KEYS
+        assert products.choices()["methods"].keys() == KEYS
     assert caplog.text.count("no home folder to keep a cache in") == 1
     assert len(measured) == len(KEYS), "a process measures once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_choices_are_part_of_a_checkpoint(cache, dtype):
-    chosen = {"machine": products.machine(), "ways": {"some product": "blocks"}}
+    chosen = {"machine": products.machine(), "methods": {"some product": "blocks"}}
     products.use_choices(chosen)
     before = Precision(dtype, "cpu")
     state = before.state_dict()
@@ -204,7 +207,7 @@ def test_choices_are_part_of_a_checkpoint(cache, dtype):
 
 def test_a_checkpoint_with_other_choices_is_no_damage(cache):
     plain_run = Precision(torch.float32, "cpu").state_dict()
-    chosen = {"machine": products.machine(), "ways": {"some product": "blocks"}}
+    chosen = {"machine": products.machine(), "methods": {"some product": "blocks"}}
     products.use_choices(chosen)
     restore(Precision(torch.float32, "cpu"), plain_run)
-    assert products.choices()["ways"] == {}
+    assert products.choices()["methods"] == {}

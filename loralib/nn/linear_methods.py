@@ -1,4 +1,4 @@
-"""Computes x Wᵀ + b of matrices on a CPU in several ways, of which products.py chooses one.
+"""Computes x Wᵀ + b of matrices on a CPU by several methods, of which products.py chooses one.
 
     plain     F.linear
     onednn    oneDNN's linear layer, which PyTorch has for its own compiler
@@ -118,7 +118,7 @@ def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _linear_into(out, x, _scratch.converted("weight", weight), bias)
 
 
-KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+METHODS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "plain": F.linear,
     "onednn": _onednn,
     "blocks": _in_blocks,
@@ -137,7 +137,7 @@ def _batches_in_float32(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tens
     return out.copy_(_plain_batches(a.float(), b.float(), scale, wide))
 
 
-WAYS_OF_BATCHES: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
+METHODS_OF_BATCHES: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
     "plain": _plain_batches,
     "float32": _batches_in_float32,
 }

@@ -20,14 +20,14 @@ class Ways:
         patch.setattr(products, "_LARGE", 1)
         patch.setattr(products, "_LARGE_OF_FEW", 1)
 
-    def fastest(self, way: str) -> None:
-        """From here on, `way` is; nothing that was measured before is known."""
+    def fastest(self, method: str) -> None:
+        """From here on, `method` is; nothing that was measured before is known."""
         self._patch.setattr(products, "_chosen", {})
         self._patch.setattr(product_choices, "_chosen_before", {})
         self._patch.setattr(product_choices, "_read", lambda path: {})
-        self._patch.setattr(products, "_fastest", lambda *given: way)
+        self._patch.setattr(products, "_fastest", lambda *given: method)
 
     @staticmethod
     def in_use() -> set[str]:
         """Those of all products for which there is a choice."""
-        return set(products.choices()["ways"].values())
+        return set(products.choices()["methods"].values())
