@@ -60,6 +60,7 @@ from .inject_warnings import (
     warn_of_bypassed,
     warn_of_guessed_head,
     warn_of_kinds,
+    warn_of_no_initialization,
     warn_of_numbers,
     warn_of_stacks,
     warn_of_task_head,
@@ -219,6 +220,7 @@ def add_lora(
         if is_first and modules_to_train is None:
             warn_of_task_head(model)
         warn_of_numbers(targets, names)
+        warn_of_no_initialization(model, adapted)
         warn_of_bypassed(model, names)
         if not is_first:
             warn_of_kinds(model)

@@ -8,7 +8,7 @@ from torch import nn
 
 from .adaptation import is_linear
 from .bypassed import bypassed
-from .initialization import starts_from_weight
+from .initialization import initializes, starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
@@ -160,3 +160,18 @@ def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
                 listed(others),
                 target,
             )
+
+
+def warn_of_no_initialization(model: nn.Module, names: Iterable[str]) -> None:
+    """Warns that A and B are zero, because scripts have replaced the functions of `torch.nn.init`.
+
+    Both would stay zero in training: each has a gradient only if the other is not zero.
+    """
+    layers = lora_layers(model)
+    zero = [name for name in names if not layers[name].lora_A.is_meta]
+    if zero and not initializes():
+        logger.warning(
+            "torch.nn.init does nothing here, so A and B of %s are zero, and training would not "
+            "change them: call lora.start_from_weights(model) once it works again",
+            in_short(map(module_label, zero), at_most=2),
+        )
