@@ -39,7 +39,7 @@ from conversion.bases import IN_PYTHON, Base, family_for, read_base, unverified,
 from conversion.description import describe
 from conversion.dtypes import DTYPES
 from conversion.gpt2_folder import is_whole_gpt2
-from conversion.merged import merge, write_whole
+from conversion.merged import merge, write_full_model
 from loralib.adapters.adapter import LORA, Adapter, in_words
 from loralib.adapters.families import family_of
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
@@ -275,7 +275,7 @@ def run_on_whole(args: argparse.Namespace) -> None:
             f"{args.source}: is a whole GPT-2 without LoRA: leave out {' and '.join(given)}"
         )
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    said = write_whole(args.source, args.target, getattr(torch, args.dtype or "float32"))
+    said = write_full_model(args.source, args.target, getattr(torch, args.dtype or "float32"))
     show(f"{args.target}: written, from {args.source}:", said)
 
 

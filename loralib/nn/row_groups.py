@@ -170,8 +170,8 @@ def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
     for last, row in enumerate(ascending):
         size = heads * lengths[row] ** 2
         earliest = max(last + 1 - max(_LARGEST // size, 1), 0)
-        beginnings = np.arange(earliest, last + 1)
-        costs = least[beginnings] + (last + 1 - beginnings) * size
+        starts = np.arange(earliest, last + 1)
+        costs = least[starts] + (last + 1 - starts) * size
         best = int(costs.argmin())
         begins.append(earliest + best)
         least[last + 1] = costs[best] + GROUP_OVERHEAD

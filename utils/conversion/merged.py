@@ -43,7 +43,7 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[
     return _described_model(base, dtype)
 
 
-def write_whole(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
+def write_full_model(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
     """Writes a GPT-2 that was trained as a whole, without LoRA, as the folder of a plain model.
 
     Returns:
