@@ -408,13 +408,18 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
         if not isinstance(value, str | int | float):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
-        if isinstance(value, float) and math.isinf(value):
-            raise ValueError(f"{path}: row {row}: its {name} is {value}: a score has to be finite")
+        if isinstance(value, float):
+            _check_finite(value, row, path, name)
     if not isinstance(data.features[name], Value):
         _refuse_kinds(values, path, name)
     _check_numbers(values, path, name)
     if path.endswith(".csv") and "int" in data.features[name].dtype:
         _check_numerals(path, name)
+
+
+def _check_finite(score: float, row: int, path: str, name: str) -> None:
+    if math.isinf(score):
+        raise ValueError(f"{path}: row {row}: its {name} is {score}: a score has to be finite")
 
 
 def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
@@ -439,7 +444,7 @@ def _check_numerals(path: str, name: str) -> None:
 def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
     """Checks that no word stands for a missing number, which would make each number a class.
 
-    It also checks that numbers have no decimal commas.
+    It also checks that numbers are finite, and have no decimal commas.
     """
     words = {value for value in values if isinstance(value, str)}
     missing = {word for word in words if may_be_missing(word)}
@@ -449,6 +454,10 @@ def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
             f"{path}: row {row}: its {name} is '{values[row - 1]}', where others are numbers: "
             "leave the row out"
         )
+    # pandas before 3 keeps a column as text if a number in it is too large, such as 1e999.
+    if words and all(map(is_number, words)):
+        for row, value in enumerate(values, start=1):
+            _check_finite(float(value), row, path, name)
     if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
         raise ValueError(f"{path}: {name} has decimal commas ({values[0]}): write points")
 
