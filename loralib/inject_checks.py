@@ -325,7 +325,9 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
             raise _not_held(trained, name, reason, "load the model with that part in bfloat16")
         if parameter.dtype not in DTYPES:
             reason = f"a parameter of {parameter.dtype}, which adapters cannot hold"
-            raise _not_held(trained, name, reason, "make it a buffer with persistent=False")
+            raise _not_held(
+                trained, name, reason, "make the parameter a buffer with persistent=False"
+            )
     owners = {name.rpartition(".")[0] for name in parameters}
     for name, tensor in part.state_dict().items():
         is_buffer = name not in parameters and isinstance(tensor, Tensor)
@@ -334,7 +336,7 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
         kind = _kind_not_held(tensor)
         if kind is not None:
             reason = f"a buffer of {kind}, which adapters cannot hold"
-            raise _not_held(trained, name, reason, "register it with persistent=False")
+            raise _not_held(trained, name, reason, "register the buffer with persistent=False")
 
 
 def _kind_not_held(buffer: Tensor) -> object | None:
@@ -348,8 +350,8 @@ def _kind_not_held(buffer: Tensor) -> object | None:
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
     return ValueError(
-        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave the "
-        f"module out of modules_to_train, or {way_out}"
+        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
+        f"out of modules_to_train, or {way_out}"
     )
 
 

@@ -78,8 +78,8 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
     ):
         if of_kind:
             logger.warning(
-                "%s reads %s%s itself, and its source never calls %s: an update has no effect "
-                "there; leave out %s",
+                "the source of %s reads %s%s directly, and never calls %s: an update has no "
+                "effect there; leave out %s",
                 listed({found[name] for name in of_kind}),
                 what,
                 in_short(of_kind, at_most=2),

@@ -244,8 +244,8 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
     which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
     if of_lora & {id(parameter) for parameter in lost.values()}:  # no adapter can hold these
         way_out = (
-            f"the adapter needs exactly this base: {_SAVED_WHOLE} too, or train again from the "
-            "base after mark_only_lora_as_trainable"
+            f"the adapter needs this exact base: {_SAVED_WHOLE} too, or train again from the base "
+            "after mark_only_lora_as_trainable"
         )
     else:
         way_out = (

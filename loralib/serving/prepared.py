@@ -219,7 +219,7 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             )
         if is_quantized_linear(adapted.module) and adapted.delta.has_magnitude:
             raise CheckpointError(
-                f"{source}: has DoRA on {name}, whose weight DoRA needs, but that is quantized: "
+                f"{source}: has DoRA on {name}, which needs the weight, but that is quantized: "
                 "load the base in float16 or bfloat16"
             )
         kind = type(adapted.module)

@@ -445,7 +445,9 @@ def test_a_run_resumes_with_another_length(
     run_until([*argv, "12"], STEP, 12, monkeypatch)
     caplog.clear()
     gpt2_ft.main([*argv, str(steps), "--resume"])
-    told = f"{tmp_path / 'run'} is of a run of 12 steps, this one has {steps}: from here on"
+    told = (
+        f"{tmp_path / 'run'} belongs to a run of 12 steps, but this run has {steps}: from here on"
+    )
     assert told in caplog.text
     rates = [[row["lr"] for row in read_metrics(tmp_path / name)[0]] for name in ("run", "whole")]
     assert rates[0][10:] == rates[1][10:]
@@ -478,7 +480,7 @@ def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypat
     )
     run_until(argv, STEP, 8, monkeypatch)
     line = error_of([*argv, "--max_epoch", "1", "--resume"])
-    assert f"{tmp_path / 'run'}: has made 6 steps, and this run ends after 4: give the leng" in line
+    assert f"{tmp_path / 'run'}: has made 6 steps, but this run ends after 4: give the leng" in line
     gpt2_ft.main([*argv, "--resume"])
     line = error_of([*argv, "--max_epoch", "4", "--resume"])
     assert "is of a run with number of steps 12, not 16: it is finished; begin a new run of" in line

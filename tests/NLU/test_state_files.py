@@ -140,7 +140,7 @@ FIELDS = {
     "a group as text": (OPTIMIZER, lambda s: s.update(param_groups=["x"]), ""),
     "no average": (OPTIMIZER, lambda s: first(s["state"]).pop("exp_avg"), "no such exp_avg"),
     "half an average": (OPTIMIZER, lambda s: cut(first(s["state"]), "exp_avg_sq"), "exp_avg_sq"),
-    "no count": (OPTIMIZER, lambda s: first(s["state"]).pop("step"), "no integer"),
+    "no count": (OPTIMIZER, lambda s: first(s["state"]).pop("step"), "not an integer"),
     "no epoch of the schedule": (SCHEDULER, lambda s: s.pop("last_epoch"), "no 'last_epoch'"),
     "that as text": (SCHEDULER, lambda s: s.update(last_epoch="3"), "'last_epoch' is of"),
     "no rates": (SCHEDULER, lambda s: s.update(_last_lr=[]), "'_last_lr' has 0 entries"),

@@ -513,7 +513,7 @@ def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
 def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
-    told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: from here on"
+    told = f"{checkpoint} belongs to a run of 10 steps, but this run has {5 * epochs}: from here on"
     assert (told in caplog.text) is says
 
 
@@ -529,7 +529,7 @@ def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
 def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
     with pytest.raises(CheckpointError) as caught:
         make_trainer(**length).train(str(checkpoint))
-    assert f"{checkpoint}: has made 5 steps, and this run ends after 4: " in str(caught.value)
+    assert f"{checkpoint}: has made 5 steps, but this run ends after 4: " in str(caught.value)
 
 
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):

@@ -167,7 +167,10 @@ def test_files_that_are_not_there(tmp_path, base_path):
     empty.mkdir()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
-        ("gpt2-medium", f" (seen from {os.getcwd()}); download_pretrained_checkpoints.sh fetches"),
+        (
+            "gpt2-medium",
+            f" (relative to {os.getcwd()}); download_pretrained_checkpoints.sh fetches",
+        ),
         (empty, ": it is a folder; give the file of weights in it, such as model.safetensors or "),
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
@@ -252,7 +255,10 @@ def test_a_base_as_the_lora_file(tmp_path, base_path):
 def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
     whole = tmp_path / "whole.pt"
     save_model(whole, *open_lora(), lora_only=False)
-    says = [f"{whole}: holds a full model, not LoRA alone", "save_adapter writes the adapter"]
+    says = [
+        f"{whole}: holds a full model, not LoRA alone",
+        "then write the adapter with save_adapter",
+    ]
     refuses(says, ("--init_checkpoint", base_path), whole)
     says = [f"{whole}: already holds LoRA weights", "base without LoRA"]
     refuses(says, ("--init_checkpoint", whole), lora_path)
@@ -328,7 +334,7 @@ BAD_LORA = {
     ),
     "of a deeper model": (
         lambda: draw_lora(blocks=3),
-        ["has, unknown to the model, 2 tensors: transformer.h.2.attn.c_attn.lora_A"],
+        ["has 2 tensors that the model does not have: transformer.h.2.attn.c_attn.lora_A"],
     ),
     "of a wider model": (
         lambda: draw_lora(width=12),

@@ -36,8 +36,8 @@ from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
         ("out.txt", "release", "ends in .bin or .pt"),
         ("out.bin", "peft", "the format peft is a folder"),
         ("out.safetensors", "merged", "the format merged is a folder"),
-        ("out", None, "does not tell the format"),
-        ("out.txt", None, "does not tell the format"),
+        ("out", None, "cannot tell the format to write from its name"),
+        ("out.txt", None, "cannot tell the format to write from its name"),
     ],
 )
 def test_targets_that_are_refused(failure, trained, tmp_path, target, format, reason):
