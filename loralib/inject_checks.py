@@ -406,9 +406,7 @@ def check_rank(
         else:
             alike = [n for n, other in largest.items() if other == most]
             target = shortest_target(name, alike, largest)
-            way_out = (
-                f"lower it, or lower it for that module alone: rank_pattern={{{target}: {most}}}"
-            )
+            way_out = f"lower it, or give rank_pattern={{{target}: {most}}}"
         raise ValueError(
             f"r = {rank} is too large for {module_label(name)}, whose smaller dimension is "
             f"{most}; {way_out}"

@@ -531,8 +531,8 @@ REFUSED = {
     "rank": (
         Model,
         {"r": 9},
-        r"r = 9 is too large for layers.0.experts.down_proj, .* 8; lower it, or .* "
-        r"alone: rank_pattern={'down_proj': 8}",
+        r"r = 9 is too large for layers.0.experts.down_proj, .* 8; lower it, or "
+        r"give rank_pattern={'down_proj': 8}",
     ),
     "twice": (adapted, {}, "down_proj has LoRA already"),
     "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as a whole: "),

@@ -72,7 +72,7 @@ def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
     ranks = {}
     for number, smallest in ((1, 4), (2, 2)):
         name = f"layers.{number}.out"
-        message = rf"for {name}, .* {smallest}; lower it, or .* alone: rank_pattern=(.*)$"
+        message = rf"for {name}, .* {smallest}; lower it, or give rank_pattern=(.*)$"
         with pytest.raises(ValueError, match=message) as caught:
             lora.add_lora(Widths(), "out", r=8, rank_pattern=ranks)
         ranks |= ast.literal_eval(re.search(message, str(caught.value))[1])
@@ -87,7 +87,7 @@ def test_an_expression_that_is_suggested_means_one_module_alone():
         outer = {"a": inner[0], "b": nn.ModuleDict({"a": inner[1]}), "a_out": nn.Linear(8, 8)}
         return nn.ModuleDict(outer)
 
-    message = r"for a\.out, .* 4; lower it, or .* alone: rank_pattern=(\{re\.compile.*\})$"
+    message = r"for a\.out, .* 4; lower it, or give rank_pattern=(\{re\.compile.*\})$"
     with pytest.raises(ValueError, match=message) as caught:
         lora.add_lora(build(), ["out", "a_out"], r=8)
     ranks = eval(re.search(message, str(caught.value))[1], {"re": re})

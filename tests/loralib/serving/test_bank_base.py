@@ -490,7 +490,9 @@ def test_projections_that_are_compiled_alone_are_refused_in_another_list():
     bank = lora.AdapterBank(model)
     bank.add("a", adapter(model, None, head=False, modules=["body.0.query.0"]))
     model.body[0].query = nn.Sequential(compile_alone(model.body[0].query[0]))
-    with pytest.raises(ValueError, match=r"^body\.0\.query is wrapped by torch\.compile alone"):
+    with pytest.raises(
+        ValueError, match=r"^body\.0\.query is wrapped by torch\.compile on its own"
+    ):
         bank.use("a").__enter__()
 
 

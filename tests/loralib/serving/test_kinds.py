@@ -144,7 +144,7 @@ def test_a_forward_of_its_own_is_refused(tmp_path):
     normed.load_state_dict(plain.words.state_dict())
     plain.words = normed
     bank = lora.AdapterBank(plain)
-    with pytest.raises(NeedsMergingError, match="words, a Normed, which computes in a way of"):
+    with pytest.raises(NeedsMergingError, match="words, a Normed, which computes in its own"):
         bank.add("a", adapter(tmp_path, "embedding"))
     assert bank.names == ()
 

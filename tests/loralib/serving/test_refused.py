@@ -185,7 +185,7 @@ def test_rows_that_cannot_be_told(bank, model, model_class):
             layer(x)
         with bank.use("a"):
             assert layer(x).shape[:-1] == x.shape[:-1]
-    with refuses(ValueError, "named for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
+    with refuses(ValueError, "given for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
         PackedRows(make_batch([2, 4, 1])["mask"]).routed()
         layer(torch.randn(6, WIDTH))
 
@@ -260,8 +260,8 @@ MISFITS = {
         changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
         [r"c_attn\.bias belongs neither"],
     ),
-    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
-    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale' to take"]),
+    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score', to which"]),
+    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale', to which"]),
     "half a head": (changed(classifier__dense__bias=None), [r"lacks classifier\.dense\.bias"]),
     "more than a head": (
         changed(classifier__norm__bias=torch.ones(8)),
@@ -273,23 +273,23 @@ MISFITS = {
     ),
     "head of another shape": (
         changed(classifier__dense__weight=torch.ones(6, 8)),
-        [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],
+        [r"classifier\.dense\.weight is \(6, 8\) in the file, but \(8, 8\) is needed"],
     ),
     "projection of another width": (
         changed(classifier__out_proj__weight=torch.ones(2, 7)),
-        [r"out_proj\.weight is \(2, 7\) in the file, \(2, 8\) is needed"],
+        [r"out_proj\.weight is \(2, 7\) in the file, but \(2, 8\) is needed"],
     ),
     "bias of another number of labels": (
         changed(classifier__out_proj__bias=torch.ones(3)),
-        [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
+        [r"out_proj\.bias is \(3,\) in the file, but \(2,\) is needed"],
     ),
     "a projection of no outputs": (
         changed(classifier__out_proj__weight=torch.ones(0, 8)),
-        [r"out_proj\.weight is \(0, 8\) in the file, \(3, 8\) is needed"],
+        [r"out_proj\.weight is \(0, 8\) in the file, but \(3, 8\) is needed"],
     ),
     "a projection that is none": (
         changed(classifier__out_proj__weight=torch.ones(2)),
-        [r"out_proj\.weight is \(2,\) in the file, \(3, 8\) is needed"],
+        [r"out_proj\.weight is \(2,\) in the file, but \(3, 8\) is needed"],
     ),
 }
 
