@@ -310,7 +310,7 @@ def test_a_bank_shares_what_a_head_has_of_the_base():
 def test_metadata_that_is_damaged(field, value, tmp_path):
     adapter = adapted(*TRAINED[0], **LORA).adapter()
     damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
-    with pytest.raises(CheckpointError, match=rf"^adapter: {field} .* in its metadata$"):
+    with pytest.raises(CheckpointError, match=rf"^adapter: invalid {field} .* in its metadata$"):
         write_adapter(tmp_path / "a.safetensors", damaged)
 
 

@@ -504,7 +504,7 @@ def put(name, tensor):
         ),
         (
             put(f"{PREFIX}roberta.embeddings.word_embeddings.weight", torch.ones(48, 32)),
-            "holds roberta.embeddings.word_embeddings.weight, which is the base's",
+            "holds roberta.embeddings.word_embeddings.weight, a weight of the base",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "lora_" in name],

@@ -138,7 +138,11 @@ FIELDS = {
     "no groups": (OPTIMIZER, lambda s: s.pop("param_groups"), "param_groups"),
     "no group": (OPTIMIZER, lambda s: s.update(param_groups=[]), "group"),
     "a group as text": (OPTIMIZER, lambda s: s.update(param_groups=["x"]), ""),
-    "no average": (OPTIMIZER, lambda s: first(s["state"]).pop("exp_avg"), "no such exp_avg"),
+    "no average": (
+        OPTIMIZER,
+        lambda s: first(s["state"]).pop("exp_avg"),
+        "has no exp_avg of that shape",
+    ),
     "half an average": (OPTIMIZER, lambda s: cut(first(s["state"]), "exp_avg_sq"), "exp_avg_sq"),
     "no count": (OPTIMIZER, lambda s: first(s["state"]).pop("step"), "not an integer"),
     "no epoch of the schedule": (SCHEDULER, lambda s: s.pop("last_epoch"), "no 'last_epoch'"),

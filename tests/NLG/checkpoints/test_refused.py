@@ -167,10 +167,7 @@ def test_files_that_are_not_there(tmp_path, base_path):
     empty.mkdir()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
-        (
-            "gpt2-medium",
-            f" (relative to {os.getcwd()}); download_pretrained_checkpoints.sh fetches",
-        ),
+        ("gpt2-medium", f" (seen from {os.getcwd()}); download_pretrained_checkpoints.sh fetches"),
         (empty, ": it is a folder; give the file of weights in it, such as model.safetensors or "),
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
@@ -246,7 +243,7 @@ def test_a_lora_file_without_its_base(lora_path):
 
 def test_a_base_as_the_lora_file(tmp_path, base_path):
     refuses(
-        ["none of its 28 tensors is LoRA's", "is to be given as the base"],
+        ["none of its 28 tensors is LoRA's", "has to be given as the base"],
         ("--init_checkpoint", base_path),
         base_path,
     )
@@ -366,7 +363,7 @@ def test_lora_files_that_do_not_fit(tmp_path, base_path, make, parts):
     [
         ({"rank": "two"}, "its metadata is damaged"),
         ({"rank": 2}, "its metadata is damaged"),
-        ({"alpha": "-6"}, "alpha -6 in its metadata"),
+        ({"alpha": "-6"}, "invalid alpha -6 in its metadata"),
         ({"rank": "3"}, "damaged: it says rank 3, its tensors have 2"),
         ({"targets": '["c_proj"]'}, "damaged: it says targets c_proj, its tensors have c_attn"),
     ],
