@@ -360,7 +360,7 @@ def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
     torch.save(state, path)
     gpt2_ft.main([*killed, "--resume"])
     (line,) = [message for message in caplog.messages if "bit-exact" in message]
-    assert "resumes, but not bit-exact: the checkpoint was written on a " in line
+    assert "resumes, but not bit-exactly: the checkpoint was written on a " in line
 
 
 @pytest.mark.parametrize("before", [0, 3])

@@ -656,7 +656,9 @@ def test_another_setting_of_the_collator_is_refused(make_trainer, tmp_path):
     make(0.15).train()
     checkpoint = tmp_path / "out" / "checkpoint-4"
     make(0.15).train(str(checkpoint))
-    with pytest.raises(CheckpointError, match=r"with share \(data collator\) 0.15, not 0.2: give"):
+    with pytest.raises(
+        CheckpointError, match=r"share \(data collator\) 0.15, but this run has 0.2"
+    ):
         make(0.2).train(str(checkpoint))
 
 
