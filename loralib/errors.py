@@ -122,8 +122,9 @@ class FullModelError(CheckpointError):
     def __init__(self, source: str, found: str):
         self.source = source
         super().__init__(
-            f"{source}: holds a full model, not LoRA alone: {found}, …; load it into the model "
-            "with its LoRA layers by load_state_dict, and save_adapter writes the adapter"
+            f"{source}: holds a full model, not LoRA alone: {found}, …; load it with "
+            "load_state_dict into the model with its LoRA layers, then write the adapter with "
+            "save_adapter"
         )
 
 
@@ -171,8 +172,8 @@ class MissingPartError(CheckpointError):
     def __init__(self, source: str, switch: str):
         self.switch = switch
         super().__init__(
-            f"{source}: was trained with {switch} as well, which has a file of its own: give that "
-            "too"
+            f"{source}: was trained with {switch} as well, whose weights are in a separate file: "
+            "give that file too"
         )
 
 

@@ -162,9 +162,9 @@ class _WithStacks(nn.Module):
             if isinstance(out, Coroutine):
                 out.close()
             raise RuntimeError(
-                f"the forward of {self._kind.__qualname__} returns what is awaited "
-                f"({type(out).__name__}), and what that computes then has no LoRA: compute all "
-                "before it returns, without async, or call lora.merge first"
+                f"the forward of {self._kind.__qualname__} returns a coroutine or async generator "
+                f"({type(out).__name__}), which would run without LoRA: compute everything before "
+                "it returns, without async, or call lora.merge first"
             )
         return _each_step(self, in_effect, out) if type(out) in _LAZY else out
 

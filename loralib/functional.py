@@ -399,7 +399,7 @@ class _LowRankLinear(torch.autograd.Function):
         lora_input = dropped if ctx.has_dropped else x
         if torch.is_grad_enabled():  # double backward: z has to depend on its inputs
             if lora_input is None:
-                raise RuntimeError("gradients with lora_A frozen cannot be differentiated again")
+                raise RuntimeError("second derivatives cannot be computed while lora_A is frozen")
             z = F.linear(lora_input, A) * ctx.scaling
         # On CPUs these products take half the time or less in the layouts chosen here.
         grad_z = _joined(

@@ -154,7 +154,8 @@ def _check_restorable(model: nn.Module) -> None:
                     base,
                     "as set by hooks that offload weights: remove these first (accelerate's "
                     "remove_hook_from_submodules)",
-                    "set since it was adapted, which may still call the LoRA layer when it is gone",
+                    "set since it was adapted, which may still call the LoRA layer after it is "
+                    "removed",
                 )
             )
 

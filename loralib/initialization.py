@@ -105,8 +105,8 @@ def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[T
     """
     if rank > min(weight.shape):
         raise ValueError(
-            f"a weight of {tuple(weight.shape)} has no {rank} factors for the initialization "
-            f"{name}: choose a smaller rank"
+            f"a weight of {tuple(weight.shape)} is too small for rank {rank} with the "
+            f"initialization {name}: choose a smaller rank"
         )
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if name == "olora":

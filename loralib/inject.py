@@ -384,7 +384,7 @@ def _by_first_name(
     for name, of_module in settings.items():
         if by_first.setdefault(first.get(name, name), of_module) != of_module:
             raise ValueError(
-                f"{name} is one module with {first[name]}, which is to be adapted differently"
+                f"{name} and {first[name]} are the same module, but their settings differ"
             )
     return by_first
 

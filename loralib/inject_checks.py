@@ -59,14 +59,16 @@ _WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
 
 # Advice that fits every target: drop it if it matches this module alone, exclude the module if it
 # matches others too.
-_LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
+_LEAVE_OUT = "leave it out of targets, or exclude it if its target matches more modules"
 
 
 def check_adaptable(model: nn.Module) -> None:
     """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
     check_unpacked(model)
     check_not_copied(
-        model, "and would not train what comes now: adapt the model before deepspeed.initialize"
+        model,
+        "and would not train parameters that are added now: adapt the model before "
+        "deepspeed.initialize",
     )
     if torch.is_inference_mode_enabled():
         raise ValueError("LoRA cannot be trained in inference mode: call it outside")
@@ -155,8 +157,8 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         )
     if isinstance(module, Linear):
         raise UnsupportedLayerError(
-            f"{what} belongs to an encoder of this project, which is built with LoRA, also for "
-            "load_adapter: from_pretrained(…, apply_lora=True, lora_r=8, lora_alpha=16)"
+            f"{what} belongs to an encoder of this project, which has to be built with LoRA, also "
+            "for load_adapter: from_pretrained(…, apply_lora=True, lora_r=8, lora_alpha=16)"
         )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
@@ -165,13 +167,12 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         builder_of(module)
     except UnsupportedLayerError as error:
         inner = _targets_within(name, module)
-        instead = f"name those within, such as {inner}, or " if inner else ""
+        instead = f"name layers inside it, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
     taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
     if taken and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
-            f"{what} has an attribute '{taken[0]}', as LoRA's layers have it for theirs: "
-            f"{_LEAVE_OUT}"
+            f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
     parts = _weight_names(module)
@@ -192,10 +193,9 @@ def _check_no_own_forward(name: str, module: nn.Module) -> None:
             own_forward_message(
                 name,
                 module,
-                "as a device map's hooks give it: adapt the model before it is dispatched; or "
-                "remove them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it "
-                "again",
-                "set on it, which would compute without LoRA",
+                "set by a device map's hooks: adapt the model before it is dispatched; or remove "
+                "them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it again",
+                "set on the instance, which would compute without LoRA",
             )
         )
 
@@ -203,7 +203,8 @@ def _check_no_own_forward(name: str, module: nn.Module) -> None:
 def _check_dtype(what: str, weight: Tensor) -> None:
     if weight.is_complex():
         raise UnsupportedLayerError(
-            f"{what} has complex weights ({weight.dtype}), which have no LoRA: {_LEAVE_OUT}"
+            f"{what} has complex weights ({weight.dtype}), which LoRA does not support: "
+            f"{_LEAVE_OUT}"
         )
     if reason := quantized(weight):
         raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
@@ -214,13 +215,12 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
     reader = needs_weight(settings.variant, settings.initialization)
     if reader is not None:
         raise ValueError(
-            f"the weight of {what} is quantized, and {reader} needs it: choose another, load the "
-            f"base in float16 or bfloat16, or {_LEAVE_OUT}"
+            f"the weight of {what} is quantized, but {reader} needs its values: choose another, "
+            f"load the base in float16 or bfloat16, or {_LEAVE_OUT}"
         )
     if reason := stops_gradients(layer):
         raise UnsupportedLayerError(
-            f"the weight of {what} passes no gradients to the layers before it, as it {reason}, or "
-            f"{_LEAVE_OUT}"
+            f"gradients do not pass through the weight of {what}, because {reason}, or {_LEAVE_OUT}"
         )
 
 
@@ -238,13 +238,13 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
         )
     if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
         raise UnsupportedLayerError(
-            f"{name} belongs to a {kind.__qualname__}, which computes nothing with it that could "
-            f"have LoRA: {_LEAVE_OUT}"
+            f"{name} belongs to a {kind.__qualname__}, where LoRA for a parameter has no effect: "
+            f"{_LEAVE_OUT}"
         )
     if hasattr(owner, layer_of_stack(last)):
         raise UnsupportedLayerError(
-            f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', as LoRA's "
-            f"have it for theirs: {_LEAVE_OUT}"
+            f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', which LoRA "
+            f"uses itself: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name.rpartition(".")[0], owner)
     _check_dtype(name, stack.weight)
@@ -254,7 +254,7 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
     ):
         if is_given:
             raise ValueError(
-                f"{name} is a stack of matrices, whose update takes no {what}: {way_out}, or "
+                f"{name} is a stack of matrices, whose update cannot have {what}: {way_out}, or "
                 f"{_LEAVE_OUT}"
             )
     _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
@@ -301,9 +301,9 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
-                    f"{module_label(whole)} cannot be trained as it is while {module_label(name)} "
-                    "is adapted, whose weight is frozen: leave the one out of modules_to_train, or "
-                    "the other out of targets"
+                    f"{module_label(whole)} cannot be trained as a whole: {module_label(name)} is "
+                    "adapted, and its weight is frozen; leave the former out of modules_to_train, "
+                    "or the latter out of targets"
                 )
 
 
@@ -314,7 +314,7 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
     if any(next(each.parameters(), None) is not None for each in scripted):
         raise ValueError(
             f"{module_label(trained)} cannot be trained as it is: it is scripted or traced; leave "
-            "it out of modules_to_train, or script it when it has been trained"
+            "it out of modules_to_train, or script it after training"
         )
     parameters = dict(part.named_parameters(remove_duplicate=False))
     if any(map(is_lazy, parameters.values())):
@@ -324,8 +324,10 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
         if reason:
             raise _not_held(trained, name, reason, "load the model with that part in bfloat16")
         if parameter.dtype not in DTYPES:
-            reason = f"of {parameter.dtype}, which no adapter holds as trained"
-            raise _not_held(trained, name, reason, "make that a buffer, with persistent=False")
+            reason = f"a parameter of {parameter.dtype}, which adapters cannot hold"
+            raise _not_held(
+                trained, name, reason, "make the parameter a buffer with persistent=False"
+            )
     owners = {name.rpartition(".")[0] for name in parameters}
     for name, tensor in part.state_dict().items():
         is_buffer = name not in parameters and isinstance(tensor, Tensor)
@@ -333,8 +335,8 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
             continue
         kind = _kind_not_held(tensor)
         if kind is not None:
-            reason = f"a buffer of {kind}, which no adapter holds"
-            raise _not_held(trained, name, reason, "register that with persistent=False")
+            reason = f"a buffer of {kind}, which adapters cannot hold"
+            raise _not_held(trained, name, reason, "register the buffer with persistent=False")
 
 
 def _kind_not_held(buffer: Tensor) -> object | None:
@@ -348,8 +350,8 @@ def _kind_not_held(buffer: Tensor) -> object | None:
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
     return ValueError(
-        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it out "
-        f"of modules_to_train, or {way_out}"
+        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
+        f"out of modules_to_train, or {way_out}"
     )
 
 
@@ -395,7 +397,7 @@ def check_rank(
         pattern = next((each for each in patterns if means(name, each, stacks)), None)
         owner = bypassed(model, [name]).get(name)
         if owner is not None:
-            never = f"by its source, {owner} never calls it, so no rank has an effect"
+            never = f"the source of {owner} never calls it, so no rank has an effect"
             way_out = f"{never}: {_LEAVE_OUT}"
         elif most == 0:
             way_out = _LEAVE_OUT
@@ -404,9 +406,10 @@ def check_rank(
         else:
             alike = [n for n, other in largest.items() if other == most]
             target = shortest_target(name, alike, largest)
-            way_out = f"lower it, or there alone: rank_pattern={{{target}: {most}}}"
+            way_out = f"lower it, or give rank_pattern={{{target}: {most}}}"
         raise ValueError(
-            f"r = {rank} is larger than a dimension of {module_label(name)}: {most}; {way_out}"
+            f"r = {rank} is too large for {module_label(name)}, whose smaller dimension is "
+            f"{most}; {way_out}"
         )
 
 
@@ -463,13 +466,15 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
     slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
-            f"{module_label(name)} is not a linear layer, whose slices enable_lora could select: "
-            "leave it out of enable_lora, where more of the linear layers' names means these alone"
+            f"{module_label(name)} is not a linear layer, so enable_lora cannot select slices of "
+            "it: remove it from enable_lora, or use a longer name that matches only the linear "
+            "layers"
         )
     if not any(settings.enable_lora) or out % slices:
         raise ValueError(
-            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: it has "
-            f"to enable some of the equal slices of {out} outputs"
+            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: its "
+            f"length has to divide {out}, the number of outputs, and at least one entry has to be "
+            "True"
         )
     if not isinstance(settings.r, int) or settings.r < 1:
         raise ValueError(
@@ -497,15 +502,15 @@ def check_owner(model: nn.Module, name: str) -> None:
     if is_quantized_linear(model.get_submodule(name)):
         raise UnsupportedLayerError(
             f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
-            f"computes with it itself: {_LEAVE_OUT}"
+            f"reads it itself: {_LEAVE_OUT}"
         )
     if isinstance(owner, MultiheadAttention):
         return
     has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
     if has_own_forward or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
-            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
-            f"way of its own: {_LEAVE_OUT}"
+            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
+            f"its own way: {_LEAVE_OUT}"
         )
 
 
@@ -515,7 +520,7 @@ def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
         if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
             raise ValueError(
-                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update takes no "
+                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update cannot have "
                 f"dropout: set lora_dropout to 0, or {_LEAVE_OUT}"
             )
 
@@ -534,6 +539,6 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
             if others:
                 raise ValueError(
                     f"{module_label(name)} shares its weight with {module_label(others[0])}; an "
-                    "update of one is not the other's, and merging it unties them: give "
+                    "update of one does not change the other, and merging unties them: give "
                     f"untie=True, or {_LEAVE_OUT}"
                 )

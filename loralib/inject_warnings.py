@@ -30,8 +30,8 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
         return
     is_tied = sharing(model, weights, {*module.modules()})
     logger.warning(
-        "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
-        "exclude, if it is to stay frozen",
+        "'%s' treats %s, the last linear layer, as the head, which stays frozen: add it to "
+        "%sexclude if it should stay frozen",
         ALL_LINEAR,
         module_label(head),
         "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
@@ -78,7 +78,7 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
     ):
         if of_kind:
             logger.warning(
-                "%s computes with %s%s itself, and by its source never calls %s: an update has no "
+                "the source of %s reads %s%s directly, and never calls %s: an update has no "
                 "effect there; leave out %s",
                 listed({found[name] for name in of_kind}),
                 what,

@@ -74,7 +74,7 @@ def stops_gradients(layer: nn.Module) -> str | None:
     with torch.enable_grad():
         if F.linear(x.requires_grad_(), weight).requires_grad:
             return None
-    return "is for inputs that are quantized as well: quantize weights alone"
+    return "its inputs are quantized as well: quantize only the weights"
 
 
 # On some CPUs, bitsandbytes repacks a 4-bit weight in evaluation mode if this attribute of the
@@ -112,7 +112,7 @@ def let_pack(model: nn.Module) -> None:
 
 def check_unpacked(
     model: nn.Module,
-    way_out: str = "load the model again, and give it its LoRA or its bank before it is evaluated",
+    way_out: str = "load the model again, and add LoRA or a bank before evaluating it",
 ) -> None:
     """Checks that no layer of a model is or was packed. Call this before any `state_dict()`.
 
@@ -145,8 +145,9 @@ def needs_weight(variant: str, initialization: str) -> str | None:
 def not_merged(name: str) -> str:
     """Returns the message of the error about merging an update into a quantized weight."""
     return (
-        f"the weight of {module_label(name) or 'the layer'} is quantized, and nothing is merged "
-        "into it: save the adapter, load the base in float16 or bfloat16, load_adapter, then merge"
+        f"the weight of {module_label(name) or 'the layer'} is quantized, so nothing can be "
+        "merged into it: save the adapter, load the base in float16 or bfloat16, load_adapter, "
+        "then merge"
     )
 
 
@@ -166,8 +167,8 @@ class QuantizedLayer(LoRALayer):
         out = self._kind.forward(self, *args, **kwargs)
         if x.requires_grad and not out.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"this {self._kind.__name__} passes no gradients to the layers before it, which "
-                "their LoRA would be missing: quantize its weight in another way"
+                f"gradients do not pass through this {self._kind.__name__}, so LoRA in earlier "
+                "layers would not be trained: quantize its weight in another way"
             )
         dtype = product_dtype(self.lora_A)
         delta = self._delta(dtype)

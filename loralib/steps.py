@@ -127,9 +127,9 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     _idle_steps[optimizer] = steps
     if steps == _PATIENCE:
         logger.warning(
-            "%s holds frozen weights that have LoRA, and none of LoRA's parameters, which no step "
-            "has trained so far: if it was made before add_lora, make it again; otherwise give it "
-            "LoRA's parameters as well",
+            "%s holds frozen weights that have LoRA but not LoRA's parameters, which no step has "
+            "trained so far: if it was created before add_lora, create it again; otherwise give "
+            "it LoRA's parameters as well",
             type(optimizer).__name__,
         )
 

@@ -113,7 +113,7 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
             f"{shown(layers)}"
         ) from None
     if not numbers:
-        raise ValueError("layers names none: leave it out to adapt them all")
+        raise ValueError("layers is empty: leave it out to adapt all layers")
     return numbers
 
 
@@ -314,8 +314,8 @@ def _check_names_agree(
     for name in sorted(meant):
         if first[name] in others:
             raise ValueError(
-                f"{name} is one module with {others[first[name]]}, which is left out: leave out "
-                "both or neither"
+                f"{name} and {others[first[name]]} are the same module, and the latter is left "
+                "out: leave out both or neither"
             )
 
 
@@ -342,8 +342,8 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
             if any(inner.startswith(f"{name}.") for name in found):
                 text = text_of(target)
                 raise ValueError(
-                    f"exclude '{text}' leaves out none of the targets; {inner} is inside of such a "
-                    f"module, use '{text}.*'"
+                    f"exclude '{text}' matches none of the targets, only a module around {inner}: "
+                    f"use '{text}.*'"
                 )
 
 
@@ -430,7 +430,7 @@ def _left_out(
         for layer in layers:
             if layer not in numbers:
                 others = f"0 to {max(numbers)}" if numbers else "none"
-                raise ValueError(f"the model has no layer {layer}; its numbers are {others}")
+                raise ValueError(f"the model has no layer {layer}; its layers are {others}")
         left_out |= {name for name in names if layer_of(name) not in layers}
     return left_out
 
@@ -450,7 +450,7 @@ def _all_left_out(
     if stacks:
         stack = min(stacks)
         target_of_it = shortest_target(stack, stacks, modules, least=2)
-        instead = f"; the stack {stack} is meant by {target_of_it}"
+        instead = f"; to mean the stack {stack}, give {target_of_it}"
     return (
         f"'{text_of(target)}' matches only modules that are left out, such as {min(left_out)}: "
         f"leave it out of targets as well{instead}"
@@ -594,8 +594,8 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
     if head is None:
         return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
     return (
-        f"'{ALL_LINEAR}' takes {module_label(head)}, the model's only linear layer, for its head, "
-        "and leaves it out: name it, to adapt it"
+        f"'{ALL_LINEAR}' treats {module_label(head)}, the model's only linear layer, as the head "
+        "and leaves it out: to adapt it, name it"
     )
 
 

@@ -105,7 +105,7 @@ ROWS = (
     Row("slices", "plain", said=(("slices", {"last": (True, False)}),)),
 )
 CONTENTS = "its LoRA does not reach positions, as in the release"
-POSITIONS = "its LoRA reaches positions (lora_positions), the release's does not"
+POSITIONS = "its LoRA reaches positions (lora_positions), but the release's does not"
 NO_FAMILY = "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa"
 FORBIDDEN = {
     ("deberta-contents", "peft"): CONTENTS,

@@ -85,6 +85,7 @@ def _without_tied(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
             tensors.pop(name, None)
         elif not family.may_untie:
             raise CheckpointError(
-                f"{source}: brings {name}, a head of its own; {family.title}'s is {kept}"
+                f"{source}: holds {name} as a separate head weight, but in {family.title} it is "
+                f"tied to {kept}"
             )
     return tensors

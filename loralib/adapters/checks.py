@@ -28,8 +28,8 @@ def check_together(adapters: Sequence[Adapter]) -> None:
         for name in sorted(first.tensors.keys() & second.tensors.keys()):
             if not torch.equal(first.tensors[name], second.tensors[name]):
                 raise CheckpointError(
-                    f"{second.source}: is not of the same run as {first.source}: their {name} "
-                    "differ"
+                    f"{second.source}: does not belong to the same run as {first.source}: their "
+                    f"{name} differ"
                 )
 
 
@@ -48,9 +48,9 @@ def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
     theirs = adapter.lora.positions if adapter.metadata else False
     if theirs is None:
         raise CheckpointError(
-            f"{adapter.source}: adapts projections that positions share, and does not say whether "
-            "its update reaches positions (lora_positions); train it again, or set it in its "
-            "metadata"
+            f"{adapter.source}: adapts projections that positions share, but does not record "
+            "whether its update reaches positions (lora_positions); train it again, or set that "
+            "in its metadata"
         )
     if reached is not None and theirs != reached:
         raise SettingsError(adapter.source, "lora_positions", theirs, reached)

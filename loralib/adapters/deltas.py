@@ -126,7 +126,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor) -> Delta:
     metadata, rank = adapter.lora, B.shape[1]
     if rank != metadata.rank_of(module):
         raise CheckpointError(
-            f"{adapter.source}: {module} has rank {rank}, its metadata says "
+            f"{adapter.source}: {module} has rank {rank}, but its metadata says "
             f"{metadata.rank_of(module)}"
         )
     count, kind = len(A) // rank, metadata.delta
@@ -237,7 +237,7 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     if module is None:
         instead = _fitting(model, name, adapter)
         raise CheckpointError(
-            f"{source}: the model has no {module_label(name)} to be adapted: {instead}"
+            f"{source}: the model has no {module_label(name)} to adapt: {instead}"
         )
     weight = getattr(module, weight_name, None)
     if weight is not None and module._parameters.get(weight_name) is None:
@@ -256,7 +256,7 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     if dimensions > 2:
         is_of_kind = isinstance(module, _CONVOLUTIONS)
     if not is_of_kind or not isinstance(weight, Tensor) or weight.dim() != dimensions:
-        raise CheckpointError(f"{source}: {name} is not {what} of the model")
+        raise CheckpointError(f"{source}: in the model, {name} is not {what}")
     return module, weight_name
 
 
@@ -269,7 +269,7 @@ def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.M
         if is_targeted and owner is not None and last in owner._parameters:
             raise CheckpointError(f"{adapter.source}: {_no_such_lora(name, owner)}")
         raise CheckpointError(
-            f"{adapter.source}: the model has no {name}, a stack of matrices, to be adapted: "
+            f"{adapter.source}: the model has no {name}, a stack of matrices, to adapt: "
             f"{_fitting(model, name, adapter)}"
         )
     return owner, last
@@ -278,8 +278,8 @@ def _owner_of_stack(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.M
 def _no_such_lora(parameter: str, module: nn.Module) -> str:
     """Returns the error text for a parameter that PEFT has adapted and this library cannot."""
     return (
-        f"adapts {parameter}, a parameter of a module of the class {type(module).__name__}, which "
-        "has no such LoRA here: merge it with PEFT, by its merge_and_unload()"
+        f"adapts {parameter}, but LoRA for the parameters of a {type(module).__name__} is not "
+        "supported here: merge it with PEFT's merge_and_unload()"
     )
 
 
@@ -290,7 +290,7 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
         return (
             f"this model holds all experts of a layer in one parameter, such as {min(stacks)}: "
             "load the adapter with PEFT, which converts it for some models, and save it there; or "
-            "merge it with the version of Transformers that it is of"
+            "merge it with the version of Transformers that it was trained with"
         )
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
@@ -311,7 +311,11 @@ def base_to_give(adapter: Adapter, layers: tuple[int, int] | None = None) -> str
             model, see `more_layers`.
     """
     base = adapter.metadata.base if adapter.metadata else None
-    why = f"its base has at least {layers[0]} layers, this model {layers[1]}; " if layers else ""
+    why = (
+        (f"its base has at least {layers[0]} layers, this model has {layers[1]}; ")
+        if layers
+        else ""
+    )
     return f"{why}give the model that it was trained in{f', of {base!r}' if base else ''}"
 
 
@@ -364,7 +368,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         place = name.rpartition(".")[0] if name in (adapter.lora.stacks or ()) else name
         if place in others or place in others.values():
             raise CheckpointError(
-                f"{adapter.source}: adapts {name}, which the model uses in several places, and "
+                f"{adapter.source}: adapts {name}, which the model uses in several places, but "
                 "PEFT has adapted only one of them: load it with PEFT"
             )
         reason = peft_difference(module) if adapter.format == "peft" else None
@@ -376,8 +380,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         theirs, ours = adapted.shape_of_delta(adapter.tensors[f"{name}.lora_A"]), adapted.shape
         if theirs != ours:
             raise CheckpointError(
-                f"{adapter.source}: the delta of {module_label(name)} is {theirs}, the model's "
-                f"weight is {ours}: a base of another size; {base_to_give(adapter)}"
+                f"{adapter.source}: the delta of {module_label(name)} is {theirs}, but the "
+                f"model's weight is {ours}: a base of another size; {base_to_give(adapter)}"
             )
         modules[name] = adapted
     if shared_projections(model) & modules.keys():
@@ -394,7 +398,8 @@ def _is_repeated(adapter: Adapter, name: str, first: Mapping[str, str]) -> bool:
         module, _, part = full.rpartition(".")
         if module == name and not same_tensor(tensor, adapter.tensors[f"{original}.{part}"]):
             raise CheckpointError(
-                f"{adapter.source}: {name} and {original} are one module of the model, and differ"
+                f"{adapter.source}: {name} and {original} are the same module in the model, but "
+                "their updates differ"
             )
     return True
 
@@ -427,13 +432,13 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in base:
-            raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
+            raise CheckpointError(f"{adapter.source}: has {name}, which the model does not have")
         if id(base[name]) in adapted_weights:
             raise CheckpointError(f"{adapter.source}: has both {name} and a delta of it")
         if tensor.shape != base[name].shape:
             raise CheckpointError(
-                f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
-                f"{tuple(base[name].shape)}"
+                f"{adapter.source}: {name} is {tuple(tensor.shape)} in the file, "
+                f"{tuple(base[name].shape)} in the model"
             )
     if adapter.lora.positions is False:
         unshare_positions(model, modules)

@@ -145,7 +145,7 @@ def register(family: Family) -> Family:
         ValueError: another family has its name.
     """
     if _REGISTERED.setdefault(family.name, family) != family:
-        raise ValueError(f"there is another family '{family.name}' already")
+        raise ValueError(f"another family is already called '{family.name}'")
     return family
 
 

@@ -253,8 +253,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     tensors, fields = read_checked(path, kind)
     if any(name.startswith(peft.PREFIX) for name in tensors):
         raise CheckpointError(
-            f"{path}: holds weights of PEFT under another name than {peft.WEIGHTS_NAMES[0]}, which "
-            f"belongs next to their {peft.CONFIG_NAME}"
+            f"{path}: holds weights of PEFT, but is not called {peft.WEIGHTS_NAMES[0]}: rename "
+            f"it, and put it next to their {peft.CONFIG_NAME}"
         )
     metadata = kind.metadata.from_metadata(fields, path) or _metadata_of_sidecar(
         path, tensors, kind
@@ -268,8 +268,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
         if kind == LORA and is_model_file:
             raise ModelAsAdapterError(str(path))
         raise CheckpointError(
-            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "
-            "it holds another kind of adapter, or a model, which is to be given as the base"
+            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): it "
+            "holds another kind of adapter, or a model, which has to be given as the base"
         )
     format = "lora" if path.suffix == ".safetensors" and metadata else "release"
     if format == "release" and not any(in_known_backbone(name) for name in tensors):
@@ -322,7 +322,7 @@ def write_adapter(
     if not isinstance(adapter, Adapter):
         raise TypeError(
             f"the adapter has to be what lora.read_adapter(path) returns, got {shown(adapter)}; "
-            "save_adapter writes a model's"
+            "to write a model's adapter, call save_adapter"
         )
     format = format or format_of_name(path)
     return [*_unchecked(adapter, format), *write_checked_adapter(path, adapter, format)]
@@ -349,7 +349,7 @@ def write_checked_adapter(
     if path.suffix not in ("", *_SUFFIXES[format]):
         names = " or ".join(_SUFFIXES[format])
         raise CheckpointError(
-            f"{path}: a file of the format {format} has a name that ends in {names}"
+            f"{path}: the name of a file in the format {format} has to end in {names}"
         )
     _check_has_layers(adapter, format)
     if not path.suffix:
@@ -368,8 +368,8 @@ def format_of_name(path: Path) -> str:
         if path.suffix in suffixes:
             return format
     raise CheckpointError(
-        f"{path}: its name does not tell the format to write: .safetensors is lora, .bin and .pt "
-        "are release"
+        f"{path}: cannot tell the format to write from its name: .safetensors is lora, .bin and "
+        ".pt are release"
     )
 
 
@@ -383,8 +383,8 @@ def format_of_path(path: Path) -> str:
         return format_of_name(path)
     if path.suffix.lower() in _FILE_SUFFIXES:
         raise CheckpointError(
-            f"{path}: the file of an adapter has a name that ends in {', '.join(SUFFIXES)}, and a "
-            "folder one without such an end"
+            f"{path}: the name of an adapter file has to end in {' or '.join(SUFFIXES)}, and that "
+            "of a folder must not end like a file's"
         )
     return "peft"
 
@@ -415,13 +415,13 @@ def why_not_expressible(adapter: Adapter, format: str) -> str | None:
             return reason
     if format == "release" and reached:
         return (
-            "its LoRA reaches positions (lora_positions), the release's does not: it would compute "
-            "something else there; lora and peft keep it"
+            "its LoRA reaches positions (lora_positions), but the release's does not, so it would "
+            "compute something else there: use the format lora or peft"
         )
     if format == "peft" and reached is False:
         return (
-            "its LoRA does not reach positions, as in the release; PEFT's always does where they "
-            "share a projection with contents: train it with lora_positions, or give it a base "
+            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
+            "they share a projection with contents: train it with lora_positions, or on a base "
             "that shares none"
         )
     return None
@@ -453,8 +453,8 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         slices, usual = slices_of(adapter, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
-            models = f"this project's {family.title} and the release's have them"
-            reason = f"its update of {module} is not made of one block per slice, as {models}"
+            models = f"in this project's {family.title} and the release's"
+            reason = f"its update of {module} does not have one block per slice, as {models}"
         elif of_release is not None and within_layer(module) not in of_release:
             reason = f"adapts {module}, where the release's {family.title} has no LoRA"
         elif of_release is not None and slices != usual:
@@ -481,8 +481,8 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
     if is_known or format == "release":
         return []
     remark = (
-        "of no registered family: its modules are assumed to be linear layers, or what its shapes "
-        "and its metadata (embeddings, slices) say"
+        "belongs to no registered family: its modules are assumed to be linear layers, unless its "
+        "shapes or its metadata (embeddings, slices) say otherwise"
     )
     of_peft = "; and a weight that the model uses in several places is adapted in all of them"
     return [remark + of_peft if format == "peft" else remark]
@@ -496,7 +496,7 @@ def _write_release(path: Path, adapter: Adapter) -> list[str]:
             if len(A) != B.shape[1]:
                 raise CheckpointError(
                     f"{adapter.source}: {module} stacks several updates, which the release writes "
-                    "in a way of each family: register its family (adapters.families)"
+                    "differently for each family: register its family (adapters.families)"
                 )
     if family is not None and family.wrapped_in_release:
         named = {f"module.{name}": tensor for name, tensor in adapter.tensors.items()}

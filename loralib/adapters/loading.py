@@ -74,14 +74,14 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
         if isinstance(layer.scaling, nn.Parameter):
             raise CheckpointError(
-                f"{name} has a scaling that is a parameter, which an adapter does not hold: delete "
-                "it, set scaling to the number that it had, and lora_alpha to the one that makes it"
+                f"{name} has a trainable scaling, which adapters cannot hold: delete it, set "
+                "scaling to its value, and set lora_alpha to match"
             )
         scaling = float(layer.scaling)
         if not math.isclose(scaling, expected, rel_tol=1e-6):
             raise CheckpointError(
-                f"{name} has the scaling {scaling:g}, lora_alpha {layer.lora_alpha:g} makes "
-                f"{expected:g}: set both, or neither"
+                f"{name} has the scaling {scaling:g}, but lora_alpha {layer.lora_alpha:g} makes "
+                f"it {expected:g}: change scaling and lora_alpha together"
             )
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})
     alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
@@ -109,8 +109,8 @@ def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> o
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
-            f"the model's LoRA is of several kinds, of which an adapter records one: {name} has "
-            f"{setting} {value}, others have {common}; merge the model, and save that"
+            f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
+            f"{setting} {value}, others have {common}; merge the model, and save it"
         )
     return None if common == default else common
 
@@ -272,12 +272,15 @@ def _check_names(
     layers = more_layers(unknown, names)
     if layers:
         raise CheckpointError(
-            f"{adapter.source}: has, unknown to the model, {len(unknown)} tensors: "
+            f"{adapter.source}: has {len(unknown)} tensors that the model does not have: "
             f"{listed(unknown, at_most=1)}: {base_to_give(adapter, layers)}"
         )
-    for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
+    for what, some in (
+        (f"lacks {len(lacking)} tensors", lacking),
+        (f"has {len(unknown)} tensors that the model does not have", unknown),
+    ):
         if some:
-            raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed(some)}")
+            raise CheckpointError(f"{adapter.source}: {what}: {listed(some)}")
 
 
 def _check_shapes(
@@ -356,7 +359,7 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     check_no_peft_layers(model)
     check_not_copied(
         model,
-        "which it would write over an adapter: load it before deepspeed.initialize",
+        "which would overwrite an adapter: load it before deepspeed.initialize",
         written=adapter.tensors,
     )
     check_whole(model, "an adapter is loaded")
@@ -394,10 +397,10 @@ def _check_quantized(
         way_out = "load the base in float16 or bfloat16"
         # In a PEFT folder the update is plain LoRA, and its initialization needs no weight.
         if needs_weight(own.variant, "default") is None:
-            way_out += ", or the adapter as a PEFT folder: "
+            way_out += ", or write the adapter as a PEFT folder and load that: "
             way_out += "lora.write_adapter(path, lora.read_adapter(source), 'peft')"
         raise CheckpointError(
-            f"{adapter.source}: has {reader}, which needs the weight of {name}, and that is "
+            f"{adapter.source}: has {reader}, which needs the weight of {name}, but that is "
             f"quantized: {way_out}"
         )
 
@@ -468,7 +471,11 @@ def _check_present(
 
 def _other(layer: Any) -> str:
     """Returns advice on how to get LoRA with other settings than this layer's."""
-    return "remove_lora first" if is_in_place(layer) else "build the model as the adapter says"
+    return (
+        "remove_lora first"
+        if is_in_place(layer)
+        else ("build the model with the adapter's settings")
+    )
 
 
 def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
@@ -480,13 +487,13 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
     for name, source in noted(model).items():
         if source is not None and name not in besides:
             raise CheckpointError(
-                f"{adapter.source}: brings no {name}, and the model has that of {source}: load it "
-                "into the base as it was"
+                f"{adapter.source}: lacks {name}, which the model has from {source}: load the "
+                "adapter into the original base"
             )
     unknown = besides.keys() - state.keys()
     if unknown:
         raise CheckpointError(
-            f"{adapter.source}: has, unknown to the model, {listed(unknown)}: "
+            f"{adapter.source}: has tensors that the model does not have: {listed(unknown)}: "
             f"{base_to_give(adapter)}"
         )
     differing = [
@@ -496,8 +503,7 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
     ]
     if differing:
         raise CheckpointError(
-            f"{adapter.source}: {'; '.join(differing[:4])}: build the model with these as in the "
-            "file"
+            f"{adapter.source}: {'; '.join(differing[:4])}: build the model to match the file"
         )
 
 
@@ -514,8 +520,8 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
         ours = state.get(name)
         if ours is None or ours.shape != theirs.shape or not same_when_rounded(theirs, ours):
             raise CheckpointError(
-                f"{adapter.source}: was trained with another {name} than the model's, which it "
-                "holds as well: give it the base that has that weight"
+                f"{adapter.source}: holds the {name} that it was trained with, which differs from "
+                "the model's: give it the base that has that weight"
             )
 
 
@@ -561,7 +567,7 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
         own, (owner, _, last) = state[name], name.rpartition(".")
         if name in untied:
             logger.warning(
-                "%s: %s gets a weight of its own, which it shared with %s",
+                "%s: %s no longer shares its weight with %s",
                 adapter.source,
                 name,
                 ", ".join(untied[name]),

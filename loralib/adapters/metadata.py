@@ -83,11 +83,13 @@ class AdapterMetadata:
         for name in ("base", "base_revision", "base_fingerprint", "task", "head"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
-                raise CheckpointError(f"{path}: {name} {value!r} in its metadata")
+                raise CheckpointError(f"{path}: invalid {name} {value!r} in its metadata")
         if not isinstance(self.is_decoder, bool | None):
-            raise CheckpointError(f"{path}: is_decoder {self.is_decoder!r} in its metadata")
+            raise CheckpointError(f"{path}: invalid is_decoder {self.is_decoder!r} in its metadata")
         if self.text_columns is not None and not are_text_columns(self.text_columns):
-            raise CheckpointError(f"{path}: text_columns {self.text_columns!r} in its metadata")
+            raise CheckpointError(
+                f"{path}: invalid text_columns {self.text_columns!r} in its metadata"
+            )
 
 
 def are_text_columns(names: object) -> bool:
@@ -208,7 +210,9 @@ class LoraMetadata(AdapterMetadata):
             ("slices", _is_mapping(self.slices, _is_slices)),
         ):
             if not is_sound:
-                raise CheckpointError(f"{path}: {name} {getattr(self, name)!r} in its metadata")
+                raise CheckpointError(
+                    f"{path}: invalid {name} {getattr(self, name)!r} in its metadata"
+                )
 
 
 def usual(values: Mapping[str, _Value]) -> tuple[_Value, dict[str, _Value]]:

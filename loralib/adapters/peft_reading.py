@@ -207,7 +207,7 @@ def _with_stacks(
                 f"{source}: adapts several parameters of {owner} ({listed(names)}), and only the "
                 "order in the model tells which update is whose: in Python, "
                 "lora.load_adapter(model, …) with the model that it was trained in; then "
-                "lora.save_adapter writes a file that says it, and lora.merge merges the two"
+                "lora.save_adapter writes a file that records it, or lora.merge merges the adapter"
             )
         around = [f"{owner}{'.base_layer' * more}" for more in reversed(range(len(names)))]
         lost = [n for n, module in zip(names, around, strict=True) if module not in modules]
@@ -217,8 +217,8 @@ def _with_stacks(
             )
         if len(modules) != len(names):
             raise CheckpointError(
-                f"{source}: has {len(modules)} of the updates of {owner}, {CONFIG_NAME} names "
-                f"{listed(names)}"
+                f"{source}: the number of updates of {owner} is {len(modules)}, but {CONFIG_NAME} "
+                f"names {listed(names)}"
             )
         named |= dict(zip(modules, names, strict=True))
     for module, name in named.items():
@@ -228,8 +228,8 @@ def _with_stacks(
         rank = _by_pattern(config, "r", name, ())
         if len(A) != B.shape[1] or len(A) % rank:
             raise CheckpointError(
-                f"{source}: the updates of {name} have ranks of {len(A)} and {B.shape[1]} in all, "
-                f"which are not several of the rank {rank} that {CONFIG_NAME} says"
+                f"{source}: lora_A and lora_B of {name} have {len(A)} and {B.shape[1]} ranks in "
+                f"total, which are not the same multiple of the rank {rank} in {CONFIG_NAME}"
             )
         layer = layer_of_stack(name)
         ours[f"{layer}.lora_A"], ours[f"{layer}.lora_B"] = A, stacked_B_of(B, rank)
@@ -278,7 +278,7 @@ def _check_ranks(
         rank = _by_pattern(config, "r", module, pairs)
         if B.shape[1] != rank:
             raise CheckpointError(
-                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {rank}"
+                f"{source}: its rank is {B.shape[1]} ({module}), but {config_path.name} says {rank}"
             )
 
 
@@ -311,7 +311,7 @@ def _with_known(
     for what, before, now in pairs:
         if before != now:
             raise CheckpointError(
-                f"{source}: was written with {what} {before}, {CONFIG_NAME} says {now} now"
+                f"{source}: was written with {what} {before}, but {CONFIG_NAME} now says {now}"
             )
     return replace(known, **own)
 
@@ -349,8 +349,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     for name, value in config.items():
         if name not in _READ | _WITHOUT_EFFECT and value:
             raise CheckpointError(
-                f"{path}: {name} is {shown(value)}, which is not LoRA as the paper has it; merge "
-                "it with PEFT"
+                f"{path}: {name} is {shown(value)}, which plain LoRA does not have; merge it with "
+                "PEFT"
             )
     return config
 
@@ -437,7 +437,9 @@ def _check_complete(
     # If no registered family has such layers, this is checked later, against the model.
     saved = config.get("modules_to_save") if layers else None
     if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
-        raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {shown(saved)}")
+        raise CheckpointError(
+            f"{source}: lacks the modules that {CONFIG_NAME} says are saved: {shown(saved)}"
+        )
 
 
 def _names_layers(config: Mapping[str, Any]) -> bool:

@@ -79,8 +79,8 @@ def why_not_expressible(adapter: Adapter) -> str | None:
         is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
         if metadata.has_magnitude and is_of_slices:
             return (
-                f"{module} has DoRA's magnitudes for slices of its output, and PEFT's are those of "
-                "the complete output"
+                f"{module} has DoRA's magnitudes for slices of its output, but PEFT's are for the "
+                "complete output"
             )
         if metadata.has_magnitude and attention:
             return f"adapts {attention}, an nn.MultiheadAttention, for which PEFT has no DoRA"
@@ -91,19 +91,22 @@ def why_not_expressible(adapter: Adapter) -> str | None:
             )
     owners = {layer.rpartition(".")[0] for layer in metadata.stacks or ()}
     if "" in owners:
-        return "adapts a parameter of the model itself, and PEFT adapts only those of modules in it"
+        return (
+            "adapts a parameter of the model itself, but PEFT adapts only parameters of modules "
+            "in it"
+        )
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
         owner = next((each for each in owners if name.startswith(f"{each}.")), None)
         if owner is not None and module not in (metadata.stacks or ()):
             return (
-                f"brings {name}, and PEFT wraps {owner}, of which parameters are adapted, so that "
-                "it would not find that"
+                f"holds {name}, which PEFT could not load: it wraps {owner}, whose parameters are "
+                "adapted"
             )
         if module in modules and last in ("in_proj_bias", "bias_k", "bias_v"):
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
-            return f"brings {name}, a parameter of the model itself, and PEFT saves only modules"
+            return f"brings {name}, a parameter of the model itself, but PEFT saves only modules"
     for saved in _saved_modules(adapter):
         for module in modules:
             if module.startswith(f"{saved}."):
@@ -141,14 +144,14 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     remarks = []
     if adapter.lora.has_start:
         remarks.append(
-            f"the {adapter.lora.initialization} initialization becomes, for PEFT, plain LoRA of "
+            f"for PEFT, the {adapter.lora.initialization} initialization becomes plain LoRA of "
             "twice the rank, which computes the same"
         )
         adapter = _without_start(adapter)
     metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
     if metadata.stacks and metadata.dropout:
         remarks.append(
-            "PEFT takes no dropout beside updates of parameters: for training on, it is 0 there"
+            "PEFT takes no dropout for updates of parameters: if training continues there, it is 0"
         )
     if any(attention_of(module, deltas) for module in deltas):
         remarks.append(
@@ -163,8 +166,8 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
         if parts == 1:
             continue
         remarks.append(
-            f"the {parts} updates of rank {rank} in one {module.rpartition('.')[2]} become, for "
-            f"PEFT, one of rank {parts * rank} and alpha "
+            f"for PEFT, the {parts} updates of rank {rank} in one {module.rpartition('.')[2]} "
+            f"become one of rank {parts * rank} and alpha "
             f"{_joined_alpha(metadata, alpha, parts):g}, which computes the same"
         )
     return replace(adapter, metadata=replace(metadata, slices=slices)), sorted(set(remarks))
@@ -283,8 +286,8 @@ def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
         is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2
         if not is_kernel and re.search(r"(?:^|_)(?:embed(?:ding)?s?|embed_tokens|wte|wpe)$", last):
             raise CheckpointError(
-                f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
-                "another way: say so in its metadata (embeddings)"
+                f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts "
+                "differently: list it in its metadata (embeddings)"
             )
 
 

@@ -141,8 +141,8 @@ def _adapter_of(
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter give it some, "
-            "merge and remove_lora take it out"
+            f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter add it, merge "
+            "and remove_lora remove it"
         )
     check_no_peft_layers(model)
     check_unsharded(model, "it is saved")
@@ -201,8 +201,8 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     last = next(reversed(outputs))
     return (
-        f"the number of labels is {len(labels)}, and that of the outputs of {module_label(last)} "
-        f"{outputs[last]}: a bank takes it only with one label per output"
+        f"there are {len(labels)} labels, but {module_label(last)} has {outputs[last]} outputs: a "
+        "bank takes it only with one label per output"
     )
 
 
@@ -244,7 +244,7 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
     which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
     if of_lora & {id(parameter) for parameter in lost.values()}:  # no adapter can hold these
         way_out = (
-            f"the adapter needs this very base: {_SAVED_WHOLE} too, or train again from the base "
+            f"the adapter needs this exact base: {_SAVED_WHOLE} too, or train again from the base "
             "after mark_only_lora_as_trainable"
         )
     else:
@@ -268,7 +268,7 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
     have_parameters = all(any(True for _ in model.get_submodule(n).parameters()) for n in normed)
     return (
         f"the running statistics of {len(normed)} modules ({normed[0]}, …), which training "
-        "changes, are not held: keep these in eval()"
+        "changes, are not saved: keep these modules in eval()"
         + (", or name them in modules_to_train" if have_parameters else "")
     )
 
@@ -310,8 +310,8 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
     if len(dropouts) < 2:
         return None
     return (
-        f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
-        f"{max(dropouts):g} is recorded: if training continues from the file, all of them get that"
+        f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, but only "
+        f"{max(dropouts):g} is recorded: if training continues from the file, all layers get that"
     )
 
 
@@ -322,7 +322,7 @@ def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     return (
         "A is frozen in some of its layers, which is not recorded: if training continues from the "
-        "file, all A are trained"
+        "file, every A is trained"
     )
 
 
@@ -339,9 +339,9 @@ def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
     if not taken:
         return None
     return (
-        f"PEFT with Transformers 5 may take {in_short(taken, at_most=2)} for experts, and leave "
-        "their updates out or not open the folder: compare its outputs with this model's; or, for "
-        f"PEFT, merge, or adapt no modules called {_last_names(taken)}"
+        f"PEFT with Transformers 5 may mistake {in_short(taken, at_most=2)} for experts, and "
+        "leave out their updates or not open the folder: compare its outputs with this model's; "
+        f"or, for PEFT, merge, or adapt no modules called {_last_names(taken)}"
     )
 
 
@@ -440,8 +440,8 @@ def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
             continue
         if not buffer.isfinite().all():
             raise CheckpointError(
-                f"{adapter.source}: the buffer {name} holds infinities, which no adapter may: "
-                "register it with persistent=False, if the model creates it itself"
+                f"{adapter.source}: the buffer {name} holds infinities, which adapters may not "
+                "hold: register it with persistent=False, if the model creates it itself"
             )
 
 
@@ -452,7 +452,7 @@ def _check_peft_adapts(model: nn.Module, source: str) -> None:
         reason = _not_as_in_peft(model, name)
         place = name.rpartition(".")[0] if isinstance(layer, AdaptedStack) else name
         if place in others:
-            reason = f"{others[place]} as well, of which PEFT adapts one alone"
+            reason = f"the same module as {others[place]}, and PEFT adapts only one of the two"
         if reason:
             raise NeedsMergingError(source, f"{name} is {reason}")
 
@@ -460,7 +460,10 @@ def _check_peft_adapts(model: nn.Module, source: str) -> None:
 def _not_as_in_peft(model: nn.Module, name: str) -> str | None:
     owner: Any = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention) and not owner._qkv_same_embed_dim:
-        return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
+        return (
+            "part of an nn.MultiheadAttention with inputs of different sizes, which PEFT does not "
+            "adapt"
+        )
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"
     return peft_difference(model.get_submodule(name))

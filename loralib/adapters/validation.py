@@ -43,8 +43,8 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
-            "%s: its tensors are identified by name, as for any model: it is unknown whether its "
-            "layers share a weight or stack updates",
+            "%s belongs to no registered family: it is unknown whether its layers share a weight "
+            "or stack updates",
             adapter.source,
         )
     return adapter
@@ -83,8 +83,8 @@ def check_names(adapter: Adapter) -> None:
         if (is_of_base and name not in parts) or name in of_adapted:
             if adapter.format == "peft":
                 raise CheckpointError(
-                    f"{source}: holds {name}, which is the base's, as adapters here do not: merge "
-                    "it with PEFT"
+                    f"{source}: holds {name}, a weight of the base, which adapters here cannot "
+                    "hold: merge it with PEFT"
                 )
             raise FullModelError(source, name)
     metadata = None if adapter.metadata is None else adapter.lora
@@ -121,7 +121,7 @@ def _check_parts(
 
 def _kind_of(metadata: LoraMetadata | None) -> str:
     if metadata is None:
-        return "LoRA in a file that says neither variant nor initialization"
+        return "LoRA in a file that records neither variant nor initialization"
     variant, initialization = metadata.variant or "lora", metadata.initialization or "default"
     return f"LoRA of the variant {variant} and the initialization {initialization}"
 
@@ -132,7 +132,7 @@ def _check_shape(tensors: Mapping[str, Tensor], name: str, source: str) -> None:
     needed = {MAGNITUDE: (len(B),), START_A: tuple(A.shape), START_B: tuple(B.shape)}[part]
     if tensors[name].shape != needed:
         raise CheckpointError(
-            f"{source}: {name} is {tuple(tensors[name].shape)}, {needed} belongs to its module"
+            f"{source}: {name} is {tuple(tensors[name].shape)}, but its module needs {needed}"
         )
 
 
@@ -171,6 +171,6 @@ def check_values(adapter: Adapter) -> None:
         may_be_buffer = tensor.dtype in DTYPES_OF_BUFFERS and LORA.part not in name
         if tensor.dtype not in DTYPES and not may_be_buffer:
             raise CheckpointError(
-                f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
+                f"{adapter.source}: {name} is of {tensor.dtype}, which is not a floating-point type"
             )
     check_finite(adapter)

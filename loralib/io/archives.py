@@ -20,5 +20,5 @@ def _errors_of_methods() -> list[type[Exception]]:
 
 
 ZIP_ERRORS = (zipfile.BadZipFile, *_errors_of_methods(), EOFError, RuntimeError)
-"""What `zipfile` raises, by the part that is wrong: RuntimeError for an unknown method of
-compression, or for a password."""
+"""The errors that `zipfile` raises for a damaged archive, depending on the damaged part. It raises
+RuntimeError if a method of compression is unknown, or if the archive seems to have a password."""

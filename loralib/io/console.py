@@ -22,7 +22,7 @@ _LEVELS = {
 }
 
 Rows = Iterable[tuple[str, str]]
-"""Names and values."""
+"""Rows of a table: pairs of a name and its value, both as text."""
 
 
 # ---- colors and tables ----

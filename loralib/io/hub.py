@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 UNFETCHED = "cannot be fetched"
-"""What errors say of a model, or of data, that is neither here nor fetched, for who reads a log."""
+"""The words in an error that say that a model or data is neither on this machine nor reachable.
+
+Programs that read a log find such errors by these words.
+"""
 
 
 class AbsentFileError(FileNotFoundError):
@@ -281,7 +284,7 @@ def _seen_from_here(name: str) -> str:
     """Returns text that says where a name was looked for as a path, or "" if it cannot be one."""
     first = name.partition("/")[0]
     is_here = first in (".", "..") or ("/" in name and bool(first) and os.path.isdir(first))
-    return f" (seen from {os.getcwd()})" if is_here else ""
+    return f" (relative to {os.getcwd()})" if is_here else ""
 
 
 @contextmanager
@@ -334,10 +337,7 @@ def _as_os_error(
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {filename} on the hub")
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
-            return OSError(
-                f"'{name}' is to be kept in {place}, which cannot be written to: set HF_HOME to a "
-                "folder of your own"
-            )
+            return OSError(f"cannot write '{name}' to {place}: set HF_HOME to a folder of your own")
         case _:
             return OSError(f"'{name}' cannot be fetched from the hub: {_reason(error)}")
 

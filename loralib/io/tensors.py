@@ -138,7 +138,7 @@ def check_is_whole(path: str | os.PathLike) -> None:
     index = index_of(path)
     if index is not None:
         raise CheckpointError(
-            f"{path}: is a part of a model, of which {index.name} lists others; give the folder"
+            f"{path}: is one shard of a model (see {index.name}); give the folder"
         )
 
 

@@ -50,7 +50,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
         TypeError: x has an integer dtype, to which weights would be rounded.
     """
     if not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"a layer with weights is given {x.dtype}: convert its input, as x.float()")
+        raise TypeError(
+            f"a layer received {x.dtype} input: convert it to floating point, as by x.float()"
+        )
     device = x.device.type
     if has_autocast(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -65,7 +67,7 @@ def check_dense(x: Tensor) -> None:
     """
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(
-            "a layer with LoRA is given a nested or sparse tensor: convert it, as by "
+            "a layer with LoRA received a nested or sparse tensor: convert it, as by "
             "to_padded_tensor(0.0) or to_dense()"
         )
 

@@ -64,7 +64,8 @@ class Routing:
         if self.tokens is not None:
             known += f" of {self.tokens[-1].stop} tokens"
         raise ValueError(
-            f"adapters are named for {known}, a layer is given {tuple(x.shape)}: name one per row"
+            f"adapters are given for {known}, but a layer received {tuple(x.shape)}: give one "
+            "adapter per row"
         )
 
 
@@ -132,7 +133,7 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
         return slices([len(lengths)])
     named = routing.rows[-1].stop
     if len(lengths) != named:
-        raise ValueError(f"the batch has {len(lengths)} rows, adapters are named for {named}")
+        raise ValueError(f"the batch has {len(lengths)} rows, but adapters are given for {named}")
     ends = [0, *accumulate(lengths)]
     tokens = tuple(slice(ends[rows.start], ends[rows.stop]) for rows in routing.rows)
     # At its end, the `routed` block restores the routing before it, whatever is set here.

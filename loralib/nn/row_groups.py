@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 GROUP_OVERHEAD = 20_000
-"""Attention's probabilities that take a CPU as long as the calls for one group: about 0.2 ms of
-calls, 10 ns a probability, forward and backward."""
+"""How many attention probabilities cost a CPU as much time as the function calls for one group: the
+calls take about 0.2 ms, a probability takes 10 ns, forward and backward."""
 _LARGEST = 2**18
-"""Probabilities of a group, at most, unless one row has more: a MiB in float32, which stays in a
-processor's cache from one operation to the next."""
+"""The most attention probabilities in a group, unless a single row has more. They take 1 MiB in
+float32, which stays in the processor's cache from one operation to the next."""
 _PADDING = -1  # stands for a token's number
 
 

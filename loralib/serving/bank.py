@@ -125,7 +125,7 @@ class AdapterBank:
                 f"{shown(adapter)}"
             )
         if name in self._adapters:
-            raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
+            raise ValueError(f"the bank already has an adapter '{name}' (it has {self._listed()})")
         self._seen.check(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
             if not self._adapters:
@@ -205,7 +205,7 @@ class AdapterBank:
         else:
             of_rows = as_names("names", names, "an adapter's name, or a list of one for each row")
             if not of_rows:
-                raise ValueError(f"no adapter is named; there are {self._listed()}")
+                raise ValueError(f"no adapter is named; the bank has {self._listed()}")
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
@@ -247,7 +247,7 @@ class Block(ContextDecorator):
 
     def __enter__(self) -> None:
         if self._is_used:
-            raise ValueError("such a block is entered once: call use again")
+            raise ValueError("a bank.use(…) block can be entered only once: call use again")
         self._is_used = True
         self._block = self._make()
         self._block.__enter__()
@@ -387,8 +387,8 @@ def _add_deltas(
     (x,) = (*args, *kwargs.values())
     if x.is_nested:
         raise ValueError(
-            f"{module} is given a nested tensor, which a bank cannot add to: turn "
-            "use_nested_tensor of the model's nn.TransformerEncoder off"
+            f"{module} is given a nested tensor, which a bank cannot add to: turn off "
+            "use_nested_tensor in the model's nn.TransformerEncoder"
         )
     if any(module in adapter.tokens_first for adapter in routing.adapters):
         _check_told(module, routing, x)

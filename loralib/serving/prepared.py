@@ -158,8 +158,8 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     """Checks an adapter against a model, and copies its tensors to its modules' devices."""
     if adapter.kind != LORA:
         raise CheckpointError(
-            f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
-            f"to a model of their own ({adapter.kind.switch})"
+            f"{adapter.source}: holds {adapter.kind.name} weights, but a bank takes only LoRA: "
+            f"build a separate model with them ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
     check_complete(model, adapter, modules)
@@ -214,10 +214,12 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
                 source, f"adapts {name}, which nn.MultiheadAttention never calls"
             )
         if isinstance(adapted.module, nn.MultiheadAttention):
-            raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
+            raise NeedsMergingError(
+                source, f"adapts projections inside {name}, an nn.MultiheadAttention"
+            )
         if is_quantized_linear(adapted.module) and adapted.delta.has_magnitude:
             raise CheckpointError(
-                f"{source}: has DoRA on {name}, which needs the weight, and that is quantized: "
+                f"{source}: has DoRA on {name}, which needs the weight, but that is quantized: "
                 "load the base in float16 or bfloat16"
             )
         kind = type(adapted.module)
@@ -226,7 +228,7 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
                 continue
             if not (inherits_forward(kind, plain) or scales_rows(adapted.module)):
                 raise NeedsMergingError(
-                    source, f"adapts {name}, a {kind.__name__}, which computes in a way of its own"
+                    source, f"adapts {name}, a {kind.__name__}, which computes in its own way"
                 )
 
 
@@ -256,8 +258,8 @@ def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
         if top_module(name) in tops:
             raise NeedsMergingError(
                 adapter.source,
-                f"brings {name} and adapts modules of {top_module(name)}, where a bank takes no "
-                "others: only whole modules beside it, such as a head",
+                f"has LoRA in {top_module(name)} and also the full tensor {name}: a bank takes "
+                "full tensors only for whole top-level modules without LoRA, such as a head",
             )
     return rest
 
@@ -279,7 +281,9 @@ def _head(
     """
     module = dict(model.named_modules()).get(top)
     if module is None:
-        raise CheckpointError(f"{source}: the model has no '{top}' to take a head's tensors")
+        raise CheckpointError(
+            f"{source}: the model has no '{top}', to which the adapter's head belongs"
+        )
     start = f"{top}."
     theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
     ours = module.state_dict(prefix=start).keys()
@@ -291,12 +295,12 @@ def _head(
     # Adapters hold what is trained, and the buffers beside it.
     owners = {name.rpartition(".")[0] for name, _ in module.named_parameters(prefix=top)}
     held = {name for name in ours if name.rpartition(".")[0] in owners}
-    for what, names in (
-        ("lacks", held - theirs.keys() - tied),
-        ("has, unknown to the model,", theirs.keys() - ours),
+    for what, names, which in (
+        ("lacks", held - theirs.keys() - tied, "which the model's head has"),
+        ("has", theirs.keys() - ours, "which the model's head lacks"),
     ):
         if names:
-            raise CheckpointError(f"{source}: {what} {min(names)} in the head that it brings")
+            raise CheckpointError(f"{source}: its head {what} {min(names)}, {which}")
     head = copy.deepcopy(module, {**of_others}).eval()
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
@@ -307,7 +311,7 @@ def _head(
     for name, needed in ((name, copied[name]) for name in theirs):
         if theirs[name].shape != needed.shape:
             raise CheckpointError(
-                f"{source}: {name} is {tuple(theirs[name].shape)} in the file, "
+                f"{source}: {name} is {tuple(theirs[name].shape)} in the file, but "
                 f"{tuple(needed.shape)} is needed"
             )
     head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
@@ -333,6 +337,6 @@ def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
     labels = adapter.lora.labels or tuple(f"LABEL_{index}" for index in range(outputs))
     if len(labels) != outputs:
         raise CheckpointError(
-            f"{adapter.source}: names {len(labels)} labels, its head has {outputs} outputs"
+            f"{adapter.source}: names {len(labels)} labels, but its head has {outputs} outputs"
         )
     return labels

@@ -82,8 +82,8 @@ _REPLACED = (
 )
 # For a module with a hook, Dynamo may run what it compiled for one without a hook.
 _COMPILED_ALONE = (
-    "is wrapped by torch.compile alone, where adapters get lost: wrap the model or its layers, or "
-    "call the module's own compile()"
+    "is wrapped by torch.compile on its own, where adapters get lost: wrap the model or its "
+    "layers instead, or call the module's own compile()"
 )
 
 

@@ -45,8 +45,8 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Reported)]
     if elsewhere:
         raise TrainingError(
-            f"process {', '.join(elsewhere)} is at another step of the run than this one: all have "
-            "to train, evaluate and predict alike"
+            f"process {', '.join(elsewhere)} has called another step of the run: all processes "
+            "have to train, evaluate and predict in the same order"
         )
     (first_host, first), *others = said
     for number, (host, other) in enumerate(others, start=1):
@@ -75,8 +75,7 @@ def check_same_code(rank: int, world_size: int) -> None:
     for number, version in enumerate(versions):
         if version != versions[0]:
             logger.warning(
-                "process %d has PyTorch %s, process 0 %s: last bits may depend on which machine "
-                "computes what",
+                "process %d has PyTorch %s, process 0 has %s: results may differ in the last bits",
                 *(number, version, versions[0]),
             )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CURVES_NAME = "learning_curves.png"
-HOW_TO_GET_IT = f"no {CURVES_NAME}: it is drawn with matplotlib (pip install matplotlib)"
+HOW_TO_GET_IT = f"no {CURVES_NAME}: drawing it needs matplotlib (pip install matplotlib)"
 
 _ACROSS = 3  # the most panels in a row
 _MARKED = 40  # a line with at most this many points has them marked

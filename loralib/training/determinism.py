@@ -117,7 +117,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     elif on_gpu != ("cuda" in state) and rank() == 0:
         places = ("a CPU", "a GPU")
         logger.warning(
-            "resumes, but not bit-exact: the checkpoint was written on %s, and this run computes "
+            "resumes, but not bit-exactly: the checkpoint was written on %s, and this run computes "
             "on %s, which has other random numbers",
             *(places if on_gpu else reversed(places)),
         )
@@ -133,7 +133,7 @@ def warn_of_other_threads(before: int, device: torch.device) -> None:
     now = torch.get_num_threads()
     if before != now and device.type == "cpu" and rank() == 0:
         logger.warning(
-            "resumes, perhaps not bit-exact: the checkpoint was written with OMP_NUM_THREADS=%s, "
+            "resumes, perhaps not bit-exactly: the checkpoint was written with OMP_NUM_THREADS=%s, "
             "this run has %d, so sums may differ in their last bits",
             *(before, now),
         )

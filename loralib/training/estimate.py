@@ -279,10 +279,12 @@ SETTINGS = {
     "estimate_devices": "number of devices for the run (default: those found here)",
     "estimate_rate": "speed of a device in GFLOP/s (default: measured here, in steps of two "
     "layers)",
-    "estimate_length": "tokens per text, instead of the data's own (default without data: the "
-    "most that a text may have)",
+    "estimate_length": (
+        "tokens per sequence, instead of the data's (default without data: the longest sequence "
+        "that the run allows)"
+    ),
 }
-"""What a script that estimates is told, by name -> its help; see `check_settings`."""
+"""The settings of a script that makes estimates: name -> help text; see `check_settings`."""
 
 
 def check_settings(args: Any) -> None:

@@ -86,7 +86,7 @@ def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
     number = int(text)
     if number < least or (most is not None and number > most):
         limit = f"at least {least}" if most is None else f"a number from {least} to {most}"
-        raise ValueError(f"{name} is {number} in the environment, and has to be {limit}")
+        raise ValueError(f"{name} is {number} in the environment, but has to be {limit}")
     return number
 
 

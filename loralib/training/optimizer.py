@@ -115,10 +115,10 @@ class AdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 if getattr(state.get(name), "shape", None) != p.shape:
                     raise ValueError(
-                        f"the state of a tensor of {tuple(p.shape)} has no such {name}"
+                        f"the state of a {tuple(p.shape)} parameter has no {name} of that shape"
                     )
             if type(state.get("step")) is not int:
-                raise ValueError("the state of a tensor has no integer as its step")
+                raise ValueError("the step in a parameter's state is not an integer")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -146,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in params if p.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
-            raise RuntimeError("AdamW takes no sparse gradients")
+            raise RuntimeError("AdamW does not support sparse gradients")
         states = [self._state_of(p) for p in params]
         for state in states:
             state["step"] += 1

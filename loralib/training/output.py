@@ -61,8 +61,8 @@ def _make(folder: Path, stack: ExitStack) -> None:
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(
-                f"{path} is a link to {os.readlink(path)}, which is not there: make that folder, "
-                "or remove the link"
+                f"{path} is a link to {os.readlink(path)}, which does not exist: make that "
+                "folder, or remove the link"
             )
     if not folder.exists():
         folder.mkdir(parents=True)

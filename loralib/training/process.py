@@ -190,9 +190,10 @@ def _turn_collector_on() -> None:
 
 
 HEAD_START = 1.0
-"""Seconds by which the main process shows an error first.
+"""Seconds for which the other processes wait before they show an error.
 
-Where it has the same one, the launcher sees it end and ends the others, which then say nothing.
+If the main process has the same error, the launcher sees it end and ends the others before they
+repeat the message.
 """
 
 

@@ -125,7 +125,8 @@ def check_same_run(
         if before.get(name) != value:
             was, becomes = short_digest(before.get(name)), short_digest(value)
             raise CheckpointError(
-                f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
+                f"{where}: belongs to a run with {name} {was}, but this run has {becomes}: "
+                f"{way_out}"
             )
 
 
@@ -143,7 +144,7 @@ def check_not_beyond(where: str | os.PathLike, done: int, steps: int, way_out: s
     """
     if done > steps:
         raise CheckpointError(
-            f"{where}: has made {done} steps, and this run ends after {steps}: give the length "
+            f"{where}: has made {done} steps, but this run ends after {steps}: give the length "
             f"that it began with, or {way_out}"
         )
 
@@ -158,7 +159,7 @@ def warn_of_length(where: str | os.PathLike, before: int, now: int) -> None:
     """
     if before != now:
         logger.warning(
-            "%s is of a run of %d steps, this one has %d: from here on the learning rate follows "
-            "the new length; unless it is constant, the result matches neither run",
+            "%s belongs to a run of %d steps, but this run has %d: from here on the learning rate "
+            "follows the new length; unless it is constant, the result matches neither run",
             *(where, before, now),
         )

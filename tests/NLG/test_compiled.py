@@ -121,7 +121,7 @@ def test_a_run_of_the_script(tiny, tmp_path, monkeypatch, read_metrics, error_of
         patch.setattr(gpt2_ft, "show_step", die)
         with pytest.raises(Killed):
             gpt2_ft.main([*killed, "--torch_compile"])
-    message = "with --torch_compile True, not False"
+    message = "with --torch_compile True, but this run has False"
     assert message in error_of([*killed, "--resume"])
     gpt2_ft.main([*killed, "--torch_compile", "--resume"])
     ends = {n: read_tensors(tmp_path / n / "model.5.pt")[0] for n in ("plain", "whole", "killed")}

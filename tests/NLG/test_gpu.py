@@ -160,7 +160,7 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
         (
             {**torchrun(2, 2, 0), **MASTER},
             [],
-            "^RANK is 2 in the environment, and has to be a number from 0 to 1",
+            "^RANK is 2 in the environment, but has to be a number from 0 to 1",
         ),
         ({"LOCAL_RANK": "1"}, ["--platform", "local"], "WORLD_SIZE is not set in the environment"),
         ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),

@@ -32,7 +32,7 @@ WITH_LAYERS = {
     "gpt2_attention_output": "attn.c_proj",
 }
 # Those that a format cannot hold, and why.
-NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn is not made of one block"
+NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn does not have one block"
 NO_LAYERS = {
     **{("gpt2_c_attn", format): NOT_BLOCKS for format in ("lora", "release")},
     **{("gpt2_all_targets", format): NOT_BLOCKS for format in ("lora", "release")},
@@ -253,7 +253,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
 
 def test_of_two_blocks_a_user_is_told(folder, tmp_path):
     assert write_adapter(tmp_path / "out", read_adapter(folder()), "peft") == [
-        "the 2 updates of rank 2 in one c_attn become, for PEFT, one of rank 4 and alpha 12, "
+        "for PEFT, the 2 updates of rank 2 in one c_attn become one of rank 4 and alpha 12, "
         "which computes the same"
     ]
     assert write_adapter(tmp_path / "2", read_adapter(folder("gpt2_c_attn")), "peft") == []

@@ -231,7 +231,7 @@ def test_three_processes_of_which_one_is_killed(
     generators = [state["rng_state"][rank]["torch"].numpy().tobytes() for rank in range(3)]
     assert len(set(generators)) == 3
 
-    message = "is of a run with number of processes 3, not 1"
+    message = "belongs to a run with number of processes 3, but this run has 1"
     assert message in error_of([*killed, "--resume"])
 
     result = launch_tiny("torch.distributed.run", [*killed, "--resume"], processes=3)
@@ -251,40 +251,52 @@ def killed(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ("--lr 0.02", "--lr 0.03, not 0.02"),
-        ("--random_seed 11", "--random_seed 10, not 11"),
-        ("--grad_acc 1", "--grad_acc 3, not 1"),
-        ("--lora_dropout 0", "--lora_dropout 0.3, not 0.0"),
-        ("--obj jlm", "--obj clm, not jlm"),
-        ("--bf16", "--bf16 False, not True"),
-        ("--tf32", "--tf32 False, not True"),
+        ("--lr 0.02", "--lr 0.03, but this run has 0.02"),
+        ("--random_seed 11", "--random_seed 10, but this run has 11"),
+        ("--grad_acc 1", "--grad_acc 3, but this run has 1"),
+        ("--lora_dropout 0", "--lora_dropout 0.3, but this run has 0.0"),
+        ("--obj jlm", "--obj clm, but this run has jlm"),
+        ("--bf16", "--bf16 False, but this run has True"),
+        ("--tf32", "--tf32 False, but this run has True"),
         (
             "--use_deterministic_algorithms",
-            "--use_deterministic_algorithms False, not True",
+            "--use_deterministic_algorithms False, but this run has True",
         ),
-        ("--correct_bias", "--correct_bias False, not True"),
-        ("--scheduler cosine", "--scheduler linear, not cosine"),
-        ("--seq_len 11", "--seq_len 12, not 11"),
-        ("--train_batch_size 2", "--train_batch_size 4, not 2"),
+        ("--correct_bias", "--correct_bias False, but this run has True"),
+        ("--scheduler cosine", "--scheduler linear, but this run has cosine"),
+        ("--seq_len 11", "--seq_len 12, but this run has 11"),
+        ("--train_batch_size 2", "--train_batch_size 4, but this run has 2"),
         ("--train_data {folder}/valid.jsonl --max_step 12", "training data"),
         ("--init_checkpoint {folder}/other.pt", "base"),
-        ("--init_checkpoint {folder}/base.pt --lora_dim 1", "--lora_dim 2, not 1"),
-        ("--init_checkpoint {folder}/base.pt --lora_alpha 4", "--lora_alpha 8.0, not 4.0"),
+        ("--init_checkpoint {folder}/base.pt --lora_dim 1", "--lora_dim 2, but this run has 1"),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_alpha 4",
+            "--lora_alpha 8.0, but this run has 4.0",
+        ),
         (
             "--init_checkpoint {folder}/base.pt --lora_targets mlp_up key",
-            "--lora_targets query value, not key mlp_up",
+            "--lora_targets query value, but this run has key mlp_up",
         ),
-        ("--init_checkpoint {folder}/base.pt --lora_variant dora", "--lora_variant lora, not dora"),
-        ("--init_checkpoint {folder}/base.pt --lora_init olora", "--lora_init default, not olora"),
-        ("--init_checkpoint {folder}/base.pt --lora_freeze_A", "--lora_freeze_A False, not True"),
-        ("--lora_plus_ratio 16", "--lora_plus_ratio 1.0, not 16.0"),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_variant dora",
+            "--lora_variant lora, but this run has dora",
+        ),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_init olora",
+            "--lora_init default, but this run has olora",
+        ),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_freeze_A",
+            "--lora_freeze_A False, but this run has True",
+        ),
+        ("--lora_plus_ratio 16", "--lora_plus_ratio 1.0, but this run has 16.0"),
         (
             "--init_checkpoint {folder}/base.pt --lora_rank_pattern h.0.*=1",
-            "--lora_rank_pattern None, not transformer.h.0.attn.c_attn=1",
+            "--lora_rank_pattern None, but this run has transformer.h.0.attn.c_attn=1",
         ),
         (
             "--init_checkpoint {folder}/base.pt --lora_alpha_pattern c_attn=1 h.0.*=2",
-            "--lora_alpha_pattern None, not transformer.h.0.attn.c_attn=1.0 "
+            "--lora_alpha_pattern None, but this run has transformer.h.0.attn.c_attn=1.0 "
             "transformer.h.1.attn.c_attn=1.0",
         ),
     ],
@@ -294,7 +306,7 @@ def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, device_set
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
     line = error_of([*killed, "--resume", *more.format(folder=tiny.folder).split()])
-    assert f"{work_dir}: is of a run with {named}" in line
+    assert f"{work_dir}: belongs to a run with {named}" in line
     assert files_of(work_dir) == before
 
 
@@ -348,7 +360,7 @@ def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
     torch.save(state, path)
     gpt2_ft.main([*killed, "--resume"])
     (line,) = [message for message in caplog.messages if "bit-exact" in message]
-    assert "resumes, but not bit-exact: the checkpoint was written on a " in line
+    assert "resumes, but not bit-exactly: the checkpoint was written on a " in line
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -445,7 +457,9 @@ def test_a_run_resumes_with_another_length(
     run_until([*argv, "12"], STEP, 12, monkeypatch)
     caplog.clear()
     gpt2_ft.main([*argv, str(steps), "--resume"])
-    told = f"{tmp_path / 'run'} is of a run of 12 steps, this one has {steps}: from here on"
+    told = (
+        f"{tmp_path / 'run'} belongs to a run of 12 steps, but this run has {steps}: from here on"
+    )
     assert told in caplog.text
     rates = [[row["lr"] for row in read_metrics(tmp_path / name)[0]] for name in ("run", "whole")]
     assert rates[0][10:] == rates[1][10:]
@@ -478,10 +492,13 @@ def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypat
     )
     run_until(argv, STEP, 8, monkeypatch)
     line = error_of([*argv, "--max_epoch", "1", "--resume"])
-    assert f"{tmp_path / 'run'}: has made 6 steps, and this run ends after 4: give the leng" in line
+    assert f"{tmp_path / 'run'}: has made 6 steps, but this run ends after 4: give the leng" in line
     gpt2_ft.main([*argv, "--resume"])
     line = error_of([*argv, "--max_epoch", "4", "--resume"])
-    assert "is of a run with number of steps 12, not 16: it is finished; begin a new run of" in line
+    assert (
+        "belongs to a run with number of steps 12, but this run has 16: it is finished; begin"
+        in line
+    )
     (step,) = (tmp_path / "run").glob("model.12.pt")
     longer = tiny.flags(tmp_path / "longer", "--max_step", "2", "--init_checkpoint", str(step))
     gpt2_ft.main(longer)

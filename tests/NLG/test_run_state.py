@@ -83,7 +83,7 @@ def test_determinism_is_kept_where_it_was_written(tmp_path, was_on, is_on):
     if was_on is is_on:
         assert restore_run(*now).step == 7
         return
-    with pytest.raises(CheckpointError, match=f"is of a run with {flag} {was_on}, not {is_on}: "):
+    with pytest.raises(CheckpointError, match=f"with {flag} {was_on}, but this run has {is_on}: "):
         restore_run(*now)
 
 

@@ -145,7 +145,11 @@ def refuses(model, adapters, message):
         ("houlsby", {"adapter_type": "pfeiffer"}, "adapter_type houlsby, .*built with pfeiffer"),
         ("pfeiffer", {"adapter_type": "houlsby"}, "adapter_type pfeiffer, .*built with houlsby"),
         ("houlsby", {"hidden_size": 16}, "16"),
-        ("houlsby", {"num_hidden_layers": 1}, "has, unknown to the model, 8 tensors: .*layer.1."),
+        (
+            "houlsby",
+            {"num_hidden_layers": 1},
+            "has 8 tensors that the model does not have: .*layer.1.",
+        ),
         ("houlsby", {"num_hidden_layers": 3}, "lacks 8 tensors: .*layer.2."),
         (
             "houlsby",
@@ -153,7 +157,7 @@ def refuses(model, adapters, message):
             "no adapter layers to take it: build it",
         ),
         ("houlsby", {"num_labels": 2}, r"\(3.* in the file, \(2.* in the model"),
-        ("bitfit", {"num_hidden_layers": 1}, "has, unknown to the model, "),
+        ("bitfit", {"num_hidden_layers": 1}, "tensors that the model does not have: "),
         ("bitfit", {"num_hidden_layers": 3}, "lacks "),
         ("bitfit", {"intermediate_size": 40}, r"dense.bias is \(48,\) in the file, \(40,\) in the"),
     ],
@@ -179,7 +183,8 @@ def test_one_tensor_less_or_more(build_adapted):
     adapter = model.adapter(BOTTLENECK)
     tensors = dict(adapter.tensors)
     more = {**tensors, name.replace("1", "2"): tensors[name]}
-    refuses(model, [replace(adapter, tensors=more)], f"1 tensors: {name.replace('1', '2')}")
+    message = f"1 tensors that the model does not have: {name.replace('1', '2')}"
+    refuses(model, [replace(adapter, tensors=more)], message)
     nan = {**tensors, name: tensors[name] * float("nan")}
     refuses(model, [replace(adapter, tensors=nan)], f"{name} holds values that are not finite")
     del tensors[name]
@@ -234,10 +239,10 @@ def test_training_does_not_change_the_base_s_fingerprint(build_adapted, tmp_path
 def test_files_that_belong_together(build_adapted):
     model = build_adapted("roberta", ["lora", "bitfit"])
     lora, biases = model.adapter(LORA), model.adapter(BITFIT)
-    refuses(model, [lora], "trained with apply_bitfit as well, .* give that too")
-    refuses(model, [biases], "trained with apply_lora as well, .* give that too")
+    refuses(model, [lora], "trained with apply_bitfit as well, .* give that file too")
+    refuses(model, [biases], "trained with apply_lora as well, .* give that file too")
     other = {**biases.tensors, "classifier.dense.bias": biases.tensors["classifier.dense.bias"] + 1}
-    message = "not of the same run as adapter: their classifier.dense.bias differ"
+    message = "does not belong to the same run as adapter: their classifier.dense.bias differ"
     refuses(model, [lora, replace(biases, tensors=other)], message)
     assert model.load_adapters([lora, biases]) == []
     # The release's format does not say what it was trained with.

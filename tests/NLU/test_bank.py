@@ -376,7 +376,7 @@ def test_segments_of_packed_rows(task):
     for names in ("a", ["a"] * 4):
         with bank.use(names):
             assert rows.routed().segments == (slice(0, 4),)
-    wrong = pytest.raises(ValueError, match=r"^the batch has 4 rows, adapters are named for 3$")
+    wrong = pytest.raises(ValueError, match=r"^the batch has 4 rows, but adapters are given for 3$")
     with wrong, bank.use(["a", "b", "a"]):
         rows.routed()
 
@@ -393,7 +393,7 @@ def test_the_base_stays_as_it_is(task):
         with bank.use(names):
             assert model(**batch).logits.shape[1] == (2 if names == "a" else 4)
         assert torch.equal(model(**batch).logits, before)
-    wrong = pytest.raises(ValueError, match="the batch has 4 rows, adapters are named for 2")
+    wrong = pytest.raises(ValueError, match="the batch has 4 rows, but adapters are given for 2")
     with wrong, bank.use(["a", "b"]):
         model(**batch)
     assert torch.equal(model(**batch).logits, before)

@@ -164,7 +164,7 @@ def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, fam
     run("killed", torch_compile=True, callbacks=[Stopped])
     again = run("killed", str(tmp_path / "killed" / "checkpoint-3"), torch_compile=True)
     assert_same_bits(trained(again.model), trained(whole.model))
-    with pytest.raises(CheckpointError, match="with --torch_compile False, not True"):
+    with pytest.raises(CheckpointError, match="with --torch_compile False, but this run has True"):
         run("again", checkpoints[1], torch_compile=True)
 
 

@@ -230,7 +230,7 @@ def test_the_adapter_of_another_head(family, head, other):
     # Without metadata the names of its tensors are another's.
     unsaid = replace(adapter, metadata=replace(adapter.metadata, head=None))
     model.newly_initialized = frozenset(model.state_dict())
-    with pytest.raises(CheckpointError, match=r"lacks|unknown to the model"):
+    with pytest.raises(CheckpointError, match=r"lacks|that the model does not have"):
         model.load_adapters([unsaid])
     assert_same_bits(model.state_dict(), before)
 
@@ -310,7 +310,7 @@ def test_a_bank_shares_what_a_head_has_of_the_base():
 def test_metadata_that_is_damaged(field, value, tmp_path):
     adapter = adapted(*TRAINED[0], **LORA).adapter()
     damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
-    with pytest.raises(CheckpointError, match=rf"^adapter: {field} .* in its metadata$"):
+    with pytest.raises(CheckpointError, match=rf"^adapter: invalid {field} .* in its metadata$"):
         write_adapter(tmp_path / "a.safetensors", damaged)
 
 
@@ -330,6 +330,6 @@ def test_a_vocabulary_of_its_own(tie, tmp_path):
         write_adapter(tmp_path / "a", adapter, "peft")
         assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
         with pytest.raises(
-            CheckpointError, match=r"unknown to the model,.* lm_head.decoder.weight"
+            CheckpointError, match=r"that the model does not have:.* lm_head.decoder.weight"
         ):
             adapted("roberta", "causal_lm", **LORA).load_adapters([read])

@@ -124,7 +124,7 @@ def test_one_that_does_not_say_it_is_refused(build, adapter_file):
         lambda: build(**LORA, lora_positions=True).load_adapters([unsaid]),
         lambda: merge_into(build(), unsaid),
     ):
-        with pytest.raises(CheckpointError, match=r"does not say .*lora_positions"):
+        with pytest.raises(CheckpointError, match=r"does not record .*lora_positions"):
             refuse()
 
 

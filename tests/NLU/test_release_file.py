@@ -54,7 +54,9 @@ def test_one_tensor_less_or_more(adapter):
     with pytest.raises(CheckpointError, match=r"trained with targets key, query, value"):
         load_into(model, replace(adapter, tensors=more))
     more = {**adapter.tensors, name.replace("7", "12"): adapter.tensors[name]}
-    unknown = r"unknown to the model, 1 tensors: roberta.encoder.layer.12.attention.self.value"
+    unknown = (
+        r"1 tensors that the model does not have: roberta.encoder.layer.12.attention.self.value"
+    )
     with pytest.raises(CheckpointError, match=unknown):
         load_into(model, replace(adapter, tensors=more))
 
@@ -66,7 +68,8 @@ def test_one_tensor_less_or_more(adapter):
         ({"num_labels": 2}, r"classifier.out_proj.\w+ is \(3.*in the file, \(2.*in the model"),
         (
             {"num_hidden_layers": 6},
-            r"the model, 24 tensors: \S+, …: its base has at least 12 layers, this model 6; give",
+            r"24 tensors that the model does not have: \S+, …: its base has at least 12 layers, "
+            "this model has 6; give",
         ),
         ({"apply_lora": False}, "no LoRA layers to take it"),
     ],

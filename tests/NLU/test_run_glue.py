@@ -288,9 +288,9 @@ def test_the_settings_of_a_file_with_patterns_are_left_out_as_the_error_says(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--reg_loss_wgt", 1.0, "--reg_loss_wgt 0.0, not 1.0"),
-        ("--lora_dropout", 0.1, "--lora_dropout 0.0, not 0.1"),
-        ("--apply_bitfit", True, "--apply_bitfit False, not True"),
+        ("--reg_loss_wgt", 1.0, "--reg_loss_wgt 0.0, but this run has 1.0"),
+        ("--lora_dropout", 0.1, "--lora_dropout 0.0, but this run has 0.1"),
+        ("--apply_bitfit", True, "--apply_bitfit False, but this run has True"),
         ("--lora_targets", "key", "targets query, value, the model was built with key"),
     ],
 )

@@ -452,9 +452,9 @@ def test_an_output_folder_that_is_taken(
         ([], "half/pytorch_model.bin: damaged"),
         (
             ["--lora_alpha", 16],
-            "is of a run with --lora_alpha 8, not 16: give the same setting to resume it",
+            "a run with --lora_alpha 8, but this run has 16: give the same",
         ),
-        (["--lora_r", 2], "is of a run with --lora_r 4, not 2: give the same setting to resume it"),
+        (["--lora_r", 2], "a run with --lora_r 4, but this run has 2: give the same setting to"),
         (
             ["--lora_targets", "key"],
             "built with key (--lora_targets query value, as the run began; or another --output_dir",

@@ -376,7 +376,7 @@ def test_a_run_is_not_resumed_on_other_texts(glue, tmp_path):
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     before = lora_of(tmp_path / "out")
     for columns in (["answer", "review"], ["review"]):
-        message = r"checkpoint-2: is of a run with text columns \['review', 'answer'\], not \['"
+        message = r"a run with text columns \['review', 'answer'\], but this run has \['"
         with pytest.raises(CheckpointError, match=message + columns[0]):
             glue(*run, "--text_columns", *columns)
     settings = tmp_path / "out" / "checkpoint-2" / "config.json"

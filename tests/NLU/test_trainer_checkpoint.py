@@ -419,10 +419,10 @@ def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
     [
         (
             {"lora_r": 2, "lora_alpha": 4},
-            "is of a run with --lora_r 4, not 2: give the same setting",
+            "belongs to a run with --lora_r 4, but this run has 2: give the same setting",
         ),
-        ({"lora_alpha": 16}, "is of a run with --lora_alpha 8, not 16: give the same"),
-        ({"num_labels": 3}, "is of a run with labels"),
+        ({"lora_alpha": 16}, "a run with --lora_alpha 8, but this run has 16: give the same"),
+        ({"num_labels": 3}, "belongs to a run with labels"),
     ],
 )
 def test_a_checkpoint_of_another_model(make_trainer, make_model, checkpoint, settings, reason):
@@ -513,7 +513,7 @@ def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
 def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
-    told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: from here on"
+    told = f"{checkpoint} belongs to a run of 10 steps, but this run has {5 * epochs}: from here on"
     assert (told in caplog.text) is says
 
 
@@ -529,7 +529,7 @@ def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
 def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
     with pytest.raises(CheckpointError) as caught:
         make_trainer(**length).train(str(checkpoint))
-    assert f"{checkpoint}: has made 5 steps, and this run ends after 4: " in str(caught.value)
+    assert f"{checkpoint}: has made 5 steps, but this run ends after 4: " in str(caught.value)
 
 
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
@@ -555,13 +555,16 @@ def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_pat
 # ---- other runs ----
 
 OTHER_RUNS = {
-    "learning rate": ({"learning_rate": 2e-2}, "--learning_rate 0.01, not 0.02"),
-    "seed": ({"seed": 7}, "--seed 42, not 7"),
+    "learning rate": ({"learning_rate": 2e-2}, "--learning_rate 0.01, but this run has 0.02"),
+    "seed": ({"seed": 7}, "--seed 42, but this run has 7"),
     "left-out examples": (
         {"dataloader_drop_last": True},
-        "--dataloader_drop_last False, not True",
+        "--dataloader_drop_last False, but this run has True",
     ),
-    "schedule": ({"lr_scheduler_type": "cosine"}, "--lr_scheduler_type linear, not cosine"),
+    "schedule": (
+        {"lr_scheduler_type": "cosine"},
+        "--lr_scheduler_type linear, but this run has cosine",
+    ),
 }
 
 
@@ -569,13 +572,13 @@ OTHER_RUNS = {
 def test_another_run_s_checkpoint_is_not_resumed(make_trainer, tmp_path, settings, message):
     make_trainer(save_strategy="steps", save_steps=3).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-3")
-    with pytest.raises(CheckpointError, match=f"is of a run with {message}"):
+    with pytest.raises(CheckpointError, match=f"belongs to a run with {message}"):
         make_trainer(**settings).train(resume_from_checkpoint=checkpoint)
     make_trainer(num_train_epochs=3).train(resume_from_checkpoint=checkpoint)
 
 
 def test_determinism_is_kept_where_it_was_written(make_trainer, checkpoint, device_settings):
-    message = "is of a run with --use_deterministic_algorithms False, not True"
+    message = "a run with --use_deterministic_algorithms False, but this run has True"
     with pytest.raises(CheckpointError, match=message):
         make_trainer(use_deterministic_algorithms=True).train(str(checkpoint))
 
@@ -584,18 +587,20 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
     make_trainer(save_strategy="steps", save_steps=3).train()
     model = make_model()
     model.config.finetuning_task = "rte"
-    with pytest.raises(CheckpointError, match="is of a run with task None, not rte"):
+    with pytest.raises(
+        CheckpointError, match="belongs to a run with task None, but this run has rte"
+    ):
         make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hidden_act", "relu", "gelu, not relu"),
-        ("layer_norm_eps", 0.01, "1e-05, not 0.01"),
-        ("hidden_dropout_prob", 0.5, "0.0, not 0.5"),
-        ("attention_probs_dropout_prob", 0.5, "0.0, not 0.5"),
-        ("num_attention_heads", 2, "4, not 2"),
+        ("hidden_act", "relu", "gelu, but this run has relu"),
+        ("layer_norm_eps", 0.01, "1e-05, but this run has 0.01"),
+        ("hidden_dropout_prob", 0.5, "0.0, but this run has 0.5"),
+        ("attention_probs_dropout_prob", 0.5, "0.0, but this run has 0.5"),
+        ("num_attention_heads", 2, "4, but this run has 2"),
     ],
 )
 def test_a_base_of_other_settings_is_not_resumed(
@@ -606,7 +611,7 @@ def test_a_base_of_other_settings_is_not_resumed(
     setattr(model.config, name, value)
     with pytest.raises(CheckpointError) as caught:
         make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
-    assert f"is of a run with {name} (config.json) {message}: give the same" in str(caught.value)
+    assert f"a run with {name} (config.json) {message}: give the same" in str(caught.value)
 
 
 def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_path):
@@ -651,7 +656,9 @@ def test_another_setting_of_the_collator_is_refused(make_trainer, tmp_path):
     make(0.15).train()
     checkpoint = tmp_path / "out" / "checkpoint-4"
     make(0.15).train(str(checkpoint))
-    with pytest.raises(CheckpointError, match=r"with share \(data collator\) 0.15, not 0.2: give"):
+    with pytest.raises(
+        CheckpointError, match=r"share \(data collator\) 0.15, but this run has 0.2"
+    ):
         make(0.2).train(str(checkpoint))
 
 

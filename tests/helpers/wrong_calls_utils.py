@@ -27,7 +27,7 @@ CALLS = {
         ),
         (
             "{good}/lora.safetensors out.txt",
-            "out.txt: its name does not tell the format to write: .safetensors is lora, .bin "
+            "out.txt: cannot tell the format to write from its name: .safetensors is lora, .bin "
             "and .pt are release",
         ),
         (

@@ -241,7 +241,7 @@ def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
 
 UNSUPPORTED = {
     "a norm": ("llama", "input_layernorm", "LlamaRMSNorm, which has no LoRA layer: leave it out"),
-    "a block": ("bert", "attention.self", "name those within, such as self.key, self.query, "),
+    "a block": ("bert", "attention.self", "name layers inside it, such as self.key, self.query, "),
 }
 
 

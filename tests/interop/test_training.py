@@ -119,7 +119,7 @@ def test_a_model_that_is_dispatched_already_is_refused():
     model = accelerate.cpu_offload(case.build(), execution_device="cpu")
     classes = [type(module) for module in model.modules()]
     with pytest.raises(
-        TypeError, match="q_proj has a forward of its own, as a device map's hooks"
+        TypeError, match="q_proj has a forward of its own, set by a device map's hooks"
     ) as error:
         lora.add_lora(model, case.targets, r=R)
     assert "\n" not in str(error.value)

@@ -32,8 +32,8 @@ def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
     lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings, **first})
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warns
-    assert all("'all-linear' takes last, the last linear layer, for the head" in s for s in said)
-    assert all(s.endswith("or to exclude, if it is to stay frozen") for s in said)
+    assert all("'all-linear' treats last, the last linear layer, as the head" in s for s in said)
+    assert all(s.endswith("or to exclude if it should stay frozen") for s in said)
 
 
 @pytest.mark.parametrize("head", ["adapted before", "built with LoRA", "frozen with its LoRA"])
@@ -55,7 +55,7 @@ def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
     plain = copy.deepcopy(model)
     lora.add_lora(model, "all-linear", r=2)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.endswith("which stays frozen: add it to exclude, if it is to stay frozen")
+    assert said.endswith("which stays frozen: add it to exclude if it should stay frozen")
     caplog.clear()
     lora.add_lora(plain, "all-linear", r=2, exclude="last")
     assert not caplog.records

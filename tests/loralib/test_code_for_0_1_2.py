@@ -555,11 +555,11 @@ def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):
     nn.init.normal_(model[0].lora_B)
     del model[0].scaling
     model[0].scaling = nn.Parameter(torch.tensor(0.5))
-    with pytest.raises(CheckpointError, match=r"0 has a scaling that is a parameter, .* delete it"):
+    with pytest.raises(CheckpointError, match=r"0 has a trainable scaling, .* delete it"):
         lora.save_adapter(model, tmp_path / "adapter.safetensors")
     del model[0].scaling
     model[0].scaling = torch.tensor(0.5)
-    with pytest.raises(CheckpointError, match=r"0 has the scaling 0\.5, lora_alpha 6 makes 3: set"):
+    with pytest.raises(CheckpointError, match=r"0 has the scaling 0\.5, but lora_alpha 6 makes"):
         lora.save_adapter(model, tmp_path / "adapter.safetensors")
     model[0].lora_alpha = 1
     lora.save_adapter(model, tmp_path / "adapter.safetensors")

@@ -517,22 +517,30 @@ def with_forward(model):
 
 
 REFUSED = {
-    "dropout": (Model, {"lora_dropout": 0.1}, "update takes no dropout: set lora_dropout to 0, or"),
-    "dora": (Model, {"variant": "dora"}, "takes no DoRA: choose another variant, or"),
+    "dropout": (
+        Model,
+        {"lora_dropout": 0.1},
+        "update cannot have dropout: set lora_dropout to 0, or",
+    ),
+    "dora": (Model, {"variant": "dora"}, "cannot have DoRA: choose another variant, or"),
     "slices": (
         Model,
         {"enable_lora": {"down_proj": [True, False]}},
-        "is not a linear layer, whose",
+        "is not a linear layer, so",
     ),
     "rank": (
         Model,
         {"r": 9},
-        r"r = 9 is larger than a dimension of layers.0.experts.down_proj: 8; lower it, or there "
-        r"alone: rank_pattern={'down_proj': 8}",
+        r"r = 9 is too large for layers.0.experts.down_proj, .* 8; lower it, or "
+        r"give rank_pattern={'down_proj': 8}",
     ),
     "twice": (adapted, {}, "down_proj has LoRA already"),
-    "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as it is while"),
-    "no forward": (lambda: owned_by(nn.Module), {"targets": "stack"}, "computes nothing with it"),
+    "trained": (Model, {"modules_to_train": "experts"}, "cannot be trained as a whole: "),
+    "no forward": (
+        lambda: owned_by(nn.Module),
+        {"targets": "stack"},
+        "where LoRA for a parameter has no effect",
+    ),
     "a kernel": (
         lambda: nn.ModuleDict({"q": nn.Linear(4, 4), "conv": nn.Conv1d(4, 4, 3)}),
         {"targets": "conv.weight"},
@@ -551,15 +559,15 @@ REFUSED = {
     "the module": (
         Model,
         {"targets": "experts"},
-        r"has no LoRA layer: name those within, such as experts\.down_proj, experts\.gate_up_proj",
+        r"has no LoRA layer: name layers inside it, such as experts\.down_proj, experts\.gate_up",
     ),
     "linear layers that are left out": (
         Mixture,
         {"layers": [1]},
-        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; the "
-        r"stack layers\.1\.experts\.down_proj is meant by 'experts\.down_proj'$",
+        r"left out, such as layers\.0\.shared\.down_proj: leave it out of targets as well; to "
+        r"mean the stack layers\.1\.experts\.down_proj, give 'experts\.down_proj'$",
     ),
-    "a layer": (Model, {"exclude": "experts"}, r"exclude 'experts' leaves out none of the targets"),
+    "a layer": (Model, {"exclude": "experts"}, r"exclude 'experts' matches none of the targets"),
 }
 
 

@@ -139,7 +139,9 @@ def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned(
 def test_what_a_forward_leaves_to_be_awaited_is_an_error(forward):
     """The parameters have their updates while it runs. A coroutine that is refused is closed."""
     layer = returning(forward)
-    message = rf"the forward of Later returns what is awaited \({forward.__name__}\), and what "
+    message = (
+        rf"the forward of Later returns a coroutine or async generator \({forward.__name__}\), "
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that a coroutine was never awaited
         with pytest.raises(RuntimeError, match=message):

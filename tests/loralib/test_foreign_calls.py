@@ -71,7 +71,7 @@ def test_a_nested_tensor_is_refused_by_a_bank(tmp_path):
     bank, x = bank_of(base, tmp_path / "a"), torch.randn(2, 3, 8)
     padding = torch.tensor([[False, False, False], [False, False, True]])
     with bank.use("a0"):
-        with pytest.raises(ValueError, match="turn use_nested_tensor of the model's"):
+        with pytest.raises(ValueError, match="turn off use_nested_tensor in the model's"):
             base(x, src_key_padding_mask=padding)
         base.use_nested_tensor = False
         base(x, src_key_padding_mask=padding)
@@ -190,5 +190,5 @@ def test_jagged_rows_in_evaluation():
 )
 @torch.no_grad()
 def test_inputs_that_are_not_dense(kind, training):
-    with pytest.raises(TypeError, match="is given a nested or sparse tensor: convert it"):
+    with pytest.raises(TypeError, match="received a nested or sparse tensor: convert it"):
         drawn(Net(), ["a"]).train(training).a(INPUTS[kind]())

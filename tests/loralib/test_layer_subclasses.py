@@ -178,7 +178,9 @@ def test_an_embedding_that_scales_its_rows_is_served(variant):
         close(base(numbers[0, 0]), expected[0][0, 0])
     with bank.use(["a", "b"]):
         close(base(numbers), torch.stack([expected[0][0], expected[1][1]]))
-        with pytest.raises(ValueError, match=r"a layer is given \(1, 1\): name one per row"):
+        with pytest.raises(
+            ValueError, match=r"a layer received \(1, 1\): give one adapter per row"
+        ):
             base(numbers[0, 0])
 
 

@@ -46,7 +46,7 @@ def test_a_module_under_two_names_is_adapted_once():
 
 @pytest.mark.parametrize("settings", [{"layers": [1]}, {"exclude": "layers.0.up"}])
 def test_a_module_that_is_meant_under_one_name_and_left_out_under_another(settings):
-    message = "layers.1.down is one module with layers.0.up, which is left out"
+    message = "layers.1.down and layers.0.up are the same module, and the latter is left out"
     with pytest.raises(ValueError, match=message):
         lora.add_lora(Shared(), ["down"], r=2, **settings)
 
@@ -54,7 +54,7 @@ def test_a_module_that_is_meant_under_one_name_and_left_out_under_another(settin
 def test_two_settings_for_one_module():
     ranks = {"layers.0.up": 1, "layers.1.down": 2}
     settings = {name: LayerSettings(r=rank, lora_alpha=1) for name, rank in ranks.items()}
-    with pytest.raises(ValueError, match=r"layers.1.down is one module with layers.0.up"):
+    with pytest.raises(ValueError, match=r"layers.1.down and layers.0.up are the same module"):
         adapt(Shared(), settings)
     same = dict.fromkeys(settings, LayerSettings(r=1, lora_alpha=1))
     assert adapt(Shared(), same) == ("layers.0.up",)
@@ -62,7 +62,7 @@ def test_two_settings_for_one_module():
 
 def test_what_is_trained_as_it_is_cannot_hold_an_adapted_module_under_another_name():
     model = Shared()
-    with pytest.raises(ValueError, match=r"layers.1 cannot be trained .* while layers.0.up is ad"):
+    with pytest.raises(ValueError, match=r"layers.1 cannot be trained .* layers.0.up is ad"):
         lora.add_lora(model, "0.up", r=2, modules_to_train="layers.1")
 
 
@@ -94,5 +94,5 @@ def test_an_update_that_a_file_has_under_several_names_is_added_once(tmp_path):
     merge_into(merged, adapter)
     close(merged(x), model(x))
     adapter.tensors["layers.1.0.lora_B"] = torch.ones(6, 2)
-    with pytest.raises(CheckpointError, match=r"layers.1.0 and layers.0.0 are one module"):
+    with pytest.raises(CheckpointError, match=r"layers.1.0 and layers.0.0 are the same module"):
         merge_into(copy.deepcopy(base), adapter)

@@ -121,12 +121,12 @@ def test_a_head_that_is_read_or_written_has_to_be_there(tmp_path, kind):
 
 
 def test_a_layer_without_outputs():
-    unchanged_by(nn.Sequential(nn.Linear(4, 0)), "of module 0: 0; leave it out", "0", r=1)
+    unchanged_by(nn.Sequential(nn.Linear(4, 0)), "for module 0, .* 0; leave it out", "0", r=1)
 
 
 def test_complex_weights_are_called_so():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
-    message = "0 has complex weights .torch.complex64., which have no LoRA"
+    message = "0 has complex weights .torch.complex64., which LoRA does not support"
     unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
 
 

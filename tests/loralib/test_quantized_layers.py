@@ -306,7 +306,9 @@ def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, c
     assert "a model in float16, or quantized or offloaded in part, has no finger" in caplog.text
     with torch.no_grad():
         assert_close({"out": model(inputs())}, {"out": trained(inputs())})
-    message = "the weight of {} is quantized, and nothing is merged into it: save the adapter, load"
+    message = (
+        "the weight of {} is quantized, so nothing can be merged into it: save the adapter, load"
+    )
     with pytest.raises(ValueError, match=message.format("layers.0.up")):
         lora.merge(model)
     with pytest.raises(ValueError, match=message.format("the layer")):
@@ -335,12 +337,12 @@ def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, c
     ],
 )
 def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
-    message = rf"the weight of layers.0.\w+ is quantized, and the {reader} needs it: choose another"
+    message = rf"the weight of layers.0.\w+ is quantized, but the {reader} needs its values: choose"
     unchanged_by(Net(package), message, "all-linear", r=R, **settings)
     trained = plain(Net(package))
     lora.add_lora(trained, "all-linear", r=R, **settings)
     lora.save_adapter(trained, tmp_path / "a.safetensors")
-    message = rf"a.safetensors: has the {reader}, which needs the weight of layers.0.*, and that is"
+    message = rf"a.safetensors: has the {reader}, which needs the weight of layers.0.*, but that is"
     with pytest.raises(CheckpointError, match=message) as refused:
         lora.load_adapter(Net(package), tmp_path / "a.safetensors")
     assert ("as a PEFT folder" in str(refused.value)) == ("initialization" in settings)
@@ -416,22 +418,25 @@ class OwnWay(nn.Parameter):
             frozen(torch.ones(3).to(torch.float8_e4m3fn)),
             r"quantized \(torch.float8_e4m3fn\); leave",
         ),
-        (torch.ones(3).to(torch.float8_e4m3fn), "a buffer of torch.float8_e4m3fn, which no ad"),
+        (torch.ones(3).to(torch.float8_e4m3fn), "a buffer of torch.float8_e4m3fn, which ad"),
         (
             frozen(torch.ones(3).to(torch.complex64)),
-            "of torch.complex64, which no adapter holds as",
+            "a parameter of torch.complex64, which adapters",
         ),
-        (frozen(torch.arange(3)), "of torch.int64, which no adapter .*, or make that a buffer, w"),
-        (frozen(torch.ones(3, dtype=torch.uint8)), "of torch.uint8, which no adapter holds as tr"),
+        (
+            frozen(torch.arange(3)),
+            "a parameter of torch.int64, .*, or make the parameter a buffer w",
+        ),
+        (frozen(torch.ones(3, dtype=torch.uint8)), "a parameter of torch.uint8, which adap"),
         (torch.ones(3, dtype=torch.uint8), "a buffer of torch.uint8, .* with persistent=False$"),
-        (torch.eye(3).to_sparse(), "a buffer of torch.sparse_coo, which no adapter holds"),
+        (torch.eye(3).to_sparse(), "a buffer of torch.sparse_coo, which adapters cannot hold"),
         (
             as_nested(torch.eye(3)),
-            "a buffer of nested tensors, which no adapter holds",
+            "a buffer of nested tensors, which adapters cannot hold",
         ),
         (
             Int8Tensor(torch.ones(3).to(torch.int8), torch.tensor(1.0)),
-            r"a buffer of Int8Tensor, which no adapter holds",
+            r"a buffer of Int8Tensor, which adapters cannot hold",
         ),
         (
             OwnWay(torch.ones(3)),
@@ -539,8 +544,10 @@ def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, m
 
 @EACH
 def test_ranks_are_held_against_what_is_packed(package):
-    unchanged_by(Net(package), "r = 9 is larger than a dimension of layers.0.up: 8", "up", r=9)
-    message = r"enable_lora \[True, False, False\] does not fit layers.0.up: .* of 16 outputs"
+    unchanged_by(
+        Net(package), "r = 9 is too large for layers.0.up, whose smaller dimension is 8", "up", r=9
+    )
+    message = r"enable_lora \[True, False, False\] does not fit layers.0.up: .* divide 16, the"
     unchanged_by(Net(package), message, "up", enable_lora={"up": [True, False, False]})
 
 
@@ -551,13 +558,13 @@ def test_an_adapter_of_a_base_of_another_size(tmp_path, package):
     lora.save_adapter(model, tmp_path / "a")
     kind = type(layer_of(Net(package)))
     other = with_int8(nn.Linear(8, 16)) if kind is nn.Linear else kind(8, 16)
-    with pytest.raises(CheckpointError, match=r"is \(8, 8\), the model's weight is \(16, 8\)"):
+    with pytest.raises(CheckpointError, match=r"is \(8, 8\), but the model's weight is \(16, 8\)"):
         lora.load_adapter(nn.Sequential(other), tmp_path / "a")
 
 
 def test_a_weight_for_quantized_inputs_is_refused():
     model = nn.Sequential(with_int8(nn.Linear(8, 8), is_of_inputs=True))
-    message = "the weight of module 0 passes no gradients to the layers before it, as it is for inp"
+    message = "gradients do not pass through the weight of module 0, because its inp"
     unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 
@@ -569,7 +576,7 @@ def test_a_layer_without_gradients_is_an_error():
     model(torch.ones(1, 8))  # nothing is before it
     with torch.no_grad():
         model(torch.ones(1, 8).requires_grad_())
-    with pytest.raises(RuntimeError, match=r"this Linear passes no gradients to the layers before"):
+    with pytest.raises(RuntimeError, match=r"gradients do not pass through this Linear, so LoRA"):
         model(torch.ones(1, 8).requires_grad_())
 
 
@@ -605,12 +612,12 @@ def test_all_linear_takes_the_last_for_the_head(caplog):
     caplog.set_level(logging.WARNING)
     model = nn.ModuleDict({name: Linear4bit(8, 8) for name in ("a", "b", "c")})
     assert lora.add_lora(model, "all-linear", r=R) == ("a", "b")
-    assert "'all-linear' takes c, the last linear layer, for the head" in caplog.text
+    assert "'all-linear' treats c, the last linear layer, as the head" in caplog.text
 
 
 @EACH
 def test_a_sparse_input_is_refused(package):
-    with pytest.raises(TypeError, match=r"a layer with LoRA is given a nested or sparse tensor"):
+    with pytest.raises(TypeError, match=r"a layer with LoRA received a nested or sparse tensor"):
         layer_of(adapted(package))(torch.eye(8).to_sparse())
 
 

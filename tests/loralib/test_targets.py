@@ -97,7 +97,7 @@ def test_all_linear_layers_but_the_head(model):
             {"targets": "q_proj", "exclude": "*_proj"},
             r"matches only modules that are left out",
         ),
-        ({"targets": "q_proj", "layers": [0, 3]}, r"has no layer 3; its numbers are 0 to 2"),
+        ({"targets": "q_proj", "layers": [0, 3]}, r"has no layer 3; its layers are 0 to 2"),
         ({"targets": ()}, r"no target is given"),
         (
             {"targets": {"q_proj": 4}},
@@ -128,7 +128,7 @@ def test_all_linear_layers_but_the_head(model):
         ),
         ({"targets": "q_proj", "exclude": "zzz"}, r"; it has c_attn, conv1, .* more$"),
         ({"targets": "haed", "with_stacks": False}, r"; it has head$"),
-        ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
+        ({"targets": "q_proj", "layers": []}, r"layers is empty: leave it out to adapt all layers"),
         (
             {"targets": "all-linear", "exclude": ["layers.*", "encoder.*"]},
             r"'all-linear' means only modules that are left out, such as encoder\.layers\.0\.lin",
@@ -156,7 +156,7 @@ def test_a_dict_without_values_is_a_list(model, several):
         (
             nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
             "all-linear",
-            r"takes module 1, the model's only",
+            r"treats module 1, the model's only",
         ),
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
     ],
@@ -231,7 +231,7 @@ def test_stacks_are_not_meant_where_whole_modules_are():
 def test_a_stack_that_is_left_is_named_by_what_means_it_alone():
     model = Experts(has_shared=False).experts
     model.x = nn.ModuleDict({"down_proj": nn.Linear(2, 2)})
-    left_out = r"left out, such as x\.down_proj: .*; the stack down_proj is meant by "
+    left_out = r"left out, such as x\.down_proj: .*; to mean the stack down_proj, give "
     with pytest.raises(ValueError, match=left_out + r"re\.compile\(r'down_proj'\)$"):
         find(model, "down_proj", exclude="x.*")
     assert find(model, re.compile("down_proj"), exclude="x.*") == ["down_proj"]
@@ -241,7 +241,9 @@ def test_exclusions_by_the_names_of_stacks_layers_are_checked_as_others():
     model = nn.Sequential(Experts(has_shared=True))
     meant = ["0.down_proj", "0.experts.down_proj"]
     check_exclusions(model, [re.compile(r"0\.experts(\.down_proj_lora)?")], meant)
-    with pytest.raises(ValueError, match=r"' leaves out none of the targets; 0\.experts\.d"):
+    with pytest.raises(
+        ValueError, match=r"' matches none of the targets, only a module around 0\.experts\.d"
+    ):
         check_exclusions(model, [re.compile(r"0\.experts")], meant)
 
 
@@ -254,7 +256,7 @@ def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_offered():
 
 
 def test_a_model_without_layers_says_so():
-    with pytest.raises(ValueError, match="no layer 0; its numbers are none"):
+    with pytest.raises(ValueError, match="no layer 0; its layers are none"):
         find(nn.ModuleDict({"a": nn.Linear(2, 2)}), "a", layers=[0])
 
 

@@ -112,7 +112,7 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
             lora.add_lora(Mixture(), ["experts.*", "q_proj"], r=R, rank_pattern={key: 3})
     with pytest.raises(ValueError, match=r"lower it in rank_pattern, where 'down_proj_lora' sets"):
         lora.add_lora(Mixture(), "experts.*", r=R, rank_pattern={"down_proj_lora": 9})
-    message = r"is not a linear layer, .*: leave it out of enable_lora, where more of the linear l"
+    message = r"is not a linear layer, .*: remove it from enable_lora, or use a longer name that m"
     for key in (DOWN[0], "down_proj"):
         with pytest.raises(ValueError, match=message):
             lora.add_lora(Mixture(), [*LINEAR, *DOWN], enable_lora={key: [True, False]})
@@ -123,7 +123,11 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("block", UnsupportedLayerError, r"^block is a .*: name those within, such as block\.q, "),
+        (
+            "block",
+            UnsupportedLayerError,
+            r"^block is a .*: name layers inside it, such as block\.q, ",
+        ),
         ("conv", UnsupportedLayerError, r"^block\.conv has no weight that is a plain param"),
         ("other", ValueError, r"^'other' matches no module of the model; it has block, conv, para"),
     ],

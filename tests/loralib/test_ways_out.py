@@ -49,7 +49,7 @@ REFUSED = {
 @pytest.mark.parametrize(("build", "name", "settings", "exclude"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_module_is_left_out_of_targets_or_excluded(build, name, settings, exclude):
     settings = {"r": 2, **settings}
-    way_out = "leave it out of targets, or exclude it if its target names more"
+    way_out = "leave it out of targets, or exclude it if its target matches more modules"
     for targets in ([name, "down"], "*"):
         with pytest.raises((ValueError, TypeError), match=way_out):
             lora.add_lora(build(), targets, **settings)
@@ -72,7 +72,7 @@ def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
     ranks = {}
     for number, smallest in ((1, 4), (2, 2)):
         name = f"layers.{number}.out"
-        message = rf"of {name}: {smallest}; lower it, or there alone: rank_pattern=(.*)$"
+        message = rf"for {name}, .* {smallest}; lower it, or give rank_pattern=(.*)$"
         with pytest.raises(ValueError, match=message) as caught:
             lora.add_lora(Widths(), "out", r=8, rank_pattern=ranks)
         ranks |= ast.literal_eval(re.search(message, str(caught.value))[1])
@@ -87,7 +87,7 @@ def test_an_expression_that_is_suggested_means_one_module_alone():
         outer = {"a": inner[0], "b": nn.ModuleDict({"a": inner[1]}), "a_out": nn.Linear(8, 8)}
         return nn.ModuleDict(outer)
 
-    message = r"of a\.out: 4; lower it, or there alone: rank_pattern=(\{re\.compile.*\})$"
+    message = r"for a\.out, .* 4; lower it, or give rank_pattern=(\{re\.compile.*\})$"
     with pytest.raises(ValueError, match=message) as caught:
         lora.add_lora(build(), ["out", "a_out"], r=8)
     ranks = eval(re.search(message, str(caught.value))[1], {"re": re})
@@ -99,7 +99,7 @@ def test_an_expression_that_is_suggested_means_one_module_alone():
 @pytest.mark.parametrize("pattern", ["layers.1.out", "out", "*.out", re.compile(r"layers\..*")])
 def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pattern):
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    message = f"of layers.1.out: 4; lower it in rank_pattern, where '{text}' sets it"
+    message = f"whose smaller dimension is 4; lower it in rank_pattern, where '{text}' sets it"
     ranks = {"layers.2.out": 2, pattern: 8, "layers.*": 8}
     with pytest.raises(ValueError, match=re.escape(message)):
         lora.add_lora(Widths(), "out", r=2, rank_pattern=ranks)

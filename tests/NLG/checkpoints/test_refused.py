@@ -243,7 +243,7 @@ def test_a_lora_file_without_its_base(lora_path):
 
 def test_a_base_as_the_lora_file(tmp_path, base_path):
     refuses(
-        ["none of its 28 tensors is LoRA's", "is to be given as the base"],
+        ["none of its 28 tensors is LoRA's", "has to be given as the base"],
         ("--init_checkpoint", base_path),
         base_path,
     )
@@ -252,7 +252,10 @@ def test_a_base_as_the_lora_file(tmp_path, base_path):
 def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
     whole = tmp_path / "whole.pt"
     save_model(whole, *open_lora(), lora_only=False)
-    says = [f"{whole}: holds a full model, not LoRA alone", "save_adapter writes the adapter"]
+    says = [
+        f"{whole}: holds a full model, not LoRA alone",
+        "then write the adapter with save_adapter",
+    ]
     refuses(says, ("--init_checkpoint", base_path), whole)
     says = [f"{whole}: already holds LoRA weights", "base without LoRA"]
     refuses(says, ("--init_checkpoint", whole), lora_path)
@@ -328,7 +331,7 @@ BAD_LORA = {
     ),
     "of a deeper model": (
         lambda: draw_lora(blocks=3),
-        ["has, unknown to the model, 2 tensors: transformer.h.2.attn.c_attn.lora_A"],
+        ["has 2 tensors that the model does not have: transformer.h.2.attn.c_attn.lora_A"],
     ),
     "of a wider model": (
         lambda: draw_lora(width=12),
@@ -360,7 +363,7 @@ def test_lora_files_that_do_not_fit(tmp_path, base_path, make, parts):
     [
         ({"rank": "two"}, "its metadata is damaged"),
         ({"rank": 2}, "its metadata is damaged"),
-        ({"alpha": "-6"}, "alpha -6 in its metadata"),
+        ({"alpha": "-6"}, "invalid alpha -6 in its metadata"),
         ({"rank": "3"}, "damaged: it says rank 3, its tensors have 2"),
         ({"targets": '["c_proj"]'}, "damaged: it says targets c_proj, its tensors have c_attn"),
     ],

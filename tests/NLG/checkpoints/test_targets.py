@@ -227,7 +227,7 @@ def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, for
         (
             ("query", "key"),
             [
-                "the 2 updates of rank 2 in one c_attn become, for PEFT, one of rank 4 and alpha "
+                "for PEFT, the 2 updates of rank 2 in one c_attn become one of rank 4 and alpha "
                 "12, which computes the same"
             ],
         ),

@@ -101,7 +101,7 @@ def test_two_adapters_in_one_folder(tmp_path, format):
 def test_a_model_s_adapter_is_not_written_into_a_folder_that_is_called_as_a_file(tmp_path, name):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     lora.add_lora(model, "0", r=2)
-    refused(lambda: lora.save_adapter(model, tmp_path / name), tmp_path / name, "that ends in")
+    refused(lambda: lora.save_adapter(model, tmp_path / name), tmp_path / name, "has to end in")
     assert listing(tmp_path) == set()
     refused(lambda: read_adapter(name), name, "no such checkpoint file")  # without asking the hub
     for folder in ("v1.5", "run.final"):
@@ -145,7 +145,7 @@ def test_a_part_of_a_model_is_not_taken_for_an_adapter(tmp_path):
     index = {"weight_map": {"roberta.x": "model-1.bin", "roberta.y": "model-2.bin"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     shard = tmp_path / "model-1.bin"
-    refused(lambda: read_adapter(shard), shard, "is a part of a model", "give the folder")
+    refused(lambda: read_adapter(shard), shard, "is one shard of a model", "give the folder")
     with pytest.raises(CheckpointError) as raised:
         read_adapter(tmp_path)
     assert "model-1" not in str(raised.value)

@@ -305,7 +305,7 @@ def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str
 
 FAILING = {
     "alpha": (replace(many(), metadata=None), ["give it as lora_alpha"]),
-    "unknown module": (many(**named("zz")), ["no zz to be adapted"]),
+    "unknown module": (many(**named("zz")), ["no zz to adapt"]),
     "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
     "a parameter": (many(**named("query__weight")), ["query.weight"]),
     "no linear": (many(**named("norm")), ["norm is not a linear layer"]),
@@ -316,7 +316,7 @@ FAILING = {
     "another height": (many(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
     "turned": (many(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
     "turned Conv1D": (many(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
-    "another rank": (many(**named("value", rank=1)), ["value has rank 1, its metadata says 2"]),
+    "another rank": (many(**named("value", rank=1)), ["value has rank 1, but its metadata says 2"]),
     "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked blocks"]),
     "stacked thrice": (
         many(**named("transformer__h__0__attn__c_attn", 9, stacked=3)),
@@ -328,7 +328,7 @@ FAILING = {
     ),
     "no A": (many(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
     "no B": (many(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
-    "unknown head": (many(other__weight=torch.ones(1)), ["has other.weight, unknown"]),
+    "unknown head": (many(other__weight=torch.ones(1)), ["has other.weight, which the model"]),
     "a buffer's shape": (many(batch__running_mean=torch.ones(3)), ["running_mean is (3,)", "(4,)"]),
     "head's shape": (many(head__weight=torch.ones(3, 4)), ["head.weight is (3, 4)", "(2, 4)"]),
     "bias's shape": (many(query__bias=torch.ones(3)), ["query.bias is (3,)", "(4,)"]),

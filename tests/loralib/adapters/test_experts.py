@@ -181,7 +181,7 @@ def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
     assert lora.load_adapter(linear, folder) == ("router", "q")
     for load in (lora.load_adapter, lambda *given: merge_into(given[0], lora.read_adapter(folder))):
         with pytest.raises(
-            CheckpointError, match=r"adapts router\.weight, .* Router, which has no such LoRA h"
+            CheckpointError, match=r"adapts router\.weight, .* Router is not supported here: me"
         ):
             load(router, folder)
 
@@ -212,7 +212,7 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
 
     folder = as_peft_writes(tmp_path / "a", of_parameters)
     kind = type(model["part"]).__name__
-    message = rf"adapts part\.{parameter}, a .* {kind}, which has no such LoRA here: merge it with"
+    message = rf"adapts part\.{parameter}, but .* {kind} is not supported here: merge it with"
     with pytest.raises(CheckpointError, match=message):
         lora.load_adapter(model, folder)
 
@@ -220,7 +220,7 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
         config |= {"target_modules": ["q", "part"], "target_parameters": ["q.weight"]}
 
     folder = as_peft_writes(tmp_path / "a", of_modules)
-    with pytest.raises(CheckpointError, match=r"part is not a linear layer of the model"):
+    with pytest.raises(CheckpointError, match=r"in the model, part is not a linear layer"):
         lora.load_adapter(model, folder)
 
 
@@ -239,7 +239,7 @@ def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_p
     lora.add_lora(model, stacks, r=R)
     lora.save_adapter(randomised(model), tmp_path / "a")
     lora.save_adapter(model, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match=r"adapts conv\.weight, a parameter .* Conv1d, which"):
+    with pytest.raises(CheckpointError, match=r"adapts conv\.weight, but LoRA .* Conv1d is not"):
         lora.load_adapter(other, as_peft_writes(tmp_path / "a"))
     without = nn.ModuleDict({"conv": nn.ReLU(), "experts": Stacked()})
     for each, file in ((other, "a.safetensors"), (without, "a")):
@@ -258,7 +258,7 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (of_another_rank, "which are not several of the rank 5"),
+        (of_another_rank, "which are not the same multiple of the rank 5"),
         (without_outer, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_config"),
         (without_inner, r"lacks the update of layers\.1\.experts\.gate_up_proj, which adapter_c"),
         (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
@@ -284,7 +284,7 @@ def test_experts_that_are_in_several_places(tmp_path):
     lora.save_adapter(randomised(model), tmp_path / "a.safetensors")
     lora.load_adapter(other, tmp_path / "a.safetensors")
     close(other(tokens()), model(tokens()))
-    with pytest.raises(CheckpointError, match=r"is layers\.1\.experts as well, of which PEFT"):
+    with pytest.raises(CheckpointError, match=r"is the same module as layers\.1\.experts, and"):
         lora.save_adapter(model, tmp_path / "a")
 
 
@@ -357,10 +357,10 @@ def other_model(**attributes):
         (other_model(down_proj=None), r"has no layers\.0\.experts\.down_proj, a stack of matrices"),
         (
             other_model(down_proj=nn.Parameter(torch.zeros(EXPERTS * 2, WIDTH // 2, INNER))),
-            r"the delta of layers\.0\.experts\.down_proj_lora is \(3, 8, 16\), the model's weight "
-            r"is \(6, 4, 16\)",
+            r"the delta of layers\.0\.experts\.down_proj_lora is \(3, 8, 16\), but the model's "
+            r"weight is \(6, 4, 16\)",
         ),
-        (build(layers=1), "its base has at least 2 layers, this model 1"),
+        (build(layers=1), "its base has at least 2 layers, this model has 1"),
     ],
     ids=["none", "other shape", "fewer layers"],
 )

@@ -83,7 +83,9 @@ def test_the_releases_format_for_gpt2(tmp_path, prefix, wrapped, head):
         held["module.lm_head.weight" if prefix else "lm_head.decoder.weight"] = drawn(9, 6)
     torch.save({"model_state_dict": held} if wrapped else held, path)
     if head:
-        refused(lambda: read_adapter(path, lora_alpha=3), path, "lm_head", "a head of its own")
+        refused(
+            lambda: read_adapter(path, lora_alpha=3), path, "lm_head", "as a separate head weight"
+        )
         return
     adapter = read_adapter(path, lora_alpha=3)
     assert_same_bits(adapter.tensors, tensors)

@@ -93,7 +93,7 @@ def test_a_part_of_a_model_takes_its_adapter(tmp_path):
     [
         (
             changed(layers=nn.ModuleList()),
-            ["the model has no layers.0.out to be adapted: give the model that it was trained in"],
+            ["the model has no layers.0.out to adapt: give the model that it was trained in"],
         ),
         (
             nn.ModuleDict({"inner": nn.ModuleDict({"0": WORDS.build()})}),
@@ -109,11 +109,11 @@ def test_a_part_of_a_model_takes_its_adapter(tmp_path):
         ),
         (
             changed(layers__1__out=nn.Embedding(8, 8)),
-            ["layers.1.out is not a linear layer of the model"],
+            ["in the model, layers.1.out is not a linear layer"],
         ),
         (
             changed(layers__1__out=nn.Conv1d(8, 8, 1)),
-            ["layers.1.out is not a linear layer of the model"],
+            ["in the model, layers.1.out is not a linear layer"],
         ),
         (
             changed(score=nn.Linear(8, 4)),
@@ -123,7 +123,10 @@ def test_a_part_of_a_model_takes_its_adapter(tmp_path):
                 "(4, 8)",
             ],
         ),
-        (changed(score=nn.Identity()), ["has, unknown to the model, score.bias, score.weight"]),
+        (
+            changed(score=nn.Identity()),
+            ["has tensors that the model does not have: score.bias, score.weight"],
+        ),
         (changed(layers__0__out=nn.Identity()), ["layers.0.out is not a linear layer"]),
     ],
 )
@@ -135,7 +138,7 @@ def test_a_model_of_other_modules(saved, model, parts):
     ("name", "module", "parts"),
     [
         ("embedding", nn.Embedding(12, 8), ["words is (8, 11)", "(8, 12)"]),
-        ("embedding", nn.Linear(8, 11), ["words is not an embedding of the model"]),
+        ("embedding", nn.Linear(8, 11), ["in the model, words is not an embedding"]),
     ],
 )
 def test_an_embedding_of_another_kind(saved, name, module, parts):
@@ -383,7 +386,7 @@ def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
     ("name", "settings", "message"),
     [
         ("groups", {}, "conv is a convolution with groups, dilation or a padding_mode"),
-        ("separate", {}, "is of an nn.MultiheadAttention with inputs of several sizes"),
+        ("separate", {}, "is part of an nn.MultiheadAttention with inputs of different sizes"),
         ("attention", {"targets": "out_proj"}, "is adapted without its nn.MultiheadAttention"),
         ("attention", {"variant": "dora"}, "an nn.MultiheadAttention, for which PEFT has no DoRA"),
         ("own out_proj", {}, "attention.out_proj and attention differ in rank or alpha"),

@@ -105,9 +105,9 @@ def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, f
     nn.init.normal_(model[target].lora_B)
     said = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
     assert said == is_said * [
-        "PEFT with Transformers 5 may take up_proj for experts, and leave their updates out or not "
-        "open the folder: compare its outputs with this model's; or, for PEFT, merge, or adapt no "
-        "modules called 'up_proj'"
+        "PEFT with Transformers 5 may mistake up_proj for experts, and leave out their updates or "
+        "not open the folder: compare its outputs with this model's; or, for PEFT, merge, or adapt "
+        "no modules called 'up_proj'"
     ]
 
 
@@ -361,7 +361,7 @@ def test_the_frozen_weight_of_an_embedding_is_left_out(tmp_path, caplog):
     ("name", "changed", "parts"),
     [
         ("lora_magnitude_vector", None, ["lacks layers.0.out.lora_magnitude_vector"]),
-        ("lora_magnitude_vector", torch.ones(9), ["is (9,), (8,) belongs to its module"]),
+        ("lora_magnitude_vector", torch.ones(9), ["is (9,), but its module needs (8,)"]),
         ("lora_magnitude_vector", torch.full((8,), torch.nan), ["are not finite"]),
         ("lora_B.weight", torch.ones(8, 3), ["do not belong together"]),
         ("lora_A.weight", torch.ones(2, 8, 1), ["do not belong together"]),
@@ -386,10 +386,16 @@ def test_settings_that_do_not_say_dora(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"use_rslora": True}, "was written with variant dora, adapter_config.json says rslora+d"),
-        ({"lora_alpha": 5}, "was written with alpha 3, adapter_config.json says 5 now"),
+        (
+            {"use_rslora": True},
+            "was written with variant dora, but adapter_config.json now says rslora+d",
+        ),
+        ({"lora_alpha": 5}, "was written with alpha 3, but adapter_config.json now says 5"),
         ({"r": 3}, "its rank is 2"),
-        ({"rank_pattern": {"out": 3}}, "its rank is 2 (layers.0.out), adapter_config.json says 3"),
+        (
+            {"rank_pattern": {"out": 3}},
+            "its rank is 2 (layers.0.out), but adapter_config.json says 3",
+        ),
         ({"alpha_pattern": {"layers.1.out": 5}}, "was written with alpha 3"),
     ],
 )

@@ -40,9 +40,9 @@ def test_a_full_model_given_as_an_adapter(tmp_path):
     query = "roberta.encoder.layer.0.attention.self.query"
     for extra in (f"{query}.weight", "roberta.embeddings.word_embeddings.weight"):
         tensors = {**tensors_of("roberta"), extra: drawn(6, 6)}
-        refused_file(tmp_path, tensors, "full model", extra, "save_adapter writes")
+        refused_file(tmp_path, tensors, "full model", extra, "with save_adapter")
     tensors = {**tensors_of("gpt2"), "transformer.wte.weight": drawn(9, 6)}
-    refused_file(tmp_path, {"model_state_dict": tensors}, "full model", "save_adapter writes")
+    refused_file(tmp_path, {"model_state_dict": tensors}, "full model", "with save_adapter")
 
 
 def test_a_users_whole_model_given_as_an_adapter(tmp_path):

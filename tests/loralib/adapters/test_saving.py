@@ -231,7 +231,7 @@ def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
     lora.add_lora(model, "at", r=2)
     remarks = lora.save_adapter(model, tmp_path / "a.safetensors")
     said = [each for each in remarks if "dropouts" in each]
-    expected = f"its layers have dropouts from {second:g} to 0.5, and 0.5 is recorded: "
+    expected = f"its layers have dropouts from {second:g} to 0.5, but only 0.5 is recorded: "
     assert [each.startswith(expected) for each in said] == [True] * warns
     assert sum("dropouts" in record.getMessage() for record in caplog.records) == warns
 
@@ -375,7 +375,9 @@ def test_a_module_in_two_places_is_not_pefts(tmp_path):
     with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
         lora.load_adapter(turned, tmp_path / "theirs")
     lora.add_lora(plain, "0", r=2)
-    with pytest.raises(CheckpointError, match="0 is again as well, of which PEFT adapts one alone"):
+    with pytest.raises(
+        CheckpointError, match="0 is the same module as again, and PEFT adapts only one"
+    ):
         lora.save_adapter(plain, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     blocks = nn.ModuleDict({"a": nn.ModuleDict({"up": nn.Linear(8, 8)})})
@@ -431,5 +433,5 @@ def test_another_number_of_labels_than_outputs_is_warned_of(tmp_path, caplog, he
     assert len(remarks) == len(caplog.records) == warns
     for remark in remarks:
         last = list(heads)[-1]
-        start = f"the number of labels is {len(labels)}, and that of the outputs of {last} "
+        start = f"there are {len(labels)} labels, but {last} has "
         assert remark.startswith(f"{start}{heads[last]}: a bank takes")

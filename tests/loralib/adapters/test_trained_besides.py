@@ -79,7 +79,7 @@ def test_an_adapter_has_to_replace_all_that_one_before_has_brought(tmp_path):
     model = HEAD.build()
     lora.load_adapter(model, tmp_path / "with.safetensors")
     before = model(*HEAD.inputs)
-    with pytest.raises(CheckpointError, match=r"without\.safetensors: brings no norm\.bias, and"):
+    with pytest.raises(CheckpointError, match=r"without\.safetensors: lacks norm\.bias, which"):
         lora.load_adapter(model, tmp_path / "without.safetensors")
     assert torch.equal(model(*HEAD.inputs), before)
     lora.load_adapter(model, tmp_path / "with.safetensors")
@@ -226,7 +226,7 @@ def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
     model = HEAD.adapted()
     layer = model.layers[1]["out"]
     setattr(layer, name, getattr(layer, name) / 4)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.out has the scaling .* set both"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.out has the scaling .* together"):
         lora.save_adapter(model, tmp_path / "a.safetensors")
     layer.lora_alpha, layer.scaling = 6, 3.0
     lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -399,7 +399,7 @@ def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
     brought = read_adapter(tmp_path / "a.safetensors").tensors
     lost = [name for name in frozen if name not in brought]
     assert remark.startswith(f"{lost[0]} and {len(lost) - 1} more were trained along with LoRA")
-    assert "the adapter needs this very base: torch.save" in remark
+    assert "the adapter needs this exact base: torch.save" in remark
     assert len(remark) - len(lost[0]) < SPACE
     again = HEAD.adapted()
     again.load_state_dict(saved_as_said(remark, model, tmp_path))

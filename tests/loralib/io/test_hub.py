@@ -137,7 +137,7 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     with pytest.raises(FileNotFoundError, match=f"^'{re.escape(name)}': no such folder") as raised:
         fetch_file(name, CONFIG)
     is_seen_from_here = name.startswith((".", "runs"))
-    assert str(raised.value).endswith(f" (seen from {tmp_path})") == is_seen_from_here
+    assert str(raised.value).endswith(f" (relative to {tmp_path})") == is_seen_from_here
 
 
 @pytest.mark.parametrize("made", ["", "runs"])
@@ -145,7 +145,7 @@ def test_a_name_that_may_be_a_path_says_where_it_was_looked_for(tmp_path, monkey
     (tmp_path / made).mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    where = f" (seen from {tmp_path})" if made else ""
+    where = f" (relative to {tmp_path})" if made else ""
     said = f"'runs/moodel' is not a local folder{where} and cannot be fetched"
     with pytest.raises(FileNotFoundError, match=re.escape(said)):
         fetch_file("runs/moodel", CONFIG, cache_dir=str(tmp_path / "cache"))
@@ -529,11 +529,11 @@ GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(header
         ),
         (
             PermissionError(13, "Permission denied", "/.cache"),
-            "'org/tiny' is to be kept in /.cache, which cannot be written to: set HF_HOME",
+            "cannot write 'org/tiny' to /.cache: set HF_HOME",
         ),
         (
             OSError(30, "Read-only file system", "/data/hub"),
-            "'org/tiny' is to be kept in /data/hub, which cannot be written to: set HF_HOME",
+            "cannot write 'org/tiny' to /data/hub: set HF_HOME",
         ),
         (ProtocolError(), "'org/tiny' cannot be fetched from the hub: ProtocolError"),
         (GATED, "'org/tiny' needs access rights: log in with `hf auth login`"),

@@ -144,7 +144,7 @@ def test_a_forward_of_its_own_is_refused(tmp_path):
     normed.load_state_dict(plain.words.state_dict())
     plain.words = normed
     bank = lora.AdapterBank(plain)
-    with pytest.raises(NeedsMergingError, match="words, a Normed, which computes in a way of"):
+    with pytest.raises(NeedsMergingError, match="words, a Normed, which computes in its own"):
         bank.add("a", adapter(tmp_path, "embedding"))
     assert bank.names == ()
 
@@ -162,7 +162,7 @@ def test_a_convolution_of_another_weight_is_refused(tmp_path):
     plain[0] = Centered(2, 4, 3)
     plain[0].load_state_dict(model[0].state_dict(), strict=False)
     bank = lora.AdapterBank(plain)
-    with pytest.raises(NeedsMergingError, match="0, a Centered, which computes in a way of its"):
+    with pytest.raises(NeedsMergingError, match="0, a Centered, which computes in its own way"):
         bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
 
 
@@ -206,5 +206,5 @@ def test_another_number_of_rows(tmp_path):
     plain = case.build()
     bank = lora.AdapterBank(plain)
     bank.add("a", adapter(tmp_path, "embedding"))
-    with bank.use(["a", "a"]), pytest.raises(ValueError, match="adapters are named for 2 rows"):
+    with bank.use(["a", "a"]), pytest.raises(ValueError, match="adapters are given for 2 rows"):
         outputs(plain, case)

@@ -43,7 +43,7 @@ def test_a_model_with_updates_of_its_own(model_class):
         ("x", ["no adapter 'x', only a, b, c, d, e"]),
         (["a", "x", "b"], ["no adapter 'x', only a, b, c, d, e"]),
         ("", ["no adapter ''"]),
-        ([], ["no adapter is named; there are a, b, c, d, e"]),
+        ([], ["no adapter is named; the bank has a, b, c, d, e"]),
         ((), ["no adapter is named"]),
         (1, ["a list of one for each row, got 1"]),
         (None, ["a list of one for each row, got None"]),
@@ -61,7 +61,7 @@ def test_names_that_there_are_not(bank, model, names, parts):
     with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
     empty = lora.AdapterBank(model)
-    with refuses(ValueError, "no adapter is named; there are none"), empty.use([]):
+    with refuses(ValueError, "no adapter is named; the bank has none"), empty.use([]):
         pytest.fail("the block began")
 
 
@@ -96,7 +96,7 @@ def test_uses_that_are_not_warned_of(bank, model, model_class, caplog):
     block = bank.use("b")
     with block:
         close(model(**batch), model_of(model_class, "b")(**batch))
-        with refuses(ValueError, "entered once: call use again"), block:
+        with refuses(ValueError, "entered only once: call use again"), block:
             pytest.fail("the block began again")
         close(model(**batch), model_of(model_class, "b")(**batch))
     for names, message in ((1, "a list of one for each row"), ("x", "no adapter 'x'")):
@@ -178,11 +178,14 @@ def test_rows_that_cannot_be_told(bank, model, model_class):
     layer = model.get_submodule(LAYER[model_class])
     for shape in [(5, WIDTH), (WIDTH,), (2, 3, WIDTH)]:
         x = torch.randn(shape)
-        with refuses(ValueError, "named for 3 rows, a layer is given"), bank.use(["a", "b", "a"]):
+        with (
+            refuses(ValueError, "given for 3 rows, but a layer received"),
+            bank.use(["a", "b", "a"]),
+        ):
             layer(x)
         with bank.use("a"):
             assert layer(x).shape[:-1] == x.shape[:-1]
-    with refuses(ValueError, "named for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
+    with refuses(ValueError, "given for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
         PackedRows(make_batch([2, 4, 1])["mask"]).routed()
         layer(torch.randn(6, WIDTH))
 
@@ -221,7 +224,7 @@ MERGE = "merge it into its base"
 MISFITS = {
     "bottleneck": (
         of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
-        ["holds adapter weights, a bank takes LoRA's", "apply_adapter"],
+        ["holds adapter weights, but a bank takes only LoRA", "apply_adapter"],
     ),
     "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
     "a copy of bitfit's": (of_kind(copy.deepcopy(BITFIT), BiasMetadata()), ["holds BitFit we"]),
@@ -232,7 +235,7 @@ MISFITS = {
         informed(base="their/base", base_fingerprint="feed" * 4),
         ["another base", "'their/base'", "feedfeedfeedfeed"],
     ),
-    "labels": (informed(labels=("a", "b", "c")), ["names 3 labels, its head has 2 outputs"]),
+    "labels": (informed(labels=("a", "b", "c")), ["names 3 labels, but its head has 2 outputs"]),
     "not finite": (with_nan, ["lora_B holds values that are not finite"]),
     "head not finite": (
         changed(classifier__out_proj__bias=torch.tensor([0.0, float("inf")])),
@@ -257,36 +260,36 @@ MISFITS = {
         changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
         [r"c_attn\.bias belongs neither"],
     ),
-    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
-    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale' to take"]),
+    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score', to which"]),
+    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale', to which"]),
     "half a head": (changed(classifier__dense__bias=None), [r"lacks classifier\.dense\.bias"]),
     "more than a head": (
         changed(classifier__norm__bias=torch.ones(8)),
-        [r"unknown to the model, classifier\.norm\.bias"],
+        [r"its head has classifier\.norm\.bias, which the model\'s head lacks"],
     ),
     "an update of its head": (
         with_update("classifier.dense"),
-        [r"brings classifier\.dense\.weight and adapts modules of classifier, where", MERGE],
+        [r"has LoRA in classifier and also the full tensor classifier\.dense\.weight: a", MERGE],
     ),
     "head of another shape": (
         changed(classifier__dense__weight=torch.ones(6, 8)),
-        [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],
+        [r"classifier\.dense\.weight is \(6, 8\) in the file, but \(8, 8\) is needed"],
     ),
     "projection of another width": (
         changed(classifier__out_proj__weight=torch.ones(2, 7)),
-        [r"out_proj\.weight is \(2, 7\) in the file, \(2, 8\) is needed"],
+        [r"out_proj\.weight is \(2, 7\) in the file, but \(2, 8\) is needed"],
     ),
     "bias of another number of labels": (
         changed(classifier__out_proj__bias=torch.ones(3)),
-        [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
+        [r"out_proj\.bias is \(3,\) in the file, but \(2,\) is needed"],
     ),
     "a projection of no outputs": (
         changed(classifier__out_proj__weight=torch.ones(0, 8)),
-        [r"out_proj\.weight is \(0, 8\) in the file, \(3, 8\) is needed"],
+        [r"out_proj\.weight is \(0, 8\) in the file, but \(3, 8\) is needed"],
     ),
     "a projection that is none": (
         changed(classifier__out_proj__weight=torch.ones(2)),
-        [r"out_proj\.weight is \(2,\) in the file, \(3, 8\) is needed"],
+        [r"out_proj\.weight is \(2,\) in the file, but \(3, 8\) is needed"],
     ),
 }
 
@@ -325,7 +328,7 @@ def test_the_bases_fingerprint(model, model_class):
 
 
 def test_a_name_used_twice(bank, model, model_class):
-    with refuses(ValueError, "an adapter 'a' already, among a, b, c, d, e"):
+    with refuses(ValueError, "already has an adapter 'a' .it has a, b, c, d, e."):
         bank.add("a", make_adapter(model_class, "b"))
     batch = make_batch([2])
     with torch.no_grad(), bank.use("a"):

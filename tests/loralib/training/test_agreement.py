@@ -60,7 +60,7 @@ def test_what_differs_is_named_with_its_process(others, theirs, said):
 def test_a_process_that_is_elsewhere(others):
     """It shares warnings, say, and has not evaluated with the others."""
     others.append([("second", {"--seed": 3}), ["a warning", "another"]])
-    with pytest.raises(TrainingError, match=r"^process 2 is at another step of the run than this"):
+    with pytest.raises(TrainingError, match=r"^process 2 has called another step of the run: all"):
         check_alike({"--seed": 3}, 3)
 
 
@@ -74,7 +74,7 @@ def test_versions(others, monkeypatch, caplog):
     version = {"version of loralib": agreement.__version__}
     found = [["2.13.0", "2.13.0"], ["2.13.0", "2.6.0"], []]
     monkeypatch.setattr(agreement, "gather_on_first", lambda *_: found.pop(0))
-    for expected in ([], ["process 1 has PyTorch 2.6.0, process 0 2.13.0: "], []):
+    for expected in ([], ["process 1 has PyTorch 2.6.0, process 0 has 2.13.0: "], []):
         others.append([("second", version)])
         caplog.clear()
         check_same_code(0, 2)

@@ -155,10 +155,10 @@ def test_an_incomplete_environment(monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("RANK", "2", "^RANK is 2 in the environment, and has to be a number from 0 to 1$"),
+        ("RANK", "2", "^RANK is 2 in the environment, but has to be a number from 0 to 1$"),
         ("RANK", "-1", "^RANK is '-1' in the environment: "),
         ("RANK", "²", "^RANK is '²' in the environment: "),
-        ("WORLD_SIZE", "0", "^WORLD_SIZE is 0 in the environment, and has to be at least 1$"),
+        ("WORLD_SIZE", "0", "^WORLD_SIZE is 0 in the environment, but has to be at least 1$"),
         ("WORLD_SIZE", "two", "^WORLD_SIZE is 'two' in the environment: "),
         ("MASTER_ADDR", " ", "^MASTER_ADDR is ' ' in the environment: "),
         ("MASTER_PORT", "70000", "^MASTER_PORT is 70000 .* has to be a number from 1 to 65535$"),

@@ -74,7 +74,7 @@ def test_another_run_is_kept_out(tmp_path):
 @pytest.mark.parametrize("name", ["out", "out/run"])
 def test_a_link_to_nothing_is_named(tmp_path, name):
     (tmp_path / "out").symlink_to("nowhere")
-    is_a_link = pytest.raises(FileNotFoundError, match="out is a link to nowhere, which is not")
+    is_a_link = pytest.raises(FileNotFoundError, match="out is a link to nowhere, which does not")
     with is_a_link, output_folder(tmp_path / name, 0, 1):
         pytest.fail("there is no folder")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

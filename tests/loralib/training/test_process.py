@@ -98,8 +98,8 @@ def test_a_state_of_another_device_is_told(before, now, pretended_gpu, monkeypat
         []
         if before == now
         else [
-            f"resumes, but not bit-exact: the checkpoint was written on {names[before]}, and this "
-            f"run computes on {names[now]}, which has other random numbers"
+            f"resumes, but not bit-exactly: the checkpoint was written on {names[before]}, and "
+            f"this run computes on {names[now]}, which has other random numbers"
         ]
     )
 

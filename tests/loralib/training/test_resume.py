@@ -110,8 +110,11 @@ def test_settings_of_another_run_are_refused(tmp_path):
     check_same_run(tmp_path, before, {"--lr": 0.1, "--clip": None}, "give the same")
     with pytest.raises(CheckpointError) as caught:
         check_same_run(tmp_path, before, {"--lr": 0.1, "--clip": 1.0}, "give the same")
-    assert str(caught.value) == f"{tmp_path}: is of a run with --clip None, not 1.0: give the same"
-    with pytest.raises(CheckpointError, match="with --seed None, not 3"):
+    assert (
+        str(caught.value)
+        == f"{tmp_path}: belongs to a run with --clip None, but this run has 1.0: give the same"
+    )
+    with pytest.raises(CheckpointError, match="with --seed None, but this run has 3"):
         check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
 
 

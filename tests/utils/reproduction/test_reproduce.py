@@ -32,7 +32,7 @@ def test_a_wrong_name(name, capsys):
 
 
 @pytest.fixture
-def called(monkeypatch):
+def module_label(monkeypatch):
     """Recipes are not run, but noted, and fail."""
     runs = []
 
