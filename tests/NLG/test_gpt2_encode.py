@@ -187,7 +187,7 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
     assert result.returncode == 0, result.stderr
     assert made(tree) == [name for corpus in given for name in MADE[corpus]]
     for name in skipped:
-        assert f"{name} is not there, skipped" in result.stdout.splitlines()
+        assert f"{name} does not exist, skipped" in result.stdout.splitlines()
     encoder = get_encoder(vocab_folder)
     for corpus in given:
         (row,) = read_lines(tree / "data" / MADE[corpus][0])

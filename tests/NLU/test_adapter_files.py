@@ -497,7 +497,7 @@ def test_adapters_that_a_checkpoint_lost_or_should_not_have(build_adapted, tmp_p
         model.load_checkpoint(state, "here")
     plain.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="says apply_adapter, its weights hold none"):
+    with pytest.raises(CheckpointError, match="sets apply_adapter, but it has no"):
         RobertaForSequenceClassification.from_pretrained(tmp_path)
 
 
@@ -526,14 +526,20 @@ def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
 @pytest.mark.parametrize(
     ("what", "theirs", "module", "given", "resumed"),
     [
-        ("rank", 4, "", "--lora_r 4, or leave it out: the file says it", "--lora_r 4, as the run"),
-        ("variant", None, "", "leave --lora_variant out", "leave --lora_variant out, as the run"),
+        (
+            "rank",
+            4,
+            "",
+            "--lora_r 4, or leave it out: the file records it",
+            "give --lora_r 4 as when",
+        ),
+        ("variant", None, "", "leave --lora_variant out", "leave --lora_variant out as when the"),
         (
             "rank",
             4,
             "roberta.a",
-            "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file says them",
-            "--lora_r, --lora_rank_pattern and --lora_alpha_pattern as the run began; or another",
+            "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file records",
+            "give the same --lora_r, --lora_rank_pattern and --lora_alpha_pattern as when the run",
         ),
         (
             "targets",
@@ -546,8 +552,8 @@ def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
             "targets",
             tuple(f"roberta.encoder.layer.{n}.query" for n in range(12)),
             "",
-            "leave --lora_targets out: the file says it",
-            "--lora_targets as the run began; or another --output_dir",
+            "leave --lora_targets out: the file records it",
+            "give the same --lora_targets as when the run began, or give another --output_dir",
         ),
         ("dropout", 0.5, "", "", ""),
     ],

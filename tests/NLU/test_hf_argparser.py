@@ -331,7 +331,7 @@ def test_json_of_a_list_for_one_value(parser):
     [
         (b"{", "settings.json: not a JSON file"),
         (b"\xff\xfe\x00", "settings.json: not a JSON file"),
-        ([1], "settings.json: holds a list, not values by flag name"),
+        ([1], "settings.json: contains a list, not a JSON object"),
         ({}, "the following arguments are required: --name"),
         ({"name": None}, "the following arguments are required: --name"),
         ({"name": "x", "size": 1, "Dry": 2}, "unknown settings: Dry, size"),

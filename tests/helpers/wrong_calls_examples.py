@@ -86,12 +86,12 @@ CALLS = {
         ),
         (
             "{rte} --model_name_or_path {bad}/padding_beyond",
-            "padding_beyond/config.json: pad_token_id 9999 is beyond the 269 of vocab_size",
+            "padding_beyond/config.json: pad_token_id must be below vocab_size, 269, not 9999",
         ),
         (
             "{rte} --model_name_or_path {bad}/no_positions",
-            "no_positions/config.json: max_position_embeddings 2 has no position for a "
-            "token: the first 2, up to pad_token_id, are not for tokens",
+            "no_positions/config.json: max_position_embeddings 2 leaves no position for "
+            "tokens: the first 2, up to pad_token_id, are reserved",
         ),
         (
             "{rte} --model_name_or_path {bad}/list_labels",
@@ -121,7 +121,7 @@ CALLS = {
         ),
         (
             "{own}repeated.csv",
-            "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
+            "repeated.csv: has the column 'label' 2 times; give each column a different name",
         ),
         (
             "{own}shifted.csv",
@@ -224,7 +224,7 @@ CALLS = {
         (
             "{rte} --do_train False --do_eval --apply_lora",
             "apply_lora needs lora_r and lora_alpha: chosen for training, or as the adapter to be "
-            "loaded was trained (--lora_r and --lora_alpha; or --lora_path, whose file says so)",
+            "loaded was trained (--lora_r and --lora_alpha, or --lora_path with an adapter)",
         ),
         (
             "{rte} --do_train False --do_eval",
@@ -284,7 +284,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/corpus.txt --vocab_size 0",
-            "--vocab_size 0: bytes and special tokens alone are 261",
+            "--vocab_size 0: bytes and special tokens alone take 261",
         ),
         (
             "--train_file {good}/corpus.txt --model_name_or_path {bad}/string_heads",
@@ -434,7 +434,7 @@ CALLS = {
         (
             "--train_file {good}/tags.json --apply_lora --lora_r 4",
             "apply_lora needs lora_alpha: chosen for training, or as the adapter to be loaded was "
-            "trained (--lora_alpha; or --lora_path, whose file says so)",
+            "trained (--lora_alpha, or --lora_path with an adapter)",
         ),
     ],
     QA: [

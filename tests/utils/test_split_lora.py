@@ -276,7 +276,7 @@ def test_a_checkpoint_behind_links_is_not_written_over(script, tmp_path, name, l
         ({"lora_alpha_pattern": [3]}, "lora_alpha_pattern [3] in its config.json"),
         (
             {"id2label": {"0": "a", "1": "b"}, "architectures": [3]},
-            "its head has 3 outputs, its config.json names 2 labels (id2label)",
+            "its head has 3 outputs, but its config.json names 2 labels (id2label)",
         ),
     ],
 )

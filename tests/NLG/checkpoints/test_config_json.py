@@ -55,7 +55,9 @@ def test_another_model_of_a_card_s_shape_is_refused(read, tmp_path, field, value
     said = str(caught.value)
     assert "\n" not in said
     assert f"{tmp_path / 'config.json'}: {field} is {value}, but gpt2.xs has {ours}, and" in said
-    assert "give another base or, if this config.json is of other weights, keep the two" in said
+    assert (
+        "give another base or, if this config.json belongs to other weights, keep the two" in said
+    )
 
 
 @pytest.mark.parametrize(
