@@ -128,7 +128,7 @@ def _check_settings(checkpoint: Checkpoint) -> None:
         value = checkpoint.config.get(name)
         if value is not None and not is_sound(value):
             raise CheckpointError(
-                f"{checkpoint.source}: its {CONFIG_NAME} has an invalid {name}, {value!r}"
+                f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for {name}: {value!r}"
             )
 
 
@@ -171,7 +171,7 @@ def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] |
     names = checkpoint.config.get("text_columns")
     if names is not None and not are_text_columns(names):
         raise CheckpointError(
-            f"{checkpoint.source}: its {CONFIG_NAME} has invalid text_columns, {names!r}"
+            f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for text_columns: {names!r}"
         )
     return None if names is None else tuple(names)
 

@@ -282,13 +282,16 @@ def test_folders_that_are_no_models(tmp_path):
         (
             '{"model_type": "bert"}',
             ValueError,
-            ["is a bert; this package carries roberta", "with lora.add_lora and upstream's T"],
+            [
+                "has model_type 'bert'; this package has only rob",
+                "with lora.add_lora and upstream's T",
+            ],
         ),
         (
             '{"model_type": "gpt2"}',
             ValueError,
             [
-                "is a gpt2",
+                "has model_type 'gpt2'",
                 "such as roberta-base, or train it with NLG/src/gpt2_ft.py --init_checkp",
             ],
         ),
@@ -410,7 +413,9 @@ class TestConfig:
             with pytest.raises(TypeError, match="from_pretrained"):
                 auto()
         assert AutoConfig.for_model("roberta", vocab_size=7).vocab_size == 7
-        with pytest.raises(ValueError, match="is a gpt2; this package carries roberta"):
+        with pytest.raises(
+            ValueError, match="has model_type 'gpt2'; this package has only roberta"
+        ):
             AutoConfig.for_model("gpt2")
 
 

@@ -222,8 +222,11 @@ def test_settings_of_published_files(tmp_path):
         ({"conv_kernel_size": 4}, "conv_kernel_size has to be odd, not 4"),
         ({"pooler_hidden_size": 8}, "pooler_hidden_size must equal hidden_size, 1536"),
         ({"embedding_size": 8}, "embedding_size must equal hidden_size, 1536"),
-        ({"position_buckets": 8, "max_relative_positions": 5}, "buckets 8 do not fit 5"),
-        ({"position_buckets": 1}, "buckets 1 do not fit 512"),
+        (
+            {"position_buckets": 8, "max_relative_positions": 5},
+            "below 8 for 5 relative positions, not 8",
+        ),
+        ({"position_buckets": 1}, "at least 2 and below 1022 for 512 .*, not 1"),
     ],
 )
 def test_settings_that_no_model_can_have(settings, message):

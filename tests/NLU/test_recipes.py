@@ -353,7 +353,10 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
     [
         (["--data_dir", "none"], "none/SST-2/train.tsv: no such file; `python utils/download_glue"),
         (["--model_name_or_path", "./none"], "'./none': no such folder"),
-        (["--model_name_or_path", "bert"], "'bert' is a bert; this package carries roberta, "),
+        (
+            ["--model_name_or_path", "bert"],
+            "'bert' has model_type 'bert'; this package has only roberta, ",
+        ),
         (
             ["--model_name_or_path", "{base}", "--max_seq_length", "99"],
             "--max_seq_length 99: the m",

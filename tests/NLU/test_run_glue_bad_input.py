@@ -457,7 +457,7 @@ def test_an_output_folder_that_is_taken(
         (["--lora_r", 2], "is of a run with --lora_r 4, not 2: give the same setting to resume it"),
         (
             ["--lora_targets", "key"],
-            "built with key (give --lora_targets query value as when the run began, or give another",
+            "built with key (give --lora_targets query value as when the run began, or give",
         ),
         (["--apply_lora", False], "--lora_r needs --apply_lora"),
     ],

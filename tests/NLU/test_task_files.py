@@ -78,13 +78,18 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
     data = sentences(table, words="tokens2", tags="t")
     assert data.tables["train"].rows[TAGS][1] == [2, 0]
     message = error_of(lambda: sentences(table, words="token"))
-    assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but 'w', 't', 'tok")
+    assert message.startswith(
+        f"{tmp_path}/train.json: has no column 'token'; its columns are 'w', 't', 'tok"
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; name the"),
+        (
+            ("labels", "tokens"),
+            "has no column 'ner_tags'; its columns are 'labels', 'tokens'; name the",
+        ),
         (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; name"),
         (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
     ],
@@ -184,7 +189,7 @@ BAD_SENTENCES = {
     ),
     "no word": ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "row 3: word 2 of its tokens is"),
     "no tags": ({"tokens": ["a"], "ner_tags": None}, "row 3: its ner_tags is not a list of tags"),
-    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is none"),
+    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is missing"),
 }
 
 
@@ -575,7 +580,7 @@ def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
     message = error_of(check_choices, {"train": train, "validation": dev})
-    assert message == f"{tmp_path}/dev.json: has 4 endings, {tmp_path}/train.json has 3"
+    assert message == f"{tmp_path}/dev.json: has 4 endings, but {tmp_path}/train.json has 3"
     alone = table_of(tmp_path / "one.json", [choice(0, 1)])
     assert "needs columns ending0, ending1 and so on" in error_of(check_choices, {"train": alone})
 
@@ -609,7 +614,7 @@ def test_a_data_set_that_is_a_program(tmp_path, name):
     flags = HubDataArguments(dataset_name=str(tmp_path / "old" / name))
     message = error_of(load_tables, flags, ["train"], None)
     assert "scripts are no longer supported" in message
-    assert message.endswith("; give files")
+    assert message.endswith("; give files (--train_file and the like)")
 
 
 LOAD = """

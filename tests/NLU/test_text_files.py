@@ -103,7 +103,7 @@ def test_a_later_row_that_is_not_utf_8(tmp_path):
 
 
 def test_blanks_in_a_column_s_name_are_shown(tmp_path):
-    with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label': --label_"):
+    with pytest.raises(ValueError, match="has no column 'label'; its columns are 'text', ' label'"):
         read(tmp_path / "rows.csv", "text, label\n1,a\nno,b\n")
 
 
@@ -238,7 +238,7 @@ def test_a_label_that_is_not_there_is_an_error_before_texts_are_warned_of(
     data = read_table(str(path))
     if labelled:
         with pytest.raises(
-            ValueError, match=r"has no column 'label', but 'review', 'verdict': --l"
+            ValueError, match=r"has no column 'label'; its columns are 'review', 'verdict': --l"
         ):
             choose_columns(data, str(path), labelled=True)
     else:
@@ -388,7 +388,7 @@ def test_a_fault_after_labels_of_another_kind_is_said(tmp_path):
 def test_a_text_in_the_label_s_place(caplog):
     texts = [f"a text {n}" for n in range(100)]
     with pytest.raises(
-        ValueError, match=r"verdict has 100 classes in 100 rows, and review 2 "
+        ValueError, match=r"verdict has 100 classes in 100 rows, but review has 2 "
     ) as e:
         classes_of(texts, ["bad", "good"] * 50)
     assert "give --text_columns verdict --label_column review" in str(e.value)
@@ -499,10 +499,16 @@ def test_numbers_as_labels_of_long_texts(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (['"x"', '"y"', "1"], r'row 3: its label is a number \(1\), that of row 1 is a text \("x'),
-        (["1", "1.5", '"1"'], r'row 3: its label is a text \("1"\), that of row 1 is a number \(1'),
-        (['"1"', "1"], r'row 2: its label is a number \(1\), that of row 1 is a text \("1"\)'),
-        (["1", "true"], r"row 2: its label is true or false \(true\), that of row 1 is a number"),
+        (
+            ['"x"', '"y"', "1"],
+            r'row 3: its label is a number \(1\), but that of row 1 is a text \("',
+        ),
+        (["1", "1.5", '"1"'], r'row 3: its label is a text \("1"\), but that of row 1 is a number'),
+        (['"1"', "1"], r'row 2: its label is a number \(1\), but that of row 1 is a text \("1"'),
+        (
+            ["1", "true"],
+            r"row 2: its label is true or false \(true\), but that of row 1 is a number",
+        ),
     ],
 )
 def test_labels_of_two_kinds_in_json(tmp_path, labels, message):

@@ -43,11 +43,11 @@ BAD_BASES = {
     "is empty": (dict, ["lacks 28 tensors"]),
     "has more": (
         lambda: {**draw_base(), "h.1.extra.weight": torch.ones(1)},
-        ["has, unknown to the model, 1 tensors: transformer.h.1.extra.weight"],
+        ["has 1 tensors that the model does not have: transformer.h.1.extra.weight"],
     ),
     "has more blocks": (
         lambda: draw_base(blocks=3),
-        ["has, unknown to the model, 12 tensors: transformer.h.2.", ", …"],
+        ["has 12 tensors that the model does not have: transformer.h.2.", ", …"],
     ),
     "wider": (
         lambda: draw_base(width=12),
@@ -331,7 +331,7 @@ BAD_LORA = {
     ),
     "of a deeper model": (
         lambda: draw_lora(blocks=3),
-        ["has, unknown to the model, 2 tensors: transformer.h.2.attn.c_attn.lora_A"],
+        ["has 2 tensors that the model does not have: transformer.h.2.attn.c_attn.lora_A"],
     ),
     "of a wider model": (
         lambda: draw_lora(width=12),

@@ -169,8 +169,8 @@ def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_pat
     assert said["base"] == str(given.base)
     assert not {"fingerprint", "revision"} & said.keys()
     assert said["notes"] == [
-        f"{source} names its base 'elsewhere', --base is '{given.base}', and no fingerprint confirms "
-        "that they are the same"
+        f"{source} names its base 'elsewhere', --base is '{given.base}', and no fingerprint "
+        "confirms that they are the same"
     ]
     assert f"{source} does not record its base's fingerprint: cannot check" in caplog.text
 

@@ -114,7 +114,7 @@ def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained
         (["--labels", "a", "b"], "has a head of 3 outputs, but --labels names 2"),
         (
             ["--labels", "a", "b", "c"],
-            f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
+            f"records labels {', '.join(LABELS)}, but --labels is a, b, c",
         ),
         (["--task", "RTE"], "but --task is rte"),
         (["--task", "imdb"], "but --task is imdb"),
