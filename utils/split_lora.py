@@ -171,7 +171,8 @@ def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] |
     names = checkpoint.config.get("text_columns")
     if names is not None and not are_text_columns(names):
         raise CheckpointError(
-            f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for text_columns: {names!r}"
+            f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for text_columns: "
+            f"{names!r}"
         )
     return None if names is None else tuple(names)
 

@@ -91,7 +91,7 @@ def test_a_number_of_processes_that_is_none(nproc):
 @pytest.mark.slow
 def test_a_launcher_s_words_for_a_number_of_processes():
     ended = run_recipe(NPROC="gpu", CUDA_VISIBLE_DEVICES="")
-    said = "e2e_gpt2_md.sh: error: NPROC=gpu: there is none here\n"
+    said = "e2e_gpt2_md.sh: error: NPROC=gpu: this machine has none\n"
     assert (ended.returncode, ended.stderr) == (1, said)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     counted = subprocess.run(

@@ -315,7 +315,7 @@ def test_gpus_where_there_are_none(started, monkeypatch):
     monkeypatch.setenv("NPROC", "gpu")
     with pytest.raises(SystemExit) as ended:
         recipe.main(["roberta_base_mnli"])
-    assert ended.value.code == "roberta_base_mnli.sh: error: NPROC=gpu: there is none here"
+    assert ended.value.code == "roberta_base_mnli.sh: error: NPROC=gpu: this machine has none"
     assert started == []
 
 
