@@ -546,7 +546,7 @@ def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
             ("a", "b"),
             "",
             "--lora_targets a b, or leave it out",
-            "--lora_targets a b, as",
+            "give --lora_targets a b as",
         ),
         (
             "targets",

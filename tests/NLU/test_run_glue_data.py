@@ -210,7 +210,7 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog
     named = ["--validation_file", write(tmp_path / "named.csv", others)]
     glue(*named, *evaluate, "named")
     assert results(tmp_path / "named") == results(tmp_path / "same")
-    assert "reads premise for review, claim for answer" in caplog.text
+    assert "reads premise as review, claim as answer" in caplog.text
     one = write(tmp_path / "one.csv", own_rows(["yes", "no"]))
     swap = ["--validation_file", file, "--text_columns", "answer", "review"]
     half = [{"answer": r["review"], "claim": r["answer"], "label": r["label"]} for r in rows]

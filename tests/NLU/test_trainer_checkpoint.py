@@ -458,7 +458,10 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
 ):
     trainer = make_trainer(max_steps=12, **settings)
     assert trainer.train(str(checkpoint)).global_step == 12
-    assert f"is of a run with {was}; with {becomes} it resumes, but not bit-exact" in caplog.text
+    assert (
+        f"belongs to a run with {was}; with {becomes} it resumes, but not bit-exactly"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,11 @@ CALLS = {
         ),
         (
             "{own}three.csv --text_columns d",
-            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label': --text_columns has to name",
+            "three.csv: has no column 'd'; its columns are 'a', 'b', 'c', 'label': --text_columns",
         ),
         (
             "{own}three.csv --text_columns a --label_column gold",
-            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label': --label_column has to",
+            "three.csv: has no column 'gold'; its columns are 'a', 'b', 'c', 'label': --label_co",
         ),
         (
             "{own}nowhere.csv --model_name_or_path nowhere/base --lora_r -1",
@@ -412,7 +412,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; name the columns with "
+            "tags.json: has no column 'words'; its columns are 'tokens', 'ner_tags'; name the columns with "
             "--text_column_name and --label_column_name",
         ),
         (
@@ -450,7 +450,7 @@ CALLS = {
         ),
         (
             "--train_file {bad}/three.csv",
-            "three.csv: has no column 'question', but 'a', 'b', 'c', 'label'",
+            "three.csv: has no column 'question'; its columns are 'a', 'b', 'c', 'label'",
         ),
         (
             "--train_file {bad}/span.json --max_answer_length 0",
