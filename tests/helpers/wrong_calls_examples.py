@@ -412,8 +412,8 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words'; its columns are 'tokens', 'ner_tags'; name the columns with "
-            "--text_column_name and --label_column_name",
+            "tags.json: has no column 'words'; its columns are 'tokens', 'ner_tags'; name the "
+            "columns with --text_column_name and --label_column_name",
         ),
         (
             "--train_file {bad}/latin",

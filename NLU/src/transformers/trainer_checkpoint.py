@@ -469,7 +469,7 @@ class Checkpoints:
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if own["progress"]["step"] != step:
                 raise ValueError(
-                    f"it is from step {own['progress']['step']}, the other files from {step}"
+                    f"it is from step {own['progress']['step']}, the other files from step {step}"
                 )
             if "epoch_rng" in own:
                 check_structure(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
