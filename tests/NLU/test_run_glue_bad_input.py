@@ -356,11 +356,11 @@ BAD = {
     ),
     "own: three columns asked for": (
         f"{TRAIN_OWN}/three.csv --text_columns a b c",
-        "--text_columns takes one or two columns",
+        "--text_columns takes one or two different columns",
     ),
     "own: a column twice": (
         f"{TRAIN_OWN}/three.csv --text_columns a a",
-        "--text_columns takes one or two columns",
+        "--text_columns takes one or two different columns",
     ),
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",

@@ -285,7 +285,7 @@ def test_a_process_at_another_step_is_refused(make_trainer, checkpoint):
     own["progress"]["step"] -= 1
     torch.save(own, path)
     step = own["progress"]["step"]
-    with pytest.raises(CheckpointError, match=rf"rng_state_0.pth: .*of step {step}, the other"):
+    with pytest.raises(CheckpointError, match=rf"rng_state_0.pth: .*from step {step}, the other"):
         make_trainer().train(str(checkpoint))
 
 
