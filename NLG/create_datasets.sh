@@ -20,7 +20,7 @@ die() {
 convert() {
     local corpus=$1 folder=$2 split=$3 source=$2/$4
     if [ ! -f "$source" ]; then
-        echo "$source is not there, skipped"
+        echo "$source does not exist, skipped"
         return
     fi
     echo "$source -> $folder/$split.jsonl"
@@ -64,5 +64,5 @@ for corpus in "$@"; do
     before=$made
     create "$corpus"
     [ "$made" -gt "$before" ] ||
-        die "$corpus is not there; bash download_data.sh $corpus fetches it"
+        die "$corpus does not exist; bash download_data.sh $corpus fetches it"
 done

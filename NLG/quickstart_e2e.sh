@@ -65,7 +65,7 @@ train=$data/valid.txt
 absent="$(lacking "$data" valid.txt test.txt)$(lacking "$vocab" encoder.json vocab.bpe)"
 if [ -n "$absent" ]; then
     if [ -n "${VOCAB:-}${E2E:-}" ]; then
-        echo "quickstart_e2e.sh: error: no such files:$absent (seen from $PWD);" \
+        echo "quickstart_e2e.sh: error: no such files:$absent (relative to $PWD);" \
             "where E2E or VOCAB is set, both are needed" >&2
         exit 1
     fi

@@ -289,7 +289,7 @@ def _adapter_tensors(recipe: Recipe, path: str) -> Mapping[str, Any]:
         return read_adapter(path).tensors
     except ModelAsAdapterError as error:
         raise ValueError(
-            f"{path}: is a model without LoRA, and the recipe starts from LoRA weights: "
+            f"{path}: is a model without LoRA, but the recipe starts from LoRA weights: "
             f"{first.script.name} makes them as {first.output_dir}/pytorch_model_lora.bin"
         ) from error
     except FullModelError as error:
@@ -330,8 +330,9 @@ def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> 
     width = max(widths, default=config.hidden_size)
     if layers > config.num_hidden_layers or width != config.hidden_size:
         raise ValueError(
-            f"{flag} {path}: is for a model of {layers} layers, {width} wide, and {base} has "
-            f"{config.num_hidden_layers}, {config.hidden_size} wide: give LoRA weights of this base"
+            f"{flag} {path}: is for a model with {layers} layers of width {width}, but {base} has "
+            f"{config.num_hidden_layers} of width {config.hidden_size}: give LoRA weights of this "
+            "base"
         )
 
 
@@ -357,7 +358,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
         return
     fewer, flags = fitted(recipe, gpus)
     raise ValueError(
-        f"the recipe takes {recipe.nproc} GPUs and here are {gpus}; with the same batches: "
+        f"the recipe takes {recipe.nproc} GPUs, but this machine has {gpus}; for the same batches: "
         f"NPROC={fewer} bash {_shown(recipe.script)} {shlex.join([*extra, *flags])}"
     )
 
@@ -377,7 +378,7 @@ def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | N
         return None  # run_glue.py reports what is wrong with the flag
     if here == release:
         return None
-    return f"an update is made of {here} examples here, of {release} in the release"
+    return f"each update uses {here} examples here, but {release} in the release"
 
 
 # ---- the program ----
@@ -458,9 +459,9 @@ def processes(recipe: Recipe) -> int:
         try:
             return int(determine_local_world_size(nproc))
         except ValueError as error:
-            raise ValueError(f"NPROC={nproc}: there is none here") from error
+            raise ValueError(f"NPROC={nproc}: this machine has none") from error
     if not re.fullmatch(r"\s*\+?0*[1-9][0-9]*\s*", nproc):
-        raise ValueError(f"NPROC={nproc}: has to be a number of processes, from 1 on")
+        raise ValueError(f"NPROC={nproc}: must be a number of processes, at least 1")
     return int(nproc)
 
 

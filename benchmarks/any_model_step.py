@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
 BENCHMARK = contest.Benchmark(
     name="any_model_step",
     description=__doc__,
-    data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
+    data_help="a folder of GLUE, for RTE's lengths (default: quantiles)",
     rounds=2,
     flags=[contest.STEPS],
     measure=measure,

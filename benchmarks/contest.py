@@ -138,7 +138,7 @@ class CountFlag:
     help: str
 
 
-STEPS = CountFlag(("--steps",), 6, "timed steps a turn")
+STEPS = CountFlag(("--steps",), 6, "timed steps per turn")
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
     chosen = [one for one in takes_part if args.only in one.label]
     if not chosen:
         known = "; ".join(one.label for one in takes_part)
-        sys.exit(f"--only {args.only}: no contestant is called so, of {known}")
+        sys.exit(f"--only {args.only} matches no contestant; known: {known}")
     wanted = {*chosen, *map(measurement.baseline_of, chosen)}
     runners = [
         one for one in takes_part if one in wanted and (one.worker == "ours" or args.peers_python)
@@ -487,11 +487,11 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=benchmark.description.split("\n")[0])
     add, rounds = parser.add_argument, benchmark.rounds
-    add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
+    add("--peers_python", help="Python with requirements-peers.txt (default: this project alone)")
     add("--data_dir", type=Path, help=benchmark.data_help)
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
     add("--rounds", type=positive, default=rounds, help="turns per contestant (%(default)s)")
-    add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
+    add("--threads", type=positive, help="CPU threads (default: PyTorch's)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
     add("--quick", action="store_true", help="a tiny shape, to check that the script works")
     add(
@@ -506,7 +506,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         add(*flag.names, type=positive, default=flag.default, help=f"{flag.help} (%(default)s)")
     args = parser.parse_args(argv)
     if (args.data_dir is None) != (args.vocab is None):
-        parser.error("--data_dir and --vocab go together")
+        parser.error("give both --data_dir and --vocab, or neither")
     if benchmark.needs_peers and not args.peers_python:
         parser.error("--peers_python is needed: all models here are upstream's")
     if args.peers_python and not shutil.which(args.peers_python):
@@ -523,5 +523,5 @@ def positive(text: str) -> int:
     """Returns the value of a flag that is an integer from 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number

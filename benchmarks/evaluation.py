@@ -148,10 +148,10 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
 BENCHMARK = contest.Benchmark(
     name="evaluation",
     description=__doc__,
-    data_help="a folder of GLUE, for RTE's texts; without: letters, by quantiles of its lengths",
+    data_help="a folder of GLUE, for RTE's texts (default: letters, by quantiles)",
     rounds=3,
     flags=[
-        contest.CountFlag(("--steps",), 2, "timed sets a turn"),
+        contest.CountFlag(("--steps",), 2, "timed sets per turn"),
         contest.CountFlag(("--texts",), 256, "texts in a set"),
     ],
     measure=measure,

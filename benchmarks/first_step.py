@@ -243,13 +243,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--data_dir", type=Path, help="a folder of GLUE with SST-2; without: random words")
+    add("--data_dir", type=Path, help="a folder of GLUE with SST-2 (default: random words)")
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
     add("--rounds", type=contest.positive, default=5, help="how often each is timed (%(default)s)")
     add("--quick", action="store_true", help="tiny models and sets, to check that the script works")
     args = parser.parse_args(argv)
     if (args.data_dir is None) != (args.vocab is None):
-        parser.error("--data_dir and --vocab go together")
+        parser.error("give both --data_dir and --vocab, or neither")
     if args.data_dir and not (args.data_dir / "SST-2" / "train.tsv").is_file():
         parser.error(f"{args.data_dir} has no SST-2/train.tsv: --data_dir takes a folder of GLUE")
     return args

@@ -154,15 +154,15 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
 BENCHMARK = contest.Benchmark(
     name="gpt2_beam",
     description=__doc__,
-    data_help="a folder with E2E's test.txt; without: random prompts of such lengths",
+    data_help="a folder with E2E's test.txt (default: random prompts of such lengths)",
     rounds=2,
     flags=[
         contest.CountFlag(
             ("--prompts", "-p"),
             10,
-            "distinct prompts a turn, with all their lines; searched in one batch",
+            "distinct prompts per turn, with all their lines; searched in one batch",
         ),
-        contest.CountFlag(("--one_by_one",), 1, "lines a turn that are searched line by line"),
+        contest.CountFlag(("--one_by_one",), 1, "lines per turn that are searched line by line"),
     ],
     measure=measure,
 )

@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
 BENCHMARK = contest.Benchmark(
     name="gpt2_step",
     description=__doc__,
-    data_help="a folder with E2E's train.txt or valid.txt, for its lengths; without: quantiles",
+    data_help="a folder with E2E's train.txt or valid.txt, for its lengths (default: quantiles)",
     rounds=3,
     flags=[contest.STEPS],
     measure=measure,

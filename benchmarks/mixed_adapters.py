@@ -126,10 +126,10 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
 BENCHMARK = contest.Benchmark(
     name="mixed_adapters",
     description=__doc__,
-    data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
+    data_help="a folder of GLUE, for RTE's lengths (default: quantiles)",
     rounds=3,
     flags=[
-        contest.CountFlag(("--steps",), 6, "timed batches a turn"),
+        contest.CountFlag(("--steps",), 6, "timed batches per turn"),
         contest.CountFlag(
             ("--switches",), 1000, "switches that are timed at once, instead of a batch"
         ),

@@ -119,7 +119,7 @@ def measure_shape(
 BENCHMARK = contest.Benchmark(
     name="roberta_step",
     description=__doc__,
-    data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
+    data_help="a folder of GLUE, for RTE's lengths (default: quantiles)",
     rounds=3,
     flags=[contest.STEPS],
     measure=measure,

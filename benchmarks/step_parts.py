@@ -113,15 +113,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("step", choices=sorted(STEPS), help="whose steps")
-    add("--data_dir", type=Path, help="as in that script; without: quantiles of its lengths")
+    add("step", choices=sorted(STEPS), help="the benchmark whose steps are profiled")
+    add("--data_dir", type=Path, help="as in that script (default: quantiles of its lengths)")
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
     add("--steps", type=contest.positive, default=6, help="steps in each precision (%(default)s)")
-    add("--threads", type=contest.positive, help="CPU threads; without: as many as torch takes")
+    add("--threads", type=contest.positive, help="CPU threads (default: PyTorch's)")
     add("--quick", action="store_true", help="a tiny shape, to check that the script works")
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     if (args.data_dir is None) != (args.vocab is None):
-        parser.error("--data_dir and --vocab go together")
+        parser.error("give both --data_dir and --vocab, or neither")
     if are_fast_paths_off():
         parser.error(
             "LORALIB_PLAIN is set, which turns off the operations that are measured: unset it"

@@ -66,12 +66,12 @@ PROCESSES = [
 ]
 # The same of a shell script, with what is in its environment.
 SHELLS = [
-    ("NLU/roberta_base_sst2.sh", {"NPROC": "none"}, "NPROC=none: has to be a number of processes"),
+    ("NLU/roberta_base_sst2.sh", {"NPROC": "none"}, "NPROC=none: must be a number of processes"),
     (
         "NLG/e2e_gpt2_md.sh",
         {},
-        "e2e_gpt2_md.sh: error: pretrained_checkpoints/gpt2-medium-pytorch_model.bin is not there; "
-        "make it by: ",
+        "e2e_gpt2_md.sh: error: pretrained_checkpoints/gpt2-medium-pytorch_model.bin does not exist"
+        "; make it with: ",
     ),
 ]
 

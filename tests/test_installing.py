@@ -178,7 +178,7 @@ def test_an_environment_of_another_python_is_named(tmp_path):
     done = subprocess.run(["bash", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "make_environment.sh: error: .venv is of Python 3.9.2, and has to be of Python 3.10 to "
+        "make_environment.sh: error: .venv has Python 3.9.2, but needs Python 3.10 to "
         "3.14: remove it (rm -r .venv) and run this again\n"
     )
 
@@ -199,7 +199,7 @@ def test_an_environment_of_another_folder_is_named(tmp_path, is_moved):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"make_environment.sh: error: .venv belongs to another folder, {first}/.venv, and would "
-        "run what is there: remove it (rm -r .venv) and run this again\n"
+        "run the code there: remove it (rm -r .venv) and run this again\n"
     )
 
 

@@ -64,8 +64,8 @@ from transformers.weight_files import WEIGHTS_NAMES as FULL_NAMES
 # The flag or advice that resolves each of the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: (
-        f"IN is the adapter, --base {error.base or 'that model'}; where IN was trained on both, "
-        "merge them first"
+        f"give the adapter as IN, and --base {error.base or 'that model'}; if IN was trained on "
+        "the two together, merge them first"
     ),
     AlphaError: "--lora_alpha",
     WrongBaseError: "--base",
@@ -120,7 +120,7 @@ def check_target(path: Path, format: str, source: str) -> None:
             adapter than IN, `source`.
     """
     if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
-        raise CheckpointError(f"{path}: the format {format} is a folder; give it a folder's name")
+        raise CheckpointError(f"{path}: the format {format} is a folder; give the name of a folder")
     if format in _FOLDERS:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
@@ -165,7 +165,7 @@ def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
     if metadata and metadata.trained_with:
         raise CheckpointError(
             f"{adapter.source}: was trained with {in_words(metadata.trained_with)} as well, whose "
-            "weights are in another file; without them it computes something else"
+            "weights are in another file; without them, its results would differ"
         )
     if format == "merged" and base is None:
         family_for(adapter)
@@ -262,7 +262,10 @@ def run(args: argparse.Namespace) -> None:
     of_task = unknown_task(read, adapter)
     remarks = [*unverified(adapter, base), *of_task, *_unsaid(adapter, args), *remarks]
     if adapter.format == FULL:
-        remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
+        remarks = [
+            f"{adapter.source} is a full model: only its LoRA and head are taken",
+            *remarks,
+        ]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
 
 

@@ -91,7 +91,7 @@ RELEASES = {
     "WNLI": Release(("WNLI.zip",), _rows(635, 71, 146)),
     "diagnostic": Release(("AX.tsv",), {"test": 1_104}),
 }
-"""By the names that --tasks takes; `glue_task` knows them, and other spellings, too."""
+"""Releases by the names that --tasks takes; `glue_task` also knows other spellings."""
 
 
 def _known() -> str:
@@ -427,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_url,
         default=BASE_URL,
         help="address of the folder with the zips, for a mirror; the files of MRPC are expected "
-        f"at {SENTEVAL} seen from there (default: {BASE_URL})",
+        f"at {SENTEVAL} relative to it (default: {BASE_URL})",
     )
     parser.add_argument(
         "--path_to_mrpc",

@@ -9,7 +9,7 @@ set -euo pipefail
 case $* in
 '' | --with-tests) ;;
 -h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
-*) echo "make_environment.sh: error: takes --with-tests alone, but got $*" >&2 && exit 2 ;;
+*) echo "make_environment.sh: error: takes only --with-tests, but got $*" >&2 && exit 2 ;;
 esac
 cd "$(dirname "$0")/.."
 
@@ -54,11 +54,11 @@ folder_of_venv() {
 }
 
 if [ -f .venv/bin/activate ] && ! [ "$(folder_of_venv)" -ef .venv ]; then
-    die ".venv belongs to another folder, $(folder_of_venv), and would run what is there: remove it" \
+    die ".venv belongs to another folder, $(folder_of_venv), and would run the code there: remove it" \
         "(rm -r .venv) and run this again"
 fi
 if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
-    die ".venv is of $(.venv/bin/python --version), and has to be of Python 3.10 to 3.14: remove" \
+    die ".venv has $(.venv/bin/python --version), but needs Python 3.10 to 3.14: remove" \
         "it (rm -r .venv) and run this again"
 fi
 if [ ! -x .venv/bin/python ]; then

@@ -129,7 +129,7 @@ def execute_all(
             logger.info("%s: not run (%s)", where, obstacle)
             continue
         if run.recipe in lacking and (why := why_out_of_reach()):
-            logger.info("%s: not run (it needs what cannot be fetched: %s)", where, why)
+            logger.info("%s: not run (a file that it needs cannot be fetched: %s)", where, why)
             continue
         logger.info("%s: %s", where, run.log)
         begun = time.monotonic()

@@ -127,7 +127,9 @@ def _check_settings(checkpoint: Checkpoint) -> None:
     for name, is_sound in _SOUND.items():
         value = checkpoint.config.get(name)
         if value is not None and not is_sound(value):
-            raise CheckpointError(f"{checkpoint.source}: {name} {value!r} in its {CONFIG_NAME}")
+            raise CheckpointError(
+                f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for {name}: {value!r}"
+            )
 
 
 def _are_labels(value: object) -> bool:
@@ -156,7 +158,7 @@ def _labels(
     outputs = Adapter(dict(part), None).outputs
     if names and outputs not in (None, len(names)):
         raise CheckpointError(
-            f"{checkpoint.source}: its head has {outputs} outputs, its {CONFIG_NAME} names "
+            f"{checkpoint.source}: its head has {outputs} outputs, but its {CONFIG_NAME} names "
             f"{len(names)} labels (id2label)"
         )
     return tuple(names[number] for number in sorted(names, key=int))
@@ -168,7 +170,10 @@ def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] |
         return None
     names = checkpoint.config.get("text_columns")
     if names is not None and not are_text_columns(names):
-        raise CheckpointError(f"{checkpoint.source}: text_columns {names!r} in its {CONFIG_NAME}")
+        raise CheckpointError(
+            f"{checkpoint.source}: its {CONFIG_NAME} has an invalid value for text_columns: "
+            f"{names!r}"
+        )
     return None if names is None else tuple(names)
 
 
@@ -190,8 +195,8 @@ def _own_settings(
             expected = (own["rank_pattern"] or {}).get(module, own["rank"])
             if rank != expected:
                 raise CheckpointError(
-                    f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} "
-                    f"says {expected} ({module})"
+                    f"{checkpoint.source}: its LoRA weights have rank {rank}, but its "
+                    f"{CONFIG_NAME} says {expected} ({module})"
                 )
         said = lora_metadata(part, own["rank"], own["alpha"])
         own["targets"] = said.targets
@@ -241,7 +246,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
         needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
         raise CheckpointError(
             f"{source}: has no {CONFIG_NAME} next to it that states {needed}, which "
-            f"{target.name} has to hold; write a .bin instead"
+            f"{target.name} has to record; write a .bin instead"
         )
     if not overwrite:
         check_free(target, kind)

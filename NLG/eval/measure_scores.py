@@ -66,7 +66,7 @@ _FIXED: dict[tuple[str, str], tuple[str | int, str]] = {
     ("-lng", "--language"): ("en", "the language"),
     ("-nc", "--ncorder"): (6, "chrF++: the longest n-grams of characters"),
     ("-nw", "--nworder"): (2, "chrF++: the longest n-grams of words"),
-    ("-b", "--beta"): (2, "chrF++: how much recall counts"),
+    ("-b", "--beta"): (2, "chrF++: the weight of recall"),
 }
 
 
@@ -136,7 +136,7 @@ def _add_fixed(parser: argparse.ArgumentParser) -> None:
             default=value,
             type=type(value),
             metavar=str(value).upper(),
-            help=f"{meaning}; accepted as in the release; can only be {value}",
+            help=f"{meaning}; accepted as in the release, but can only be {value}",
         )
 
 

@@ -50,14 +50,14 @@ auto | cpu | gpu | xpu)
     if ! count=$(python -c 'import sys
 from torch.distributed.run import determine_local_world_size
 print(determine_local_world_size(sys.argv[1]))' "$NPROC" 2>/dev/null); then
-        echo "$script: error: NPROC=$NPROC: there is none here" >&2
+        echo "$script: error: NPROC=$NPROC: this machine has none" >&2
         exit 1
     fi
     NPROC=$count
     ;;
 esac
 if ! [[ $NPROC =~ ^[[:space:]]*[+]?0*([1-9][0-9]*)[[:space:]]*$ ]]; then
-    echo "$script: error: NPROC=$NPROC: has to be a number of processes, from 1 on" >&2
+    echo "$script: error: NPROC=$NPROC: must be a number of processes, at least 1" >&2
     exit 1
 fi
 NPROC=${BASH_REMATCH[1]}
@@ -80,7 +80,7 @@ out_of() {
 # need FILE COMMAND: where the file is missing, ends the recipe with the command that makes it.
 need() {
     if [ ! -e "$1" ]; then
-        echo "$script: error: $1 is not there; make it by: cd $(printf %q "$PWD") && $2" >&2
+        echo "$script: error: $1 does not exist; make it with: cd $(printf %q "$PWD") && $2" >&2
         exit 1
     fi
 }

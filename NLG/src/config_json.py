@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-"""Upstream's names of the activation that GPT-2 has here; its plain gelu is by erf, another one."""
+"""Upstream's names for the activation that GPT-2 has here; its "gelu" uses erf, and differs."""
 
 
 def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
@@ -44,7 +44,7 @@ def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"{file.with_name(CONFIG_NAME)}: {field} is {theirs}, but {card} has {ours}, and "
             f"{file.name} would run as a different model: give another base or, if this "
-            f"{CONFIG_NAME} is of other weights, keep the two in different folders"
+            f"{CONFIG_NAME} belongs to other weights, keep the two in different folders"
         )
 
 
@@ -59,13 +59,13 @@ def read_config_json(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     try:
         settings = json.loads(file.read_text("utf-8-sig"))
         if not isinstance(settings, dict):
-            raise ValueError("it holds no settings")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         logger.warning(
-            "%s: cannot be read (%s), so it is unknown whether the weights next to it are for a "
-            "GPT-2 as computed here",
+            "%s: cannot be read (%s): could not check that the weights next to it are for this "
+            "GPT-2",
             *(file, first_line(error)),
         )
         return None
@@ -75,7 +75,7 @@ def read_config_json(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     for field, theirs in zip(("n_embd", "n_layer"), shape, strict=False):
         if settings.get(field, theirs) != theirs:
             logger.warning(
-                "%s: is ignored: its %s is %s, that of the weights next to it is %s",
+                "%s: is ignored: its %s is %s, but that of the weights next to it is %s",
                 *(file, field, settings[field], theirs),
             )
             return None

@@ -74,17 +74,17 @@ FILES = {
     "webnlg": (_webnlg("train"), _webnlg("dev", 2_596_106), _webnlg("test")),
     "dart": (_dart("train"), _dart("dev", 2_370_637), _dart("test")),
 }
-"""What is kept as it is published."""
+"""The files that are kept as published."""
 
 E2E_ARCHIVE = "data/e2e/e2e-dataset.zip"
-"""Where E2E's archive is looked for before it is downloaded, below the folder NLG."""
+"""E2E's archive, below the folder NLG: if it exists, it is not downloaded."""
 
 E2E_SPLITS = (
     ("trainset.csv", "data/e2e/train.txt", 42_061),
     ("devset.csv", "data/e2e/valid.txt", 4_672),
     ("testset_w_refs.csv", "data/e2e/test.txt", 4_693),
 )
-"""E2E's published files within their archive, where their content goes, and its lines."""
+"""E2E's published files in their archive, the files made of them, and their number of lines."""
 
 CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
 
@@ -148,7 +148,7 @@ def fetch_files(files: tuple[File, ...], root: Path) -> None:
                 f"{path} has {path.stat().st_size:,} bytes, not {file.size:,}; "
                 "move it away and run again"
             )
-        logger.info("%s is there", path)
+        logger.info("%s exists", path)
 
 
 def fetch_e2e(root: Path) -> None:
@@ -179,7 +179,7 @@ def fetch_e2e(root: Path) -> None:
             raise ValueError(
                 f"{root / target} has {found:,} lines, not {rows:,}; move it away and run again"
             )
-        logger.info("%s is there", root / target)
+        logger.info("%s exists", root / target)
 
 
 def _unpack_e2e(
@@ -192,7 +192,7 @@ def _unpack_e2e(
             with zipfile.ZipFile(archive) as file:
                 content = file.read(f"e2e-dataset/{name}")
         except (KeyError, ValueError, *ZIP_ERRORS) as error:
-            reason = str(error) or "its end is missing"
+            reason = str(error) or "it is truncated"
             raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
         except OSError as error:
             raise OSError(error_in_words(error)) from error
@@ -231,7 +231,7 @@ def fetch_checkpoint(name: str, root: Path) -> None:
                 source.replace(path)
             else:
                 write_tensors(path, read_tensors(source)[0])
-    logger.info("%s is there", path)
+    logger.info("%s exists", path)
 
 
 def _fetcher(name: str) -> Callable[[Path], None]:

@@ -19,7 +19,7 @@ from hub import hub_files
 END_OF_TEXT = "<|endoftext|>"
 
 FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",))
-"""The formats in which a vocabulary comes: OpenAI's, and the hub's two."""
+"""The files of a vocabulary in each of its formats: OpenAI's, and the hub's two."""
 
 
 class Encoder:

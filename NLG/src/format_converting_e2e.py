@@ -19,7 +19,7 @@ from json_lines import read_lines
 from script import run
 
 ATTRIBUTES = {"eatType": "Type", "familyFriendly": "family friendly", "priceRange": "price"}
-"""The release's names of the attributes that it renames."""
+"""The attributes that the release renames, and its names for them."""
 
 _ATTRIBUTE = r"([^,\[\]]+)\[([^\[\]]*)\]"
 _MEANING = re.compile(rf"{_ATTRIBUTE}(?:, {_ATTRIBUTE})*")
@@ -130,7 +130,7 @@ def read_rows(path: str) -> list[Row]:
 def _row(line: str, where: str) -> Row:
     parts = line.split("||")
     if len(parts) != 2:
-        raise ValueError(f"{where}: not a line meaning representation||text: {line[:60]}")
+        raise ValueError(f"{where}: not of the form meaning representation||text: {line[:60]}")
     return make_row(*parts, where)
 
 

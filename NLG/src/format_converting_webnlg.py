@@ -14,7 +14,7 @@ from script import run
 logger = logging.getLogger(__name__)
 
 GOOD = "good"
-"""The comment of the texts that count."""
+"""The comment that marks the texts to use."""
 
 SEEN = frozenset(
     (
@@ -55,8 +55,8 @@ def read_rows(path: str) -> list[Row]:
             raise ValueError(f"{where}: not in WebNLG's format ({error!r})") from error
     if texts and not rows:
         raise ValueError(
-            f'{path}: holds no texts with the comment "{GOOD}", which alone count: all {texts:,} '
-            "have another one"
+            f'{path}: no text has the comment "{GOOD}", which marks the texts to use: all '
+            f"{texts:,} have another comment"
         )
     if len(rows) < texts:
         logger.info(

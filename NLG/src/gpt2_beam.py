@@ -182,7 +182,7 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
     """
     check_precision(args.fp16, args.bf16, dist_env.device)
     if args.init_checkpoint is None and args.lora_path is None:
-        raise ValueError("there is no model: give its base as --init_checkpoint")
+        raise ValueError("no model given: use --init_checkpoint")
     model, base = open_model(args, args.lora_path)
     if args.lora_dim > 0 and args.lora_path is None and not any("lora_" in n for n in base.tensors):
         raise ValueError(

@@ -186,10 +186,10 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
         if not 0 <= row < rows:
             raise ValueError(f"{where}: id {row}, but the input's rows are 0 to {rows - 1}")
         if row in found:
-            raise ValueError(f"{where}: another prediction of id {row}")
+            raise ValueError(f"{where}: a second prediction of id {row}")
         length = line.get("length", len(ids))
         if type(length) is not int or not 0 <= length <= len(ids):
-            raise ValueError(f'{where}: "length" is not a number of ids of "predict"')
+            raise ValueError(f'{where}: "length" must be from 0 to the number of ids in "predict"')
         found[row] = Prediction(ids[:length], line.get("context_digest"))
     missing = [row for row in range(rows) if row not in found]
     if missing:
@@ -215,7 +215,7 @@ def check_contexts(
     if others:
         raise ValueError(
             f"{args.sample_file}: {len(others):,} of {len(rows):,} predictions, that of id "
-            f"{others[0]} first, are of other contexts than those of {args.input_file}: give the "
+            f"{others[0]} first, are for contexts other than those of {args.input_file}: give the "
             "--input_file and --vocab that gpt2_beam.py's --data was encoded from"
         )
 

@@ -398,7 +398,7 @@ def check_updates(grad_acc: int, last_step: int) -> None:
     """
     if last_step < grad_acc:
         raise ValueError(
-            f"--grad_acc {grad_acc}: the run has {last_step} steps, and would make no update"
+            f"--grad_acc {grad_acc}: the run has {last_step} steps, so it would make no update"
         )
     if last_step % grad_acc:
         logger.warning(

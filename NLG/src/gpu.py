@@ -40,8 +40,8 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         "--local_rank",
         "--local-rank",
         type=int,
-        help="this process's number on its machine, and its GPU's; LOCAL_RANK in the environment "
-        "takes precedence; default, for one process: 0",
+        help="the number of this process on its machine, and of its GPU; LOCAL_RANK in the "
+        "environment takes precedence; default, for one process: 0",
     )
     add(
         "--rank",

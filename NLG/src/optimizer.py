@@ -33,7 +33,7 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
     )
     add("--weight_decay", default=0.01, type=float, help="weight decay, times the rate")
     add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
-    add("--adam_epislon", default=1e-6, type=float, help="Adam's epsilon (spelled so)")
+    add("--adam_epislon", default=1e-6, type=float, help="Adam's epsilon (the release's spelling)")
     add("--no_decay_bias", action="store_true", help="biases and layer norms do not decay")
     add("--adam_beta1", default=0.9, type=float, help="Adam's decay of the gradient's average")
     add("--adam_beta2", default=0.98, type=float, help="Adam's decay of the squares' average")

@@ -41,7 +41,7 @@ from weights import own_tensors
 logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
-_ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
+_ANOTHER_FOLDER = "another --work_dir (for a recipe: another RUN_DIR)"
 _IS_FINISHED = f"it is finished; begin a new run of that length in {_ANOTHER_FOLDER}"
 _WAY_OUT = "remove it and the model.*.pt next to it to start the run over"
 
@@ -119,12 +119,12 @@ def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None
     state = read_run(work_dir)
     if resume:
         if state is None:
-            logger.warning("%s holds no run to resume: beginning one", work_dir)
+            logger.warning("%s holds no run to resume: starting a new one", work_dir)
         return state if has_begun(state) else None
     if has_begun(state) and not state["finished"]:
         raise CheckpointError(
-            f"{work_dir}: holds a run that ended at step {state['step']}: resume it by --resume, "
-            f"or remove its {RESUME_NAME} and model.*.pt, or give {_ANOTHER_FOLDER}"
+            f"{work_dir}: holds an unfinished run, at step {state['step']}: resume it with "
+            f"--resume, or remove its {RESUME_NAME} and model.*.pt, or give {_ANOTHER_FOLDER}"
         )
     return None
 
@@ -153,7 +153,7 @@ def check_same_start(
     if dist_env.world_size > 1:
         step = None if resumed is None else resumed["step"]
         own = {"validation data": lines_digest(args.valid_data), "step to resume from": step}
-        own["a run to resume that is finished"] = resumed is not None and resumed["finished"]
+        own["resumed run is finished"] = resumed is not None and resumed["finished"]
         check_alike({**identity, **own}, dist_env.world_size)
 
 

@@ -53,4 +53,4 @@ def set_up_logging(level: str = "info") -> None:
 
 def seen_from(path: str | os.PathLike) -> str:
     """Returns, for an error about a missing file, the folder that a relative path starts from."""
-    return "" if os.path.isabs(path) else f" (seen from {os.getcwd()})"
+    return "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"

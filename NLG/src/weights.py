@@ -52,7 +52,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     embedding = named.get("transformer.wte.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         raise CheckpointError(
-            f"{source}: its head differs from its token embedding; GPT-2's are one tensor"
+            f"{source}: its head differs from its token embedding, but GPT-2's are one tensor"
         )
     return named
 
@@ -132,9 +132,12 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
             raise CheckpointError(
                 f"{source}: is {what}: {name} is {theirs} in the file, {ours} in the model"
             )
-    for what, names in (("lacks", missing), ("has, unknown to the model,", unknown)):
-        if names:
-            raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed(names)}")
+    if missing:
+        raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {listed(missing)}")
+    if unknown:
+        raise CheckpointError(
+            f"{source}: has {len(unknown)} tensors that the model does not have: {listed(unknown)}"
+        )
     _check_values(tensors, source)
 
 
@@ -143,7 +146,7 @@ def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{source}: {name} holds {kind}, which is not a weight without its scale: give "
+                f"{source}: {name} holds {kind}, which needs a scale to be a weight: give "
                 "the model in float32, bfloat16 or float16"
             )
         # The sum is 40 times as fast. It is not finite if any value is not, and rarely otherwise.

@@ -115,6 +115,6 @@ def check_answers(
     tolerance = TOLERANCE[plan["autocast"] or plan["weights"]]
     error = (together - alone).abs().max().item()
     if not error <= tolerance:
-        raise ValueError(f"logits differ by {error:.2g} from those of a text alone")
+        raise ValueError(f"logits of a batch differ by {error:.2g} from those of each text alone")
     if (together - together[0]).abs().max().item() <= tolerance:
         raise ValueError("all texts have the same logits")

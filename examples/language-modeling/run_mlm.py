@@ -97,9 +97,7 @@ class TextArguments:
         "takes)",
         least=1,
     )
-    mlm_probability: float = flag(
-        0.15, "share of the tokens that are to be guessed", above=0, most=1
-    )
+    mlm_probability: float = flag(0.15, "share of the tokens to predict", above=0, most=1)
 
 
 def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
@@ -110,7 +108,7 @@ def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTo
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
-        raise ValueError(f"--vocab_size {vocab_size}: bytes and special tokens alone are {least}")
+        raise ValueError(f"--vocab_size {vocab_size}: bytes and special tokens alone take {least}")
     bpe = ByteLevelBPETokenizer()
     bpe.train(file, vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
     with tempfile.TemporaryDirectory() as folder:

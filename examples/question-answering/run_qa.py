@@ -96,9 +96,9 @@ class DataTrainingArguments(HubDataArguments):
     version_2_with_negative: bool = flag(False, "questions may have no answer, as in SQuAD 2.0")
     null_score_diff_threshold: float = flag(
         0.0,
-        "a question gets no answer if that scores higher than its best answer by more than this; "
-        "best_f1_thresh of an evaluation is the best threshold up to its own (0 if no answer at "
-        "all is best): evaluate with a high one to find it",
+        "a question gets no answer if having none scores higher than its best answer by more than "
+        "this; best_f1_thresh of an evaluation is the best threshold that is not above its own (0 "
+        "if it is best to answer nothing at all): evaluate with a high one to find it",
     )
     n_best_size: int = flag(
         20,
@@ -142,7 +142,7 @@ def prepare(
     """Reads settings, data and tokenizer, and checks that they fit together."""
     if args.label_smoothing_factor:
         raise ValueError(
-            "--label_smoothing_factor smooths a single label, and an answer has two, its start "
+            "--label_smoothing_factor smooths a single label, but an answer has two, its start "
             "and its end: leave it out"
         )
     check_scores(args, names_of_scores(data_args.version_2_with_negative))

@@ -100,13 +100,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "adapters",
         nargs="+",
         metavar="NAME=ADAPTER",
-        help="a name that lines use, and a LoRA file, a folder with one, or a name on the hub",
+        help="a name that lines refer to, and a LoRA file, a folder with one, or a name on the hub",
     )
     add("--input_file", default=STANDARD_STREAM, help="JSON lines of texts; - is stdin")
     add(
         "--output_file",
         default=STANDARD_STREAM,
-        help="JSON lines of answers, written once all are there; - is stdout",
+        help="JSON lines of answers, written when all are complete; - is stdout",
     )
     add(
         "--max_seq_length",
@@ -126,7 +126,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="use the token of `hf auth login`, for private models and adapters",
     )
-    add("--log_level", choices=LOG_LEVELS, help="the least level of messages (default: info)")
+    add("--log_level", choices=LOG_LEVELS, help="lowest level of messages to show (default: info)")
     args = parser.parse_intermixed_args(argv)
     for name in ("batch_size", "max_seq_length"):
         value = getattr(args, name)
@@ -409,7 +409,7 @@ def head_of(adapters: Mapping[str, Adapter]) -> str:
         heads.setdefault(adapter.head or next(iter(INPUTS)), adapter.source)
     if len(heads) > 1:
         listed = ", ".join(f"{head} ({source})" for head, source in heads.items())
-        raise ValueError(f"the adapters are for different heads: {listed}; give only those for one")
+        raise ValueError(f"the adapters are for different heads: {listed}; give those of one head")
     ((head, source),) = heads.items()
     if head not in INPUTS:
         raise ValueError(f"{source}: is for {head}, but predict.py has only {' and '.join(INPUTS)}")
@@ -460,13 +460,13 @@ def fill_bank(
         untrained = model.newly_initialized - adapter.tensors.keys()
         if untrained:
             raise ValueError(
-                f"{adapter.source}: brings no {min(untrained)}, and {base} has no trained one: "
+                f"{adapter.source}: has no {min(untrained)}, and {base} has no trained one: "
                 "there is nothing to predict with"
             )
         labels[name] = bank.labels(name) or own
         twice = [label for label in labels[name] if labels[name].count(label) > 1]
         if twice:
-            raise ValueError(f"{adapter.source}: has two labels of one name: {twice[0]}")
+            raise ValueError(f"{adapter.source}: has two labels named {twice[0]}")
     return bank, labels
 
 

@@ -233,7 +233,7 @@ def load_glue(
         if task.name == "mnli-mm":
             raise ValueError("--task_name mnli evaluates on mnli-mm as well: give mnli")
         way_out = f"`{download_command(task, 'glue_data')}` has another source: then give "
-        way_out += "--data_dir glue_data, or such a folder of another machine"
+        way_out += "--data_dir glue_data, or copy such a folder from another machine"
         loaded = load_data_set(HUB_GLUE, task.name, cache_dir, way_out)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
@@ -268,7 +268,7 @@ def load_own_files(
     if label in known:
         raise ValueError(
             f"{origin.source} was trained on the texts of '{label}': give another name for "
-            "the labels' column by --label_column, even if the file has no labels"
+            "the labels' column with --label_column, even if the file has no labels"
         )
     table = read_table(first, given or known, cache_dir)
     has_labels = splits[0] != "test"
@@ -328,7 +328,9 @@ def own_labels(
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(f"the labels are of two kinds: {listed}{without_points(whole)}")
+        raise ValueError(
+            f"some labels are classes and others are scores: {listed}{without_points(whole)}"
+        )
     if any(scores.values()):
         if not is_training:
             raise ValueError(

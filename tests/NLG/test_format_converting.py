@@ -112,13 +112,17 @@ def test_rows(name, tmp_path, mark):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("e2e", f"{MILL}||Good .\n{MILL} A pub .\n", ":2: not a line meaning representation||text"),
-        ("e2e", f"{MILL}||Good .\n\n{MILL}||Good .\n", ":2: not a line"),
-        ("e2e", f"{MILL}||a||b\n", ":1: not a line"),
+        (
+            "e2e",
+            f"{MILL}||Good .\n{MILL} A pub .\n",
+            ":2: not of the form meaning representation||text",
+        ),
+        ("e2e", f"{MILL}||Good .\n\n{MILL}||Good .\n", ":2: not of the form"),
+        ("e2e", f"{MILL}||a||b\n", ":1: not of the form"),
         ("e2e", f"{MILL}||Good .\n{MILL}||  \n{MILL}||Good .\n", ":2: the completion is empty"),
         ("e2e", f"{MILL}||\n", ":1: the completion is empty"),
         ("e2e", "||Good .\n", ":1: the context is empty"),
-        ("e2e", "", ":1: not a line"),
+        ("e2e", "", ":1: not of the form"),
         ("e2e", "mr,ref\n", ": holds no texts"),
         ("e2e", 'mr,ref\nname[A],"Good."\nname A,Good.\n', ":3: not a row"),
         ("e2e", "mr,ref\nname[A],Good.\nname[A]\n", ":3: not a row"),
@@ -130,7 +134,7 @@ def test_rows(name, tmp_path, mark):
         (
             "webnlg",
             webnlg(("City", [CITY], [("toFix", "One."), ("", "Two.")])),
-            ': holds no texts with the comment "good", which alone count: all 2 have another one',
+            ': no text has the comment "good", which marks the texts to use: all 2 have',
         ),
         (
             "webnlg",
@@ -209,8 +213,8 @@ def test_an_error_is_one_line_and_keeps_the_old_file(tmp_path):
     )
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"format_converting_e2e.py: error: {source}:1: not a line meaning representation||text: "
-        "no bars"
+        f"format_converting_e2e.py: error: {source}:1: not of the form meaning "
+        "representation||text: no bars"
     ]
     assert target.read_text() == "old"
 

@@ -380,7 +380,7 @@ def test_half_precision_without_a_gpu(decode):
 @pytest.mark.parametrize(
     ("base", "more", "message"),
     [
-        (None, [], "there is no model: give its base as --init_checkpoint"),
+        (None, [], "no model given: use --init_checkpoint"),
         (None, ["lora.pt"], "lora.pt: needs the base.*--init_checkpoint"),
         ("lora.pt", [], "lora.pt: holds LoRA weights only.* give the base as --init_checkpoint"),
         ("base.pt", ["whole.pt"], "whole.pt: holds a full model, not LoRA alone"),

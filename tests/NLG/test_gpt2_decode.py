@@ -213,7 +213,7 @@ def ids(*numbers):
     [
         ({"predictions": ids(0, 1, 2, 3, 4)}, "{0}/sample: has no prediction of id 5"),
         ({"predictions": ids(0, 2)}, "{0}/sample: has no prediction of id 1 and 3 others"),
-        ({"predictions": ids(0, 1, 0)}, "{0}/sample:3: another prediction of id 0"),
+        ({"predictions": ids(0, 1, 0)}, "{0}/sample:3: a second prediction of id 0"),
         ({"predictions": ids(0, 6)}, "{0}/sample:2: id 6, but the input's rows are 0 to 5"),
         ({"predictions": ids(-1)}, "{0}/sample:1: id -1, but the input's rows are 0 to 5"),
         ({"predictions": ids("0")}, '{0}/sample:1: not a line {{"id": number, "predict": [ids]}}'),
@@ -224,7 +224,7 @@ def ids(*numbers):
         ),
         (
             {"predictions": [{"id": 0, "predict": [1], "length": 2}]},
-            '{0}/sample:1: "length" is not a number of ids of "predict"',
+            '{0}/sample:1: "length" must be from 0 to the number of ids in "predict"',
         ),
         (
             {"predictions": [*ids(0, 2, 3, 4, 5), {"id": 1, "predict": [1, 50257]}]},
@@ -272,7 +272,7 @@ def test_predictions_of_another_input_with_as_many_rows(run, vocab_folder, tmp_p
     with pytest.raises(ValueError, match="gpt2_beam") as error:
         run(predictions=predictions)
     assert str(error.value) == (
-        f"{tmp_path}/sample: 2 of 6 predictions, that of id 3 first, are of other contexts than "
+        f"{tmp_path}/sample: 2 of 6 predictions, that of id 3 first, are for contexts other than "
         f"those of {tmp_path}/input: give the --input_file and --vocab that gpt2_beam.py's --data "
         "was encoded from"
     )

@@ -187,7 +187,7 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
     assert result.returncode == 0, result.stderr
     assert made(tree) == [name for corpus in given for name in MADE[corpus]]
     for name in skipped:
-        assert f"{name} is not there, skipped" in result.stdout.splitlines()
+        assert f"{name} does not exist, skipped" in result.stdout.splitlines()
     encoder = get_encoder(vocab_folder)
     for corpus in given:
         (row,) = read_lines(tree / "data" / MADE[corpus][0])
@@ -200,7 +200,7 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
     ("asked", "message"),
     [
         ([], "data holds none of the corpora"),
-        (["webnlg"], "webnlg is not there"),
+        (["webnlg"], "webnlg does not exist"),
         (["squad"], "unknown corpus 'squad'"),
     ],
 )
@@ -216,5 +216,5 @@ def test_create_datasets_stops_at_a_bad_file(tree):
     (tree / "data" / "e2e" / "train.txt").write_text("no bars\n")
     result = create_datasets(tree)
     assert result.returncode == 1
-    assert "data/e2e/train.txt:1: not a line" in result.stderr
+    assert "data/e2e/train.txt:1: not of the form" in result.stderr
     assert made(tree) == []

@@ -50,7 +50,7 @@ def test_steps_that_make_no_update(caplog):
     assert caplog.messages == [
         "--grad_acc 3: the last 2 of 5 steps make no update, as in the release"
     ]
-    with pytest.raises(ValueError, match=r"--grad_acc 3: the run has 2 steps, and would make no"):
+    with pytest.raises(ValueError, match=r"--grad_acc 3: the run has 2 steps, so it would make no"):
         check_updates(3, 2)
 
 

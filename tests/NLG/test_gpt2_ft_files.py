@@ -531,7 +531,7 @@ def _not_finite(tensors):
     [
         (_narrow, "is a model of another size: transformer.h.0.mlp.c_fc.weight is (16, 8)"),
         (_shallow, "lacks"),
-        (_deep, "has, unknown to the model,"),
+        (_deep, "tensors that the model does not have"),
         (_lora_only, "holds LoRA weights only, without the base"),
         (_not_finite, "transformer.h.0.mlp.c_fc.bias holds values that are not finite"),
     ],

@@ -570,7 +570,7 @@ def test_every_norm_has_the_configuration_s_epsilon():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_rank_pattern": {"key": 1}}, "key has the rank and alpha of attn.c_attn: name that"),
+        ({"lora_rank_pattern": {"key": 1}}, "key shares its rank and alpha with all of attn.c_at"),
         ({"n_head": 3}, "n_embd 32 is not a multiple of 3 heads"),
         ({"lora_attn_dim": 33}, "the rank of .*, 33, is larger than n_embd, 32"),
         ({"lora_rank_pattern": {"h.1.*": 0}}, r"the rank 0 of transformer\.h\.1\..* above 0"),

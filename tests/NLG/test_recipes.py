@@ -59,8 +59,8 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
         (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
         (["--lr", "-1"], 1, "--lr must be at least 0, not -1.0"),
         (["--fp16"], 1, "fp16 needs a GPU: use bf16, which works on a CPU as well"),
-        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file (seen from "),
-        (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (seen from "),
+        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file (relative to "),
+        (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (relative to "),
         (["--valid_data", "/no.jsonl"], 1, "--valid_data /no.jsonl: no such file\n"),
     ],
 )
@@ -76,20 +76,22 @@ def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, sta
 def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
     ended = run_recipe("--bf16", "--lr", "1e-3", TRIAL_DIR=str(tmp_path))
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"e2e_gpt2_md.sh: error: {tmp_path}/base.pt is not there; make it by: ")
+    assert line.startswith(
+        f"e2e_gpt2_md.sh: error: {tmp_path}/base.pt does not exist; make it with: "
+    )
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "00", "1 2", " "])
 def test_a_number_of_processes_that_is_none(nproc):
     ended = run_recipe(NPROC=nproc)
-    said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: has to be a number of processes, from 1 on\n"
+    said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: must be a number of processes, at least 1\n"
     assert (ended.returncode, ended.stderr) == (1, said)
 
 
 @pytest.mark.slow
 def test_a_launcher_s_words_for_a_number_of_processes():
     ended = run_recipe(NPROC="gpu", CUDA_VISIBLE_DEVICES="")
-    said = "e2e_gpt2_md.sh: error: NPROC=gpu: there is none here\n"
+    said = "e2e_gpt2_md.sh: error: NPROC=gpu: this machine has none\n"
     assert (ended.returncode, ended.stderr) == (1, said)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     counted = subprocess.run(
@@ -163,7 +165,7 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     environment = {**os.environ, "TRIAL_DIR": str(tmp_path / "none")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1
-    (command,) = re.findall(r"make it by: (cd .*) && ", ended.stderr)
+    (command,) = re.findall(r"make it with: (cd .*) && ", ended.stderr)
     assert shlex.split(command) == ["cd", str(clone)]
 
 

@@ -204,7 +204,7 @@ def test_a_killed_process_leaves_what_to_resume(
 
     before = files_of(killed)
     assert {"model.7.pt", "model.14.pt", "resume.pt", "metrics.jsonl"} <= before.keys()
-    assert f"{killed}: holds a run that ended at step " in error_of(argv)
+    assert f"{killed}: holds an unfinished run, at step " in error_of(argv)
     assert files_of(killed) == before
 
     gpt2_ft.main([*argv, "--resume"])
@@ -397,7 +397,7 @@ def test_an_unfinished_run_is_not_overwritten(killed, error_of, files_of):
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
     line = error_of(killed)
-    assert f"{work_dir}: holds a run that ended at step 9: resume it by --resume" in line
+    assert f"{work_dir}: holds an unfinished run, at step 9: resume it with --resume" in line
     assert files_of(work_dir) == before
 
 
@@ -507,7 +507,7 @@ def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypat
 
 def test_a_run_without_an_update_is_refused(tiny, tmp_path, error_of, caplog):
     argv = tiny.flags(tmp_path / "run", *["--max_step", "4", "--grad_acc", "5"])
-    assert "--grad_acc 5: the run has 4 steps, and would make no update" in error_of(argv)
+    assert "--grad_acc 5: the run has 4 steps, so it would make no update" in error_of(argv)
     gpt2_ft.main(tiny.flags(tmp_path / "run", *["--max_step", "4", "--grad_acc", "3"]))
     assert "--grad_acc 3: the last 1 of 4 steps make no update" in caplog.text
 
@@ -554,7 +554,7 @@ def test_damaged_lines_of_the_log_are_left_out(killed, caplog):
 def test_without_a_run_to_resume_one_begins(tiny, tmp_path, caplog, result_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main([*argv, "--resume"])
-    assert "holds no run to resume: beginning one" in caplog.text
+    assert "holds no run to resume: starting a new one" in caplog.text
     gpt2_ft.main(arguments(tiny, "lora", tmp_path / "other"))
     assert result_of(tmp_path / "run") == result_of(tmp_path / "other")
 

@@ -105,12 +105,12 @@ def test_which_run_is_resumed(tmp_path, caplog):
     assert find_run(tmp_path, False) is None
     assert not caplog.messages
     assert find_run(tmp_path, True) is None
-    assert caplog.messages == [f"{tmp_path} holds no run to resume: beginning one"]
+    assert caplog.messages == [f"{tmp_path} holds no run to resume: starting a new one"]
     begin(tmp_path)
     assert [find_run(tmp_path, resume) for resume in (True, False)] == [None] * 2  # killed at once
     write(tmp_path, *make(1))
     assert find_run(tmp_path, True)["step"] == PROGRESS.step
-    with pytest.raises(CheckpointError, match=r"holds a run that ended at step 7: resume it by"):
+    with pytest.raises(CheckpointError, match=r"holds an unfinished run, at step 7: resume"):
         find_run(tmp_path, False)
     write_finished(tmp_path, ALONE, IDENTITY, 9)
     assert find_run(tmp_path, True) == {"run": IDENTITY, "step": 9, "finished": True}
@@ -183,7 +183,7 @@ def test_processes_compare_where_they_begin(tmp_path, monkeypatch, resumed, step
     assert not compared
     check_same_start(args, DistEnv(1, 2, 0, torch.device("cpu")), IDENTITY, resumed)
     ((settings, world_size),) = compared
-    own = {"step to resume from": step, "a run to resume that is finished": finished}
+    own = {"step to resume from": step, "resumed run is finished": finished}
     assert {**settings, **IDENTITY, **own} == settings
     assert settings["validation data"]
     assert world_size == 2

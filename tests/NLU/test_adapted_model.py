@@ -53,7 +53,7 @@ def test_classes_that_are_not_named():
 def test_another_task(caplog, own, task, fits):
     origin = replace(ORIGIN, task=own)
     origin.check_task(task, training=True)
-    begins = "a file was trained for rte: training on mnli begins there"
+    begins = "a file was trained for rte: training on mnli starts from it"
     assert caplog.messages == ([] if fits else [begins])
     if fits:
         origin.check_task(task, training=False)
@@ -91,7 +91,7 @@ def test_the_order_of_classes(own, labels, order):
 def test_other_classes(caplog, own, labels, fits, warned):
     origin = replace(ORIGIN, labels=own)
     origin.check_labels(labels, training=True)
-    expected = f"a file was trained for the labels no, yes: its head is trained on for {labels}"
+    expected = f"a file was trained for the labels no, yes: its head is now trained for {labels}"
     assert [text.partition(":")[0] for text in caplog.messages] == (
         [expected.partition(":")[0]] if warned else []
     )
@@ -121,7 +121,9 @@ def test_other_texts(caplog, own, columns, level):
     origin.check_texts(columns, training=True)
     assert not caplog.records
     if level is ValueError:
-        named = f"trained on rows of {' and '.join(own)}, not of {' and '.join(columns)}; in files"
+        named = (
+            f"trained on rows of {' and '.join(own)}, not of {' and '.join(columns)}; in your own"
+        )
         with pytest.raises(ValueError, match=named):
             origin.check_texts(columns, training=False)
         return

@@ -137,7 +137,7 @@ def test_a_plain_models_file_does_not_name_its_base(tmp_path):
     ("text", "error", "message"),
     [
         ("{", OSError, "not a JSON file"),
-        ("[]", OSError, "holds a list, not settings by name"),
+        ("[]", OSError, "contains a list, not a JSON object"),
         ('{"num_hidden_layers": "2"}', ValueError, "num_hidden_layers must be a positive integer"),
         ('{"text_columns": "review"}', ValueError, "text_columns must be a list of strings"),
         ('{"pruned_heads": {"0": 1}}', ValueError, "pruned_heads must be a map of lists of"),
@@ -153,7 +153,7 @@ def test_json_files_that_are_none(tmp_path, text, error, message):
 def test_a_files_fault_names_it_whatever_is_to_replace_its_settings(tmp_path, overrides):
     settings = {**SHAPE, "max_position_embeddings": 30, "pad_token_id": 20}
     (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "roberta"}))
-    with fails(ValueError, f"{tmp_path}/config.json: pad_token_id 20 is beyond the 20 of vocab_"):
+    with fails(ValueError, f"{tmp_path}/config.json: pad_token_id must be below vocab_size, 20"):
         RobertaConfig.from_pretrained(tmp_path, **overrides)
     # What mends the file is taken.
     assert RobertaConfig.from_pretrained(tmp_path, vocab_size=21).vocab_size == 21

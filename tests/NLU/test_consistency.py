@@ -199,7 +199,7 @@ def test_what_is_shown_is_of_the_pass_whose_logits_there_are(build, batch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_have_no_probabilities(build, batch, family):
     model = build(family, num_labels=1, reg_loss_wgt=1.0)
-    with pytest.raises(ValueError, match="probabilities of classes, and a score has none"):
+    with pytest.raises(ValueError, match="probabilities of classes, but a score has none"):
         model(**batch)
     assert model.eval()(**batch).loss > 0
 

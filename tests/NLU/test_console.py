@@ -45,7 +45,7 @@ def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, 
     assert len({*events}) == len(events)
     assert events.count("training") == events.count("finished") == 1
     # A warning, and it is the main process's.
-    assert said.count("--per_gpu_eval_batch_size is --per_device_") == 1
+    assert said.count("--per_gpu_eval_batch_size is now --per_device_") == 1
     (line,) = (line for line in said.splitlines() if "train_mem_cpu_peak" in line)
     number, unit = line.split(" = ")[1].split()
     assert unit == "MiB"
@@ -80,7 +80,9 @@ def test_the_loss_is_at_the_bar_and_evaluations_are_lines(make_trainer, caplog, 
 
 
 def test_a_wrong_level(tmp_path):
-    with pytest.raises(ValueError, match="--log_level knows debug, info, warning, error; not all"):
+    with pytest.raises(
+        ValueError, match="--log_level must be one of debug, info, warning, error, not"
+    ):
         TrainingArguments(str(tmp_path), log_level="all")
 
 

@@ -111,7 +111,7 @@ def test_features_of_the_processors(tokenizer, collate):
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
 def test_a_label_that_is_missing(tokenizer, collate):
     rows = [{"input_ids": [5], "label": 1}, {"input_ids": [5], "label": None}]
-    with pytest.raises(ValueError, match="label: makes no tensor"):
+    with pytest.raises(ValueError, match="label: cannot become a tensor"):
         collate(tokenizer, rows)
 
 
@@ -334,7 +334,9 @@ def test_masking_needs_a_mask_token(tokenizer):
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
 def test_share_that_is_none(tokenizer, share):
-    with pytest.raises(ValueError, match=f"mlm_probability is above 0 and at most 1, not {share}"):
+    with pytest.raises(
+        ValueError, match=f"mlm_probability must be above 0 and at most 1, not {share}"
+    ):
         DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
 
 

@@ -331,7 +331,7 @@ def test_json_of_a_list_for_one_value(parser):
     [
         (b"{", "settings.json: not a JSON file"),
         (b"\xff\xfe\x00", "settings.json: not a JSON file"),
-        ([1], "settings.json: holds a list, not values by flag name"),
+        ([1], "settings.json: contains a list, not a JSON object"),
         ({}, "the following arguments are required: --name"),
         ({"name": None}, "the following arguments are required: --name"),
         ({"name": "x", "size": 1, "Dry": 2}, "unknown settings: Dry, size"),
@@ -342,10 +342,10 @@ def test_json_of_a_list_for_one_value(parser):
         ({"name": "x", "dry": "maybe"}, "argument --dry: 'maybe' is neither true nor false"),
         ({"name": "x", "color": "green"}, "argument --color: invalid choice: 'green'"),
         ({"name": "x", "sizes": [1, "-b"]}, "argument --sizes: invalid int value: '-b'"),
-        ({"name": "x", "layers": [1, 2]}, "argument --layers: takes no list"),
-        ({"name": "x", "mixed": []}, "argument --mixed: takes no list"),
-        ({"name": "x", "finish": {"a": 1}}, "argument --finish: takes no dict"),
-        ({"name": "x", "tags": {"a": 1}}, "argument --tags: takes no dict"),
+        ({"name": "x", "layers": [1, 2]}, "argument --layers: does not accept a list"),
+        ({"name": "x", "mixed": []}, "argument --mixed: does not accept a list"),
+        ({"name": "x", "finish": {"a": 1}}, "argument --finish: does not accept a dict"),
+        ({"name": "x", "tags": {"a": 1}}, "argument --tags: does not accept a dict"),
         ({"name": "x", "layers": 0}, "--layers must be at least 1, not 0"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_star_import_brings_all_of_them():
 
 
 def test_a_name_that_is_not_carried_says_so():
-    with pytest.raises(AttributeError, match="does not carry 'BertModel'; for the full package"):
+    with pytest.raises(AttributeError, match="does not include 'BertModel'; for the full package"):
         _ = transformers.BertModel
     with pytest.raises(ImportError, match="BertModel"):
         from transformers import BertModel  # noqa: F401

@@ -63,12 +63,12 @@ MISFITS = [
     ("some of LoRA", lacking("0.attention.self.value.lora_B"), LORA,
      ["lacks 1 tensors", "layer.0.attention.self.value.lora_B"]),
     ("more layers", lambda t: t, {**LORA, "num_hidden_layers": 1},
-     ["20 tensors unknown to the model: roberta.encoder.layer.1.",
+     ["20 tensors that the model does not have: roberta.encoder.layer.1.",
       ", …: the file has 2 layers, num_hidden_layers is 1: use the config.json"]),
     ("unknown", added("roberta.encoder.layer.2.output.dense.weight", 2), LORA,
-     ["1 tensors unknown to the model: roberta.encoder.layer.2.output.dense.weight"]),
+     ["1 tensors that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
     ("unknown, bare", lambda t: added("encoder.layer.2.output.dense.weight", 2)(bare(t)), LORA,
-     ["1 tensors unknown to the model: roberta.encoder.layer.2.output.dense.weight"]),
+     ["1 tensors that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
     ("LoRA, but not asked for", lambda t: t, {},
      ["holds LoRA weights that the model has no place for", "query.lora_A",
      ": build it with apply_lora and their lora_r, lora_alpha and lora_targets"]),
@@ -134,7 +134,9 @@ def test_lora_settings_that_are_not_given_are_the_checkpoints(tmp_path):
 
 def test_an_adapted_checkpoint_that_lost_its_lora(tmp_path, tuned):
     folder = write(tmp_path / "m", without_lora(tuned), **LORA)
-    with fails(CheckpointError, str(folder), "says apply_lora, its weights hold none") as caught:
+    with fails(
+        CheckpointError, str(folder), "sets apply_lora, but it has no LoRA weights"
+    ) as caught:
         AutoModelForSequenceClassification.from_pretrained(folder)
     is_one_line(caught)
 
@@ -271,21 +273,27 @@ def test_folders_that_are_no_models(tmp_path):
     [
         ("{", OSError, ["config.json: not a JSON file"]),
         (b"\xff\xfe", OSError, ["config.json: not a JSON file"]),
-        ("[]", OSError, ["config.json: holds a list, not settings by name"]),
+        ("[]", OSError, ["config.json: contains a list, not a JSON object"]),
         (
             "{}",
             ValueError,
-            ["is a model of no stated type; this package carries roberta", "give one of these"],
+            ["has no model_type; this package has only roberta", "give one of these"],
         ),
         (
             '{"model_type": "bert"}',
             ValueError,
-            ["is a bert; this package carries roberta", "by lora.add_lora with upstream's Tr"],
+            [
+                "has model_type 'bert'; this package has only rob",
+                "with lora.add_lora and upstream's T",
+            ],
         ),
         (
             '{"model_type": "gpt2"}',
             ValueError,
-            ["is a gpt2", "such as roberta-base, or train it by NLG/src/gpt2_ft.py --init_checkp"],
+            [
+                "has model_type 'gpt2'",
+                "such as roberta-base, or train it with NLG/src/gpt2_ft.py --init_checkp",
+            ],
         ),
     ],
 )
@@ -405,7 +413,9 @@ class TestConfig:
             with pytest.raises(TypeError, match="from_pretrained"):
                 auto()
         assert AutoConfig.for_model("roberta", vocab_size=7).vocab_size == 7
-        with pytest.raises(ValueError, match="is a gpt2; this package carries roberta"):
+        with pytest.raises(
+            ValueError, match="has model_type 'gpt2'; this package has only roberta"
+        ):
             AutoConfig.for_model("gpt2")
 
 

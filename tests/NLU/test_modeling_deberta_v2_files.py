@@ -220,10 +220,13 @@ def test_settings_of_published_files(tmp_path):
         ({"conv_act": "sine"}, "unknown conv_act 'sine'"),
         ({"pooler_hidden_act": "sine"}, "unknown pooler_hidden_act 'sine'"),
         ({"conv_kernel_size": 4}, "conv_kernel_size has to be odd, not 4"),
-        ({"pooler_hidden_size": 8}, "pooler_hidden_size has to be the hidden_size, 1536"),
-        ({"embedding_size": 8}, "embedding_size has to be the hidden_size, 1536"),
-        ({"position_buckets": 8, "max_relative_positions": 5}, "buckets 8 do not fit 5"),
-        ({"position_buckets": 1}, "buckets 1 do not fit 512"),
+        ({"pooler_hidden_size": 8}, "pooler_hidden_size must equal hidden_size, 1536"),
+        ({"embedding_size": 8}, "embedding_size must equal hidden_size, 1536"),
+        (
+            {"position_buckets": 8, "max_relative_positions": 5},
+            "below 8 for 5 relative positions, not 8",
+        ),
+        ({"position_buckets": 1}, "at least 2 and below 1022 for 512 .*, not 1"),
     ],
 )
 def test_settings_that_no_model_can_have(settings, message):
@@ -369,7 +372,7 @@ def test_tensors_that_the_settings_know_nothing_of(tmp_path, settings, unknown):
     assert DebertaV2ForSequenceClassification.from_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     write(folder, tensors, **{**values, **settings})
-    with pytest.raises(CheckpointError, match=f"tensors unknown to the model: .*{unknown}"):
+    with pytest.raises(CheckpointError, match=f"tensors that the model does not have: .*{unknown}"):
         DebertaV2ForSequenceClassification.from_pretrained(folder)
 
 

@@ -338,7 +338,7 @@ def test_wrong_masks_of_heads(mask, message):
 
 def test_what_deberta_does_not_take_upstream_either():
     model, given = model_and_batch("deberta")
-    with pytest.raises(TypeError, match="head_mask: DeBERTa-v2 takes none"):
+    with pytest.raises(TypeError, match="DeBERTa-v2 has no head_mask"):
         model(**given, head_mask=torch.ones(2, 4))
     pairs = maker.draw_inputs("roberta", "pairs")
     with pytest.raises(ValueError, match=r"\(3, 7, 7\): DeBERTa-v2 takes \(batch, length\)"):

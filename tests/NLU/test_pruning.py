@@ -114,7 +114,7 @@ def test_heads_that_cannot_be_taken_out(heads, message):
 
 def test_dora_that_cannot_follow():
     settings = {**LORA, "lora_variant": "rslora+dora", "lora_targets": ["attention_output"]}
-    with pytest.raises(ValueError, match=r"merge it first \(loralib.merge\)"):
+    with pytest.raises(ValueError, match=r"merge LoRA first \(loralib.merge\)"):
         maker.build("roberta", "classifier", **settings).prune_heads(PRUNED)
 
 

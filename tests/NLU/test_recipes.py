@@ -286,7 +286,7 @@ def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
     monkeypatch.setenv("NPROC", "")  # which says no more than none at all
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--seed", "1"])
-    message = f"here are {gpus}; with the same batches: "
+    message = f", but this machine has {gpus}; for the same batches: "
     assert ended.value.code.startswith(f"{name}.sh: error: the recipe takes")
     assert ended.value.code.endswith(message + advice.format(f"NLU/{name}.sh"))
     assert started == []
@@ -315,7 +315,7 @@ def test_gpus_where_there_are_none(started, monkeypatch):
     monkeypatch.setenv("NPROC", "gpu")
     with pytest.raises(SystemExit) as ended:
         recipe.main(["roberta_base_mnli"])
-    assert ended.value.code == "roberta_base_mnli.sh: error: NPROC=gpu: there is none here"
+    assert ended.value.code == "roberta_base_mnli.sh: error: NPROC=gpu: this machine has none"
     assert started == []
 
 
@@ -339,7 +339,7 @@ def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
 def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
     monkeypatch.setenv("NPROC", "2")
     recipe.main(["roberta_base_mnli", *flags])
-    expected = f"an update is made of {examples} examples here, of 128 in the release"
+    expected = f"each update uses {examples} examples here, but 128 in the release"
     assert capsys.readouterr().err == f"roberta_base_mnli.sh: {expected}\n"
     assert len(started) == 1
 
@@ -353,7 +353,10 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
     [
         (["--data_dir", "none"], "none/SST-2/train.tsv: no such file; `python utils/download_glue"),
         (["--model_name_or_path", "./none"], "'./none': no such folder"),
-        (["--model_name_or_path", "bert"], "'bert' is a bert; this package carries roberta, "),
+        (
+            ["--model_name_or_path", "bert"],
+            "'bert' has model_type 'bert'; this package has only roberta, ",
+        ),
         (
             ["--model_name_or_path", "{base}", "--max_seq_length", "99"],
             "--max_seq_length 99: the m",
@@ -466,7 +469,7 @@ def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
     config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
     RobertaForSequenceClassification(config).save_pretrained("full")
     for path, said in (
-        (str(tiny_base), "is a model without LoRA, and the recipe starts from LoRA weights: rob"),
+        (str(tiny_base), "is a model without LoRA, but the recipe starts from LoRA weights: rob"),
         ("full/pytorch_model.bin", "full/pytorch_model.bin mnli_lora.bin takes its LoRA weights"),
     ):
         monkeypatch.setenv("MNLI_CHECKPOINT", path)
@@ -498,10 +501,10 @@ def test_weights_of_a_model_of_another_size(
             continue
         with pytest.raises(SystemExit) as ended:
             recipe.main([*call, *more])
-        said = f"{config.num_hidden_layers} layers, {config.hidden_size} wide, and"
-        assert f"error: {name} {path}: is for a model of {said}" in ended.value.code
+        said = f"{config.num_hidden_layers} layers of width {config.hidden_size}, but"
+        assert f"error: {name} {path}: is for a model with {said}" in ended.value.code
         assert ended.value.code.endswith(
-            f"{tiny_base} has 2, 32 wide: give LoRA weights of this base"
+            f"{tiny_base} has 2 of width 32: give LoRA weights of this base"
         )
     assert len(started) == (0 if shape else 2)
 

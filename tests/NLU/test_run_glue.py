@@ -276,7 +276,7 @@ def test_the_settings_of_a_file_with_patterns_are_left_out_as_the_error_says(
     patterns = ["--lora_rank_pattern", "layer.0.*.value=2", "--lora_alpha_pattern", "query=4"]
     glue(*arguments, "--do_train", "--max_steps", 1, *LORA, *patterns, "--output_dir", "out")
     arguments += ["--do_eval", "--lora_path", "out", "--output_dir", "evaluated"]
-    way_out = "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file says"
+    way_out = "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file records"
     for flags in (["--lora_r", 8], ["--lora_alpha_pattern", "value=4"], [patterns[0], "query=3"]):
         with pytest.raises(ValueError, match=r"was trained with (rank|alpha)") as error:
             glue(*arguments, "--lora_alpha", 8, *flags)
@@ -408,7 +408,7 @@ def test_an_adapter_with_biases_is_evaluated_and_not_trained_on(glue, trained, t
     flags = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora", "--lora_path"]
     glue(*flags, tmp_path / "peft", "--do_eval", "--output_dir", tmp_path / "evaluated")
     assert results(tmp_path / "evaluated") != results(trained)
-    with pytest.raises(ValueError, match="brings biases of the base"):
+    with pytest.raises(ValueError, match="contains biases of the base"):
         glue(*flags, tmp_path / "peft", "--do_train", "--output_dir", tmp_path / "trained")
 
 
@@ -469,7 +469,7 @@ def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_
     arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--apply_lora"]
     path = trained / "pytorch_model_lora.safetensors"
     glue(*arguments, "--lora_path", path, "--max_steps", 1, "--output_dir", "next")
-    assert "is for another task: newly initialized are classifier.out_proj" in caplog.text
+    assert "is for another task, so these are newly initialized: classifier.out_proj" in caplog.text
     tensors = lora_of(tmp_path / "next")
     assert tensors["classifier.out_proj.weight"].shape == (3, 32)
     name = "roberta.encoder.layer.0.attention.self.query.lora_A"
@@ -480,10 +480,10 @@ def test_a_model_that_was_adapted_says_that_it_stays_so(glue, trained, tiny_glue
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
     glue(*arguments, "--output_dir", "silent", "--apply_lora", base=trained / "checkpoint-12")
     glue(*arguments, "--output_dir", "evaluated", base=trained / "checkpoint-12")
-    assert "keeps it" not in caplog.text
+    assert "stays on" not in caplog.text
     arguments += ["--do_train", "--max_steps", 1]
     glue(*arguments, "--output_dir", "said", base=trained / "checkpoint-12")
-    assert caplog.text.count("checkpoint-12 was made with --apply_lora, and keeps it") == 1
+    assert caplog.text.count("checkpoint-12 was trained with --apply_lora, which stays on") == 1
 
 
 def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(

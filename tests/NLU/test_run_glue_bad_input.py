@@ -212,12 +212,12 @@ BAD = {
     ),
     "no such target": (
         f"{RTE} --do_train --apply_lora {R4} --lora_targets danse",
-        "lora_targets: 'danse' matches no projection; near names:",
+        "lora_targets: 'danse' matches no projection; similar names:",
     ),
     "other targets": (
         f"{EVAL} {{trained}} --lora_targets key",
         "was trained with targets query, value, the model was built with key (--lora_targets query "
-        "value, or leave it out: the file says it)",
+        "value, or leave it out: the file records it)",
     ),
     "no adapter of such a size": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
@@ -299,7 +299,7 @@ BAD = {
     ),
     "own: repeated column": (
         f"{TRAIN_OWN}/repeated.csv",
-        "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
+        "repeated.csv: has the column 'label' 2 times; give each column a different name",
     ),
     "own: repeated key": (f"{TRAIN_OWN}/repeated.json", "line 1: has the key 'label' 2 times"),
     "own: more fields than columns": (
@@ -337,18 +337,18 @@ BAD = {
     ),
     "own: texts and labels swapped": (
         f"{TRAIN_OWN}/swapped.csv --do_eval --validation_file {{tmp}}/swapped.csv",
-        "and review 2 values: if they are swapped, give --text_columns label --label_column review",
+        "review has 2 values: if they are swapped, give --text_columns label --label_column review",
     ),
     "own: no text in any row": (
         f"{TRAIN_OWN}/textless_rows.csv --text_columns review",
-        "textless_rows.csv: review is empty in each row: there is nothing to read in it",
+        "textless_rows.csv: review is empty in every row, so there is nothing to read",
     ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),
     "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
     "own: no such text column": (
         f"{TRAIN_OWN}/good.csv --text_columns words",
-        "good.csv: has no column 'words', but 'number', 'review', 'label': --text_columns",
+        "good.csv: has no column 'words'; its columns are 'number', 'review', 'label': --text",
     ),
     "own: no such label column": (
         f"{TRAIN_OWN}/good.csv --label_column gold",
@@ -356,11 +356,11 @@ BAD = {
     ),
     "own: three columns asked for": (
         f"{TRAIN_OWN}/three.csv --text_columns a b c",
-        "--text_columns takes one or two columns",
+        "--text_columns takes one or two different columns",
     ),
     "own: a column twice": (
         f"{TRAIN_OWN}/three.csv --text_columns a a",
-        "--text_columns takes one or two columns",
+        "--text_columns takes one or two different columns",
     ),
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
@@ -457,7 +457,7 @@ def test_an_output_folder_that_is_taken(
         (["--lora_r", 2], "a run with --lora_r 4, but this run has 2: give the same setting to"),
         (
             ["--lora_targets", "key"],
-            "built with key (--lora_targets query value, as the run began; or another --output_dir",
+            "built with key (give --lora_targets query value as when the run began, or give",
         ),
         (["--apply_lora", False], "--lora_r needs --apply_lora"),
     ],

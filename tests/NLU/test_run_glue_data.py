@@ -210,7 +210,7 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog
     named = ["--validation_file", write(tmp_path / "named.csv", others)]
     glue(*named, *evaluate, "named")
     assert results(tmp_path / "named") == results(tmp_path / "same")
-    assert "reads premise for review, claim for answer" in caplog.text
+    assert "reads premise as review, claim as answer" in caplog.text
     one = write(tmp_path / "one.csv", own_rows(["yes", "no"]))
     swap = ["--validation_file", file, "--text_columns", "answer", "review"]
     half = [{"answer": r["review"], "claim": r["answer"], "label": r["label"]} for r in rows]
@@ -220,7 +220,7 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog
         ([*named, "--text_columns", "claim"], "claim"),
         (swap, "answer and review"),
     ):
-        message = f"was trained on rows of review and answer, not of {found}; in files of your own"
+        message = f"was trained on rows of review and answer, not of {found}; in your own files"
         with pytest.raises(ValueError, match=message):
             glue(*flags, *evaluate, "refused")
     # Training begins with the same model on any texts, and its adapter says these.
@@ -359,7 +359,7 @@ def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):
     other = [{**row, "label": {"yes": "no", "no": "yes"}[row["label"]]} for row in rows]
     flags = ["--train_file", write(tmp_path / "other.csv", other)]
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-2.*is of a run on other data with as many"
+        CheckpointError, match=r"checkpoint-2.*belongs to a run on other data with the same"
     ):
         glue(*flags, *run)
     with caplog.at_level("INFO"):

@@ -194,7 +194,7 @@ BAD = {
     ),
     "unmatched target": (
         f"{TRAIN} --lora_targets querry",
-        "lora_targets: 'querry' matches no projection; near names: query",
+        "lora_targets: 'querry' matches no projection; similar names: query",
     ),
     "target of the embeddings": (f"{TRAIN} --lora_targets word_embeddings", "matches no"),
     "layer beyond the last": (f"{TRAIN} --lora_layers 0-2", "has layers 0 to 1, not 2"),
@@ -205,7 +205,7 @@ BAD = {
     "range backwards": (f"{TRAIN} --lora_layers 1-0", "--lora_layers: '1-0' is not a layer's"),
     "pattern of nothing": (
         f"{TRAIN} --lora_rank_pattern key=2",
-        "lora_rank_pattern: 'key' matches no projection that LoRA adapts; near names: query",
+        "lora_rank_pattern: 'key' matches no projection that LoRA adapts; similar names: query",
     ),
     "pattern without a number": (
         f"{TRAIN} --lora_rank_pattern query",

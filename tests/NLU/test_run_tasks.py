@@ -94,7 +94,7 @@ def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(
     ):
         caplog.clear()
         scripts[task].main([*argv, "--output_dir", str(tmp_path / out)])
-        said = "--learning_rate is not given: it is 5e-05, for training all weights; LoRA needs"
+        said = "--learning_rate is not given: the default, 5e-05, is for training all weights; LoRA"
         assert caplog.text.count(said) == count
 
 
@@ -489,7 +489,7 @@ def test_a_question_that_is_too_long(call, tmp_path):
     rows = question_rows(random.Random(0), 3)
     rows[1]["question"] = "where " * 40
     train = write(tmp_path / "train.json", rows)
-    message = r"row 2: its question takes 23 tokens or more: --max_seq_length 40, less --doc_str"
+    message = r"row 2: its question takes 23 or more tokens, so --max_seq_length 40 minus --doc_"
     with pytest.raises(ValueError, match=message):
         call("qa", "out", "--train_file", train, "--do_train")
 
@@ -514,7 +514,7 @@ BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_
         ("ner", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
         ("qa", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
         ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
-        ("qa", ["--label_smoothing_factor", 0.1], "smooths a single label, and an answer has two"),
+        ("qa", ["--label_smoothing_factor", 0.1], "smooths a single label, but an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
         ("swag", [*BEST, "f1"], "gives eval_f1; known: loss, accuracy"),
         ("qa", [*BEST, "em"], "gives eval_em; known: loss, exact_match, f1"),

@@ -63,7 +63,7 @@ def test_a_rate_for_lora_that_nobody_has_given(args, caplog, apply_lora, is_give
     trainer = Recorder(args(do_train=True), apply_lora)
     trainer.args.rate_is_given = is_given
     train(trainer, None)
-    is_said = "--learning_rate is not given: it is 5e-05" in caplog.text
+    is_said = "--learning_rate is not given: the default, 5e-05" in caplog.text
     assert is_said == (apply_lora and not is_given)
 
 

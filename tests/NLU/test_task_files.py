@@ -78,13 +78,18 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
     data = sentences(table, words="tokens2", tags="t")
     assert data.tables["train"].rows[TAGS][1] == [2, 0]
     message = error_of(lambda: sentences(table, words="token"))
-    assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but 'w', 't', 'tok")
+    assert message.startswith(
+        f"{tmp_path}/train.json: has no column 'token'; its columns are 'w', 't', 'tok"
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; name the"),
+        (
+            ("labels", "tokens"),
+            "has no column 'ner_tags'; its columns are 'labels', 'tokens'; name the",
+        ),
         (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; name"),
         (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
     ],
@@ -116,8 +121,8 @@ def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
     path = tmp_path / f"some{suffix}"
     message = error_of(sentences, train, train, table_of(path, tags))
     assert message == (
-        f"{path}: row 3: hides its ner_tags (-1), and row 1 does not: give those of all rows, "
-        "for scores, or of none"
+        f"{path}: row 3: hides its ner_tags (-1), but row 1 does not: for scores, give the "
+        "ner_tags of all rows; otherwise, of none"
     )
 
 
@@ -184,7 +189,7 @@ BAD_SENTENCES = {
     ),
     "no word": ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "row 3: word 2 of its tokens is"),
     "no tags": ({"tokens": ["a"], "ner_tags": None}, "row 3: its ner_tags is not a list of tags"),
-    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is none"),
+    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is missing"),
 }
 
 
@@ -349,7 +354,9 @@ def test_texts_that_look_like_dates_in_a_part_of_a_large_file(tmp_path, places):
 def test_dates_in_a_file_that_is_not_of_objects(tmp_path):
     path = tmp_path / "dates.json"
     path.write_text(json.dumps(["2020-01-01", "2021-05-06"]))
-    message = f"{path}: text holds dates, which would not stay texts: write one object per line"
+    message = (
+        f"{path}: text holds dates, which would not be read as texts: write one object per line"
+    )
     assert error_of(read_table, str(path)) == message
 
 
@@ -368,7 +375,7 @@ def test_times_that_a_data_set_has_are_no_texts(tmp_path):
 def test_a_test_set_is_answered_in_all_rows_or_in_none(tmp_path):
     table = table_of(tmp_path / "test.json", [question(1, "Ann"), question(2)], read_questions)
     assert len(questions(table, "test", may_have_none=True)) == 2
-    message = f"{tmp_path}/test.json: row 2: has no answer, and row 1 has: give those of all rows"
+    message = f"{tmp_path}/test.json: row 2: has no answer, but row 1 has one: for scores, give"
     assert message in error_of(questions, table, "test")
 
 
@@ -406,8 +413,14 @@ BAD_QUESTIONS = {
         {"text": ["Ann"], "answer_start": [0, 1]},
         "row 2: has 1 answers, but 2 in answer_start",
     ),
-    "an empty one": (answers(("", 0)), "row 2: an answer is not a text with its place ('', 0)"),
-    "a blank one": (answers((" ", 3)), "row 2: an answer is not a text with its place (' ', 3)"),
+    "an empty one": (
+        answers(("", 0)),
+        "row 2: an answer must be a string with an integer start ('', 0)",
+    ),
+    "a blank one": (
+        answers((" ", 3)),
+        "row 2: an answer must be a string with an integer start (' ', 3)",
+    ),
     "nothing": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
 }
 
@@ -452,7 +465,7 @@ def test_questions_leave_room_for_their_texts(tmp_path):
     rows = [question(1, "Ann", question="Who?"), question(2, "Ann", question="Whó?")]
     table = table_of(path, rows)
     check_room(table, OfBytes(), length=14, stride=3)  # 1 + 5 tokens, 4 special ones, 3 shared
-    message = f"{path}: row 2: its question takes 6 tokens or more: --max_seq_length 13, less"
+    message = f"{path}: row 2: its question takes 6 or more tokens, so --max_seq_length 13 minus"
     assert error_of(check_room, table, OfBytes(), 13, 3).startswith(message)
     assert error_of(check_room, table, OfBytes(), 14, 5).startswith(f"{path}: row 1: ")
 
@@ -480,7 +493,10 @@ def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
     [
         ({"data": []}, "holds no examples"),
         ({"data": [{"paragraphs": [{"qas": []}]}]}, "holds no examples"),
-        ({"data": [{"paragraphs": [{"qas": [{"id": "1"}]}]}]}, "article 1 is not as SQuAD's are"),
+        (
+            {"data": [{"paragraphs": [{"qas": [{"id": "1"}]}]}]},
+            "article 1 does not have SQuAD's structure",
+        ),
     ],
 )
 def test_wrong_files_of_squad_s_form(tmp_path, whole, message):
@@ -528,7 +544,7 @@ BAD_CHOICES = {
     ),
     "a label beyond": (
         choice(3),
-        "row 2: its label is 3; expected is an ending's number, 0 to 2",
+        "row 2: its label is 3; expected an ending's number, 0 to 2",
     ),
     "a negative label": (choice(-1), "row 2: its label is -1; expected"),
     "no label": (choice(None), "row 2: its label is None; expected"),
@@ -548,7 +564,7 @@ def test_hidden_labels_are_those_of_all_rows(tmp_path):
     test = {"test": table_of(path, [choice(-1), choice(-1)])}
     assert "label" not in check_choices(test).tables["test"].rows.column_names
     test = {"test": table_of(path, [choice(1), choice(-1)])}
-    message = f"{path}: row 2: hides its label (-1), and row 1 does not: give those of all rows"
+    message = f"{path}: row 2: hides its label (-1), but row 1 does not: for scores, give the label"
     assert message in error_of(check_choices, test)
 
 
@@ -564,7 +580,7 @@ def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
     message = error_of(check_choices, {"train": train, "validation": dev})
-    assert message == f"{tmp_path}/dev.json: has 4 endings, {tmp_path}/train.json has 3"
+    assert message == f"{tmp_path}/dev.json: has 4 endings, but {tmp_path}/train.json has 3"
     alone = table_of(tmp_path / "one.json", [choice(0, 1)])
     assert "needs columns ending0, ending1 and so on" in error_of(check_choices, {"train": alone})
 
@@ -598,7 +614,7 @@ def test_a_data_set_that_is_a_program(tmp_path, name):
     flags = HubDataArguments(dataset_name=str(tmp_path / "old" / name))
     message = error_of(load_tables, flags, ["train"], None)
     assert "scripts are no longer supported" in message
-    assert message.endswith("; give it in files")
+    assert message.endswith("; give files (--train_file and the like)")
 
 
 LOAD = """
@@ -638,7 +654,7 @@ def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch):
     flags = HubDataArguments(dataset_name="org/set")
     with pytest.raises(OSError, match="the data set 'org/set' cannot be fetched: ") as raised:
         load_tables(flags, ["train"], str(tmp_path))
-    assert f": {why}; give it in files" in str(raised.value)
+    assert f": {why}; give files" in str(raised.value)
     assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for what comes after
 
 
@@ -703,7 +719,7 @@ def test_a_data_set_without_a_split(tmp_path):
     write(tmp_path / "set" / "train.json", [{"a": "b"}])
     flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
     message = error_of(load_tables, flags, ["validation"], str(tmp_path / "cache"))
-    assert message.endswith("set has no validation set, but train: give --validation_file")
+    assert message.endswith("set has no validation set; it has train: give --validation_file")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_later_row_that_is_not_utf_8(tmp_path):
 
 
 def test_blanks_in_a_column_s_name_are_shown(tmp_path):
-    with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label': --label_"):
+    with pytest.raises(ValueError, match="has no column 'label'; its columns are 'text', ' label'"):
         read(tmp_path / "rows.csv", "text, label\n1,a\nno,b\n")
 
 
@@ -112,12 +112,15 @@ def test_blanks_in_a_column_s_name_are_shown(tmp_path):
     [
         ("what a good film,1\nbad,0\n", "column 'what a good film' looks like a text: the first"),
         ("no film at all\nbad\n", "the name of its column 'no film at all' looks like a text"),
-        ("a film,1\nbad,0\n", "no column 'label', but 'a film', '1', where the first line names"),
-        ("a film,x\nbad,0\n", "no column 'label', but 'a film', 'x': --label_column has to name"),
-        ("id,text\n1,bad\n", "no column 'label', but its text's alone, 'text'; to predict labels"),
-        ("film,verdict\nbad,bad\n", "no column 'label', but 'film', 'verdict': --label_column has"),
-        ("id,text,label\n1,,1\n2,,0\n", "text is empty in each row: there is nothing to read"),
-        ("a,b,label\n,,1\n,,0\n", "a and b is empty in each row: there is nothing to read in it"),
+        ("a film,1\nbad,0\n", r"no column 'label'; its columns are 'a film', '1' \(the first line"),
+        ("a film,x\nbad,0\n", "no column 'label'; its columns are 'a film', 'x': --label_column"),
+        ("id,text\n1,bad\n", "no column 'label', only its text's, 'text'; to predict labels"),
+        (
+            "film,verdict\nbad,bad\n",
+            "no column 'label'; its columns are 'film', 'verdict': --label",
+        ),
+        ("id,text,label\n1,,1\n2,,0\n", "text is empty in every row, so there is nothing"),
+        ("a,b,label\n,,1\n,,0\n", "a and b is empty in every row, so there is nothing to read"),
         ("n,note,label\n1,,1\n2,,0\n", r"0 text columns \(n is of int64, note is empty\)"),
     ],
 )
@@ -166,7 +169,7 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write only that list"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
-        ('{"text": "", "label": 0}\n', "text is empty in each row: there is nothing to read in it"),
+        ('{"text": "", "label": 0}\n', "text is empty in every row, so there is nothing to read"),
     ],
 )
 def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
@@ -217,7 +220,7 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
     assert columns.texts == ("text", "kind")
     path = tmp_path / "rows.csv"
     assert [
-        f"{path}: kind is taken for text, and has {values} value" in m for m in caplog.messages
+        f"{path}: kind is taken for text, but has {values} value" in m for m in caplog.messages
     ] == [True] * is_warned
     caplog.clear()
     choose_columns(read_table(str(path)), str(path), texts=("text", "kind"))
@@ -235,7 +238,7 @@ def test_a_label_that_is_not_there_is_an_error_before_texts_are_warned_of(
     data = read_table(str(path))
     if labelled:
         with pytest.raises(
-            ValueError, match=r"has no column 'label', but 'review', 'verdict': --l"
+            ValueError, match=r"has no column 'label'; its columns are 'review', 'verdict': --l"
         ):
             choose_columns(data, str(path), labelled=True)
     else:
@@ -271,7 +274,7 @@ def test_a_column_of_single_words_beside_a_text_is_warned_of(tmp_path, caplog, v
     rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
     columns, _ = read(tmp_path / "rows.csv", "\n".join(["which,said,label", *rows]))
     assert columns.texts == ("which", "said")
-    warned = f"which is taken for text, and has single words ({values[0]}"
+    warned = f"which is taken for text, but has single words ({values[0]}"
     assert (warned in caplog.text) is is_warned
 
 
@@ -298,7 +301,7 @@ def test_a_set_without_texts_is_refused_in_training_alone(tmp_path, caplog):
         data = take_columns(read_table(str(path), columns.texts), str(path), columns)
         assert "2 of 2 rows have an empty a, row 1 first" in caplog.text
         if is_empty:
-            with pytest.raises(ValueError, match=r"rows\.csv: a and b is empty in each row"):
+            with pytest.raises(ValueError, match=r"rows\.csv: a and b is empty in every row"):
                 check_not_empty(data, columns, str(path))
         else:
             check_not_empty(data, columns, str(path))
@@ -385,7 +388,7 @@ def test_a_fault_after_labels_of_another_kind_is_said(tmp_path):
 def test_a_text_in_the_label_s_place(caplog):
     texts = [f"a text {n}" for n in range(100)]
     with pytest.raises(
-        ValueError, match=r"verdict has 100 classes in 100 rows, and review 2 "
+        ValueError, match=r"verdict has 100 classes in 100 rows, but review has 2 "
     ) as e:
         classes_of(texts, ["bad", "good"] * 50)
     assert "give --text_columns verdict --label_column review" in str(e.value)
@@ -467,8 +470,8 @@ def test_a_folder_is_no_file(tmp_path, read_file, end):
     ("labels", "message"),
     [
         (["0.5", "NA", "1.5"], "row 2: its label is 'NA', where others are numbers: leave the row"),
-        (["7", "007", "10"], "row 2: its label is 007, and would be read as 7: write it so, or"),
-        (["1", "+2", "3"], r"row 2: its label is \+2, and would be read as 2"),
+        (["7", "007", "10"], "row 2: its label is 007, which would be read as 7: write 7, or"),
+        (["1", "+2", "3"], r"row 2: its label is \+2, which would be read as 2"),
         (["1", "2", "nan"], "row 3: its label is 'nan', where others are numbers"),
         (["0.5", "inf"], "row 2: its label is inf: a score has to be finite"),
         (["0.5", "1.5", "-1e999"], "row 3: its label is -inf: a score has to be finite"),
@@ -496,10 +499,16 @@ def test_numbers_as_labels_of_long_texts(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (['"x"', '"y"', "1"], r'row 3: its label is a number \(1\), that of row 1 is a text \("x'),
-        (["1", "1.5", '"1"'], r'row 3: its label is a text \("1"\), that of row 1 is a number \(1'),
-        (['"1"', "1"], r'row 2: its label is a number \(1\), that of row 1 is a text \("1"\)'),
-        (["1", "true"], r"row 2: its label is true or false \(true\), that of row 1 is a number"),
+        (
+            ['"x"', '"y"', "1"],
+            r'row 3: its label is a number \(1\), but that of row 1 is a text \("',
+        ),
+        (["1", "1.5", '"1"'], r'row 3: its label is a text \("1"\), but that of row 1 is a number'),
+        (['"1"', "1"], r'row 2: its label is a number \(1\), but that of row 1 is a text \("1"'),
+        (
+            ["1", "true"],
+            r"row 2: its label is true or false \(true\), but that of row 1 is a number",
+        ),
     ],
 )
 def test_labels_of_two_kinds_in_json(tmp_path, labels, message):
@@ -526,13 +535,19 @@ def test_a_number_among_texts_that_look_like_numbers(tmp_path):
         (['{"text": "a"'], "line 1: is not JSON"),
         (['{"text": ', '{"text": "b"}'], "line 1: is not JSON"),
         (["['a', 'b']", '{"text": "b"}'], "line 1: is not JSON"),
-        ([r'{"text": "\ud83d\ude00"}', r'{"text": "\ud83d"}'], "line 2: has half a character"),
+        (
+            [r'{"text": "\ud83d\ude00"}', r'{"text": "\ud83d"}'],
+            "line 2: has half of a surrogate pair",
+        ),
         # Values over several lines, and lists, which are not lines of JSON.
         (["[", '{"text": "a"},', '{"text": "b"', "]"], "line 4: is not JSON"),
         ([' [{"text": "a"},', '{"text": "b"', "]"], "line 3: is not JSON"),
         (['{"data": [', '{"text": "a"},', '{"text": "b"', "]}"], "line 4: is not JSON"),
         (["{", '"text": "a"', "}", "{", "text", "}"], "line 5: is not JSON"),
-        (["{", '"text": "a"', "}", "{", r'"text": "\udc00"', "}"], "row 2: has half a character"),
+        (
+            ["{", '"text": "a"', "}", "{", r'"text": "\udc00"', "}"],
+            "row 2: has half of a surrogate pair",
+        ),
     ],
 )
 def test_json_that_cannot_be_read_is_said_by_its_line(tmp_path, lines, message):
@@ -599,12 +614,12 @@ def test_json_that_is_nested_too_deep(tmp_path, monkeypatch):
         (
             "0",
             '"x"',
-            r'its label is a text \("x"\), that of line 1 is a number \(0\): write',
+            r'its label is a text \("x"\), but that of line 1 is a number \(0\): write',
         ),
-        ("0", "true", r"its label is true or false \(true\), that of line 1 is a number"),
-        ("0", "0.5", "its label is 0.5, that of line 1 is 0: write all with a point"),
-        ("null", '"x"', "is the first with a value of 'label': give all rows one, or none"),
-        ('0, "note": 1, "note 2": "1"', '0, "note": "1", "more": 1', "is the first .* of 'more'"),
+        ("0", "true", r"its label is true or false \(true\), but that of line 1 is a number"),
+        ("0", "0.5", "its label is 0.5, but that of line 1 is 0: write all of them with a"),
+        ("null", '"x"', "is the first row with a value for 'label': give one to all rows, or to"),
+        ('0, "note": 1, "note 2": "1"', '0, "note": "1", "more": 1', "is the first .* for 'more'"),
         ("0", "1.0", None),
         ("0.5", "1", None),
         ("0", "null", None),

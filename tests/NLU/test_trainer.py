@@ -477,7 +477,7 @@ def test_settings_out_of_range(name, value):
 def test_a_rate_of_0_is_warned_of(make_trainer, caplog, rate, is_warned):
     """Not the 0 that a warmup begins with."""
     make_trainer(max_steps=1, learning_rate=rate, warmup_steps=1).train()
-    assert ("the learning rate is 0: nothing is trained" in caplog.text) is is_warned
+    assert ("the learning rate is 0, so nothing is trained" in caplog.text) is is_warned
 
 
 def test_a_model_without_trainable_parameters(make_trainer, make_model):

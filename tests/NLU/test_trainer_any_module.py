@@ -328,10 +328,10 @@ class Summary(Net):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (Net, {"label_names": ["labels", "more"]}, "needs one kind of labels"),
+        (Net, {"label_names": ["labels", "more"]}, "needs exactly one name"),
         (NeedsLabels, {}, "can be called without labels"),
-        (NoLogits, {}, r"labels have the shape \(4,\), and what it returns has no rows"),
-        (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), and what it returns has \(3,\)"),
+        (NoLogits, {}, r"labels have the shape \(4,\), but its first output has no rows"),
+        (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), but its first output has \(3,\)"),
     ],
 )
 def test_smoothing_what_cannot_be_smoothed(make, model, settings, message):

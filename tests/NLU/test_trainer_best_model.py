@@ -151,7 +151,7 @@ def test_a_best_checkpoint_that_is_gone_is_chosen_again(make_trainer, tmp_path, 
     make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     assert best_of(resumed(make_trainer, tmp_path, 1, 0), tmp_path) == "out/checkpoint-6"
-    told = "out/checkpoint-4 was the best model: of the checkpoints that remain, "
+    told = "out/checkpoint-4; the best of the remaining checkpoints is "
     assert told in caplog.text
 
 

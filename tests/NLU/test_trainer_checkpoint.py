@@ -285,7 +285,7 @@ def test_a_process_at_another_step_is_refused(make_trainer, checkpoint):
     own["progress"]["step"] -= 1
     torch.save(own, path)
     step = own["progress"]["step"]
-    with pytest.raises(CheckpointError, match=rf"rng_state_0.pth: .*of step {step}, the other"):
+    with pytest.raises(CheckpointError, match=rf"rng_state_0.pth: .*from step {step}, the other"):
         make_trainer().train(str(checkpoint))
 
 
@@ -458,7 +458,10 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
 ):
     trainer = make_trainer(max_steps=12, **settings)
     assert trainer.train(str(checkpoint)).global_step == 12
-    assert f"is of a run with {was}; with {becomes} it resumes, but not bit-exact" in caplog.text
+    assert (
+        f"belongs to a run with {was}; with {becomes} it resumes, but not bit-exactly"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -466,18 +469,18 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
     [
         (
             {"per_device_train_batch_size": 2},
-            "examples a step = 4, this one has .* = 2: an epoch then",
+            "examples a step = 4, but this run has .* = 2, so an epoch",
         ),
-        ({"train": make_data(12)}, "examples = 20, this one has examples = 12: an epoch then"),
+        ({"train": make_data(12)}, "examples = 20, but this run has examples = 12, so an epoch"),
         (
             {"gradient_accumulation_steps": 2},
-            "steps an update = 1, this one has .* = 2: an epoch then",
+            "steps an update = 1, but this run has .* = 2, so an epoch",
         ),
     ],
 )
 def test_epochs_of_other_batches_are_not_resumed(make_trainer, checkpoint, settings, names):
     """Their steps are others: the run would end early or late, at another learning rate."""
-    with pytest.raises(CheckpointError, match=f"is of a run with {names} has other steps"):
+    with pytest.raises(CheckpointError, match=f"belongs to a run with {names} would"):
         make_trainer(**settings).train(str(checkpoint))
 
 

@@ -155,7 +155,7 @@ def test_a_stream_with_a_length_is_evaluated(make):
         ({"train_dataset": Stream(8)}, "train_dataset has no length: give --max_steps"),
         (
             {"train_dataset": SizedStream(8), "group_by_length": True},
-            "--group_by_length needs a train_dataset whose examples have an index",
+            "--group_by_length needs a map-style train_dataset",
         ),
         ({"eval_dataset": Stream(8)}, "the set to evaluate has no length: give one that has"),
     ],
@@ -194,7 +194,7 @@ def test_a_batch_of_no_tensors(make):
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
     trainer = make(train_dataset=Stream(count), max_steps=4, gradient_accumulation_steps=2)
-    message = f"gave {min(count, 1)} batches in a pass, fewer than an update takes"
+    message = f"yielded {min(count, 1)} batches in an epoch, fewer than an update takes"
     with pytest.raises(TrainingError, match=message):
         trainer.train()
 
@@ -409,5 +409,5 @@ def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
     checkpoint = str(tmp_path / "out" / "checkpoint-1")
     make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)
     rows[1] = {**rows[1], "labels": 0.25}
-    with pytest.raises(CheckpointError, match="on other data with as many examples"):
+    with pytest.raises(CheckpointError, match="on other data with the same number of examples"):
         make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)

@@ -108,7 +108,9 @@ def test_rows_of_several_widths_are_gathered():
 
 
 def test_rows_that_were_not_added():
-    with pytest.raises(TrainingError, match="6 rows were added; 7 examples make 8 on 2 processes"):
+    with pytest.raises(
+        TrainingError, match="6 rows were added, but 7 examples make 8 rows on 2 processes"
+    ):
         gathered(lambda rows, size: rows, sizes=(2, 1))
     assert DistributedTensorGatherer(2, 7).finalize() is None
 

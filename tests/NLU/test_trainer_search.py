@@ -75,14 +75,14 @@ def test_model_init_may_take_the_trial(make):
     [
         ({"model": None}, "needs a model or a model_init"),
         ({"model_init": lambda: None}, "model_init returned None"),
-        ({"model_init": lambda trial, more: Line()}, "no argument, or a trial"),
+        ({"model_init": lambda trial, more: Line()}, "no argument, or only the trial"),
         (
             {"model_init": Line, "optimizers": (torch.optim.SGD(Line().parameters()), None)},
-            "optimizers are of one model",
+            "optimizers belong to one model",
         ),
         (
             {"model_init": Line, "optimizers": (None, "a schedule")},
-            "optimizers are of one model",
+            "optimizers belong to one model",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_models_that_cannot_be_made(make, settings, message):
 
 
 def test_a_model_and_model_init(make):
-    with pytest.warns(FutureWarning, match="train takes the latter's"):
+    with pytest.warns(FutureWarning, match="train uses model_init's"):
         trainer = make(model=Line(5.0), model_init=Line)
     assert trainer.model.a.item() == 5
     trainer.train()
@@ -267,7 +267,7 @@ def test_with_optuna_itself(make, tmp_path):
     ("settings", "search", "error", "message"),
     [
         ({"model": Line()}, {}, RuntimeError, "needs a Trainer with a model_init"),
-        ({}, {"backend": "ray"}, ValueError, 'knows backend="optuna"; Ray is not carried'),
+        ({}, {"backend": "ray"}, ValueError, 'supports only backend="optuna", not Ray'),
         ({}, {"backend": "grid"}, ValueError, "'grid' is not a valid"),
         ({}, {"n_jobs": 2}, ValueError, "leave n_jobs out"),
         (

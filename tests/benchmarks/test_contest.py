@@ -163,7 +163,7 @@ def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsy
         plans.clear()
         assert contest.compete("x", measurement, flags(only=only, rounds=1)) == 0
         assert [plan["name"] for plan in plans] == list(names)
-    with pytest.raises(SystemExit, match="--only d: no contestant is called so, of a, float32; b"):
+    with pytest.raises(SystemExit, match="--only d matches no contestant; known: a, float32; b"):
         contest.compete("x", measurement, flags(only="d"))
 
 
@@ -198,8 +198,8 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
     ("given", "message"),
     [
         (["--peers_python", "no/such/python"], "no/such/python is not a program"),
-        (["--data_dir", "."], "--data_dir and --vocab go together"),
-        (["--rounds", "0"], "argument --rounds: 0 is not at least 1"),
+        (["--data_dir", "."], "give both --data_dir and --vocab"),
+        (["--rounds", "0"], "argument --rounds: must be at least 1, not 0"),
         (["--plot", "chart.jpeg"], "--plot: chart.jpeg: unknown format of a picture"),
         (["--plot", "nowhere/a.png"], "--plot: nowhere/a.png: there is no folder nowhere"),
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),

@@ -155,17 +155,17 @@ def first_letters(batch):
         (
             lambda batch: first_letters(batch) + 0.01 * len(batch["pairs"]),
             "float32",
-            "logits differ by 0.08 from those of a text alone",
+            "logits of a batch differ by 0.08 from those of each text alone",
         ),
         (
             lambda batch: first_letters(batch).flip(0),
             "bfloat16",
-            r"logits differ by \d+ from those of a text alone",
+            r"logits of a batch differ by \d+ from those of each text alone",
         ),
         (
             lambda batch: first_letters(batch) * float("nan"),
             "float32",
-            "logits differ by nan from those of a text alone",
+            "logits of a batch differ by nan from those of each text alone",
         ),
         (lambda batch: torch.ones(len(batch["pairs"]), 2), "float32", "all texts have the same l"),
     ],

@@ -85,7 +85,7 @@ def test_a_turn_has_at_least_one_step(script, capsys):
     with pytest.raises(SystemExit) as stop:
         script.contest.main(script.BENCHMARK, ["--steps", "0"])
     assert stop.value.code == 2
-    assert "argument --steps: 0 is not at least 1" in capsys.readouterr().err
+    assert "argument --steps: must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_missing_files_are_named(script, tmp_path):

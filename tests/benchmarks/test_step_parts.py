@@ -154,8 +154,8 @@ def test_the_plain_path_has_other_parts(script, capsys):
 def test_wrong_calls_end_with_a_line(script, capsys):
     for flags, says in (
         (["bert_step"], "invalid choice: 'bert_step'"),
-        (["gpt2_step", "--data_dir", "here"], "--data_dir and --vocab go together"),
-        (["gpt2_step", "--steps", "0"], "0 is not at least 1"),
+        (["gpt2_step", "--data_dir", "here"], "give both --data_dir and --vocab"),
+        (["gpt2_step", "--steps", "0"], "must be at least 1, not 0"),
     ):
         with pytest.raises(SystemExit):
             script.parse(flags)

@@ -107,7 +107,7 @@ def test_an_adapted_model_s_base_stays_as_it_is(script, adapted, tmp_path, caplo
     from transformers import AutoModelForMaskedLM
 
     whole = further(script, adapted, tmp_path / "whole", "--do_train")
-    assert caplog.text.count("was made with --apply_lora, and keeps it") == 1
+    assert caplog.text.count("was trained with --apply_lora, which stays on") == 1
     alone = further(script, adapted, tmp_path / "alone", "--do_train", "--save_lora_only")
     models = [AutoModelForMaskedLM.from_pretrained(each).eval() for each in (adapted, whole)]
     before, after = (model.state_dict() for model in models)

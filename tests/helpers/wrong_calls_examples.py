@@ -86,12 +86,12 @@ CALLS = {
         ),
         (
             "{rte} --model_name_or_path {bad}/padding_beyond",
-            "padding_beyond/config.json: pad_token_id 9999 is beyond the 269 of vocab_size",
+            "padding_beyond/config.json: pad_token_id must be below vocab_size, 269, not 9999",
         ),
         (
             "{rte} --model_name_or_path {bad}/no_positions",
-            "no_positions/config.json: max_position_embeddings 2 has no position for a "
-            "token: the first 2, up to pad_token_id, are not for tokens",
+            "no_positions/config.json: max_position_embeddings 2 leaves no position for "
+            "tokens: the first 2, up to pad_token_id, are reserved",
         ),
         (
             "{rte} --model_name_or_path {bad}/list_labels",
@@ -121,7 +121,7 @@ CALLS = {
         ),
         (
             "{own}repeated.csv",
-            "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
+            "repeated.csv: has the column 'label' 2 times; give each column a different name",
         ),
         (
             "{own}shifted.csv",
@@ -157,11 +157,11 @@ CALLS = {
         ),
         (
             "{own}three.csv --text_columns d",
-            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label': --text_columns has to name",
+            "three.csv: has no column 'd'; its columns are 'a', 'b', 'c', 'label': --text_columns",
         ),
         (
             "{own}three.csv --text_columns a --label_column gold",
-            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label': --label_column has to",
+            "three.csv: has no column 'gold'; its columns are 'a', 'b', 'c', 'label': --label_co",
         ),
         (
             "{own}nowhere.csv --model_name_or_path nowhere/base --lora_r -1",
@@ -224,7 +224,7 @@ CALLS = {
         (
             "{rte} --do_train False --do_eval --apply_lora",
             "apply_lora needs lora_r and lora_alpha: chosen for training, or as the adapter to be "
-            "loaded was trained (--lora_r and --lora_alpha; or --lora_path, whose file says so)",
+            "loaded was trained (--lora_r and --lora_alpha, or --lora_path with an adapter)",
         ),
         (
             "{rte} --do_train False --do_eval",
@@ -284,7 +284,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/corpus.txt --vocab_size 0",
-            "--vocab_size 0: bytes and special tokens alone are 261",
+            "--vocab_size 0: bytes and special tokens alone take 261",
         ),
         (
             "--train_file {good}/corpus.txt --model_name_or_path {bad}/string_heads",
@@ -412,8 +412,8 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; name the columns with "
-            "--text_column_name and --label_column_name",
+            "tags.json: has no column 'words'; its columns are 'tokens', 'ner_tags'; name the "
+            "columns with --text_column_name and --label_column_name",
         ),
         (
             "--train_file {bad}/latin",
@@ -434,7 +434,7 @@ CALLS = {
         (
             "--train_file {good}/tags.json --apply_lora --lora_r 4",
             "apply_lora needs lora_alpha: chosen for training, or as the adapter to be loaded was "
-            "trained (--lora_alpha; or --lora_path, whose file says so)",
+            "trained (--lora_alpha, or --lora_path with an adapter)",
         ),
     ],
     QA: [
@@ -450,7 +450,7 @@ CALLS = {
         ),
         (
             "--train_file {bad}/three.csv",
-            "three.csv: has no column 'question', but 'a', 'b', 'c', 'label'",
+            "three.csv: has no column 'question'; its columns are 'a', 'b', 'c', 'label'",
         ),
         (
             "--train_file {bad}/span.json --max_answer_length 0",

@@ -103,7 +103,7 @@ CALLS = {
     BEAM: [
         (
             "--data {good}/encoded.jsonl",
-            "there is no model: give its base as --init_checkpoint",
+            "no model given: use --init_checkpoint",
         ),
         (
             "--data {good}/encoded.jsonl --init_checkpoint {bad}/damaged.pt",
@@ -152,7 +152,7 @@ CALLS = {
         ),
         (
             "--input_file {good}/formatted.jsonl --sample_file {bad}/twice.jsonl",
-            "twice.jsonl:2: another prediction of id 0",
+            "twice.jsonl:2: a second prediction of id 0",
         ),
         (
             "--input_file {good}/formatted.jsonl --sample_file {good}/texts.jsonl",
@@ -180,7 +180,7 @@ CALLS = {
     "NLG/src/format_converting_e2e.py": [
         (
             "{bad}/line.txt out",
-            "line.txt:1: not a line meaning representation||text: name : Blue Spice, coffee",
+            "line.txt:1: not of the form meaning representation||text: name : Blue Spice, coffee",
         ),
         (
             "{bad}/utf16_corpus.txt out",
@@ -188,7 +188,7 @@ CALLS = {
         ),
         (
             "{bad}/empty out",
-            "empty:1: not a line meaning representation||text:",
+            "empty:1: not of the form meaning representation||text:",
         ),
     ],
     "NLG/src/format_converting_webnlg.py": [

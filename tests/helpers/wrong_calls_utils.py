@@ -38,7 +38,7 @@ CALLS = {
         (
             "{good}/lora.safetensors out --to merged --base {bad}/peft",
             "peft' is an adapter, not a model: give its base ('roberta-base') as the model, and "
-            "this as the adapter (IN is the adapter, --base roberta-base; where IN was trained on",
+            "this as the adapter (give the adapter as IN, and --base roberta-base; if IN was",
         ),
         (
             "{good}/lora.safetensors out --to merged --base {bad}/string_heads",
@@ -77,7 +77,7 @@ CALLS = {
         (
             "{bad}/gpt2_lora.pt out.safetensors",
             "gpt2_lora.pt: has no config.json next to it that states rank and alpha, which "
-            "out.safetensors has to hold; write a .bin instead",
+            "out.safetensors has to record; write a .bin instead",
         ),
     ],
     REPRODUCE: [

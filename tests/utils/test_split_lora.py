@@ -98,7 +98,7 @@ def test_columns_of_texts_that_are_none(script, tmp_path, columns):
     settings = {**CONFIG, "text_columns": columns}
     folder = checkpoint_folder(tmp_path / "full", config=settings)
     line = failure(script, folder, tmp_path / "lora.safetensors")
-    assert line == f"{folder}: text_columns {columns!r} in its config.json"
+    assert line == f"{folder}: its config.json has an invalid value for text_columns: {columns!r}"
 
 
 def test_a_new_folder_is_made(script, tmp_path):
@@ -268,15 +268,18 @@ def test_a_checkpoint_behind_links_is_not_written_over(script, tmp_path, name, l
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"id2label": ["a"]}, "id2label ['a'] in its config.json"),
-        ({"id2label": {"x": "y"}}, "id2label {'x': 'y'} in its config.json"),
-        ({"id2label": {"0": 1}}, "id2label {'0': 1} in its config.json"),
-        ({"architectures": 3}, "architectures 3 in its config.json"),
-        ({"lora_rank_pattern": 3}, "lora_rank_pattern 3 in its config.json"),
-        ({"lora_alpha_pattern": [3]}, "lora_alpha_pattern [3] in its config.json"),
+        ({"id2label": ["a"]}, "its config.json has an invalid value for id2label: ['a']"),
+        ({"id2label": {"x": "y"}}, "its config.json has an invalid value for id2label: {'x': 'y'}"),
+        ({"id2label": {"0": 1}}, "its config.json has an invalid value for id2label: {'0': 1}"),
+        ({"architectures": 3}, "its config.json has an invalid value for architectures: 3"),
+        ({"lora_rank_pattern": 3}, "its config.json has an invalid value for lora_rank_pattern: 3"),
+        (
+            {"lora_alpha_pattern": [3]},
+            "its config.json has an invalid value for lora_alpha_pattern: [3]",
+        ),
         (
             {"id2label": {"0": "a", "1": "b"}, "architectures": [3]},
-            "its head has 3 outputs, its config.json names 2 labels (id2label)",
+            "its head has 3 outputs, but its config.json names 2 labels (id2label)",
         ),
     ],
 )
@@ -316,7 +319,7 @@ def test_a_whole_gpt2(script, tmp_path, said, suffix):
 def test_settings_that_say_another_rank(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full", config={**CONFIG, "lora_r": 3})
     message = failure(script, folder, tmp_path / "lora.bin")
-    assert "its LoRA weights have rank 2, its config.json says 3" in message
+    assert "its LoRA weights have rank 2, but its config.json says 3" in message
     assert not (tmp_path / "lora.bin").exists()
 
 

@@ -42,7 +42,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
         known = getattr(adapter.metadata, what, None)
         if value and known and known != value:
             raise CheckpointError(
-                f"{adapter.source}: says {what} {in_words(known)}, but --{what} is "
+                f"{adapter.source}: records {what} {in_words(known)}, but --{what} is "
                 f"{in_words(value)}"
             )
     outputs = adapter.outputs
@@ -76,7 +76,7 @@ def unknown_task(before: Adapter, after: Adapter) -> list[str]:
         return []
     near = similar_glue_task(task)
     meant = f" (did you mean {near}?)" if near else ""
-    return [f"{task} is not a GLUE task{meant}; it is written as --task says"]
+    return [f"{task} is not a GLUE task{meant}; it is recorded as given"]
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:

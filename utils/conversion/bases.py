@@ -89,7 +89,7 @@ def family_for(adapter: Adapter) -> Family:
         *known, last = sorted(known.title for known in registered())
         raise CheckpointError(
             f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}), so "
-            f"that its base is not read here: {IN_PYTHON}; other formats need no --base"
+            f"its base cannot be read here: {IN_PYTHON}; other formats need no --base"
         )
     return family
 
@@ -97,7 +97,7 @@ def family_for(adapter: Adapter) -> Family:
 def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
     if Path(name).is_file():
         raise CheckpointError(
-            f"{name}: is a file; give a folder of {family.title}'s, with its config.json"
+            f"{name}: is a file; give the folder of a {family.title} model, with its config.json"
         )
     settings = PretrainedConfig.read_values(name, revision=revision)
     for kind in KINDS:
@@ -135,8 +135,8 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
         head = family.heads.get(theirs or own)
         if theirs not in (None, own) and head and head.logits == family.heads[own].logits:
             raise CheckpointError(
-                f"{adapter.source}: does not record what its head is for: its names are those "
-                f"of {own}, but {name} is a model for {theirs}; give a base without a head, or "
+                f"{adapter.source}: does not record what its head is for: its tensors are named as "
+                f"for {own}, but {name} is a model for {theirs}; give a base without a head, or "
                 "PEFT's folder with its task_type"
             )
 
@@ -155,7 +155,7 @@ def _labels(adapter: Adapter) -> dict[str, object]:
     known = adapter.metadata.labels if adapter.metadata else None
     if known and len(known) != count:
         raise CheckpointError(
-            f"{adapter.source}: names {len(known)} labels, its head has {count} outputs"
+            f"{adapter.source}: names {len(known)} labels, but its head has {count} outputs"
         )
     return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
 
@@ -190,5 +190,6 @@ def unverified(adapter: Adapter, base: Base | None) -> list[str]:
     if adapter.metadata.base_fingerprint and base.fingerprint:
         return []
     return [
-        f"{adapter.source} names its base '{adapter.metadata.base}', which --base is not called"
+        f"{adapter.source} names its base '{adapter.metadata.base}', --base is '{base.name}', and "
+        "no fingerprint confirms that they are the same"
     ]

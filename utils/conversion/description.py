@@ -9,10 +9,10 @@ from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.names import within_layer
 
 _REACHED = {
-    True: "reached by the update, as PEFT's are",
-    False: "not reached by the update, as in the release",
+    True: "updated by LoRA, as in PEFT",
+    False: "not updated by LoRA, as in the release",
 }
-_SEPARATE = "what is held besides LoRA is each module's own, whatever shares it in the base"
+_SEPARATE = "weights besides LoRA are stored for each module, even where the base shares them"
 
 
 def describe(adapter: Adapter) -> dict[str, str]:
@@ -26,12 +26,12 @@ def describe(adapter: Adapter) -> dict[str, str]:
     said = {
         "format": adapter.format,
         "rank": f"{metadata.rank}{each}{_exceptions(metadata.rank_pattern)}",
-        "alpha": "not said; --lora_alpha says it"
+        "alpha": "not recorded; give --lora_alpha"
         if adapter.metadata is None
         else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
         "variant": metadata.variant or (adapter.metadata and "lora"),
         "initialization": metadata.initialization,
-        "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
+        "freeze_A": "A was frozen, only B was trained" if metadata.freeze_A else None,
         "targets": f"{in_words(metadata.targets)}, in {len(pairs)} modules",
         "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,

@@ -88,8 +88,8 @@ def _of_shape(tensors: dict[str, Tensor], name: str) -> dict[str, Any]:
     card = card_of(tensors)
     if card is None:
         raise CheckpointError(
-            f"{name}: holds none of {', '.join(MODEL_CARDS)}; give the folder of the model, "
-            "with its config.json, instead"
+            f"{name}: its shape is that of none of {', '.join(MODEL_CARDS)}; give the model's "
+            "folder, with its config.json, instead"
         )
     config = config_of(card)
     return {**_FIXED, **{key: getattr(config, key) for key in _SHAPE}}

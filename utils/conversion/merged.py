@@ -81,7 +81,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     untrained = model.newly_initialized - adapter.tensors.keys()
     if untrained:
         raise CheckpointError(
-            f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "
+            f"{adapter.source}: has no {min(untrained)}, and neither has {base.name}: the merged "
             "model would have an untrained head"
         )
     brought = {name.partition(".")[0] for name in adapter.tensors}
@@ -89,7 +89,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
     lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
     if lacking:
-        raise CheckpointError(f"{adapter.source}: brings a head without {min(lacking)}")
+        raise CheckpointError(f"{adapter.source}: its head lacks {min(lacking)}")
     ties = model.tied.items()
     if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
         # The adapter updates or replaces one of the two tied weights.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 README = Path(__file__).resolve().parents[2] / "benchmarks" / "README.md"
 PRECISIONS = {"float32": "#6b7f95", "bfloat16": "#c2650c"}
-"""The precisions that are compared, with the colours of their bars."""
+"""The precisions that are compared, with the colors of their bars."""
 
 
 @dataclass(frozen=True)

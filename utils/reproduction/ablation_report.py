@@ -60,7 +60,7 @@ class Outcome:
 
 
 Outcomes = Mapping[str, Outcome]
-"""By the keys of rows."""
+"""Outcomes by the key of their row."""
 
 
 def table(question: Question, outcomes: Outcomes) -> list[str]:

@@ -92,7 +92,10 @@ class Glue(Tree):
             return None
         if os.path.exists(recipe.flags["lora_path"]):
             return None
-        return f"it starts from what {recipe.after} learns: run that too, or set MNLI_CHECKPOINT"
+        return (
+            f"it starts from the LoRA weights of {recipe.after}: run that too, or set "
+            "MNLI_CHECKPOINT"
+        )
 
     def command(self, run: Run) -> tuple[list[str], dict[str, str]]:
         """Returns the command that begins or resumes a run, and environment variables for it."""

@@ -12,7 +12,7 @@ from reproduction.runs import Run, Tree, read_json, run_of
 PAPER = Path(__file__).parents[1] / "paper_results.json"
 SETTINGS_NAME = "settings.json"
 SMALL_SEEDS = 2
-"""How many of its seeds a trial takes, unless others are asked for."""
+"""How many of a recipe's seeds a trial runs, unless --seeds names them."""
 
 
 @dataclass(frozen=True)

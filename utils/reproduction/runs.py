@@ -147,6 +147,6 @@ def problem_of(tree: Tree, run: Run) -> str | None:
     if run.error.is_file():
         return f"failed: {run.error.read_text(encoding='utf-8').strip()}"
     if run.log.is_file():
-        return "unfinished, the same command resumes it"
+        return "unfinished; the same command resumes it"
     obstacle = tree.obstacle(run)
     return f"not run ({obstacle})" if obstacle else "not run"

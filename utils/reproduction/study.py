@@ -136,7 +136,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         if name not in known:
             raise ValueError(f"there is no row {name!r} in the study; rows: {'; '.join(known)}")
     if args.jobs < 1:
-        raise ValueError(f"--jobs {args.jobs}: one at least")
+        raise ValueError(f"--jobs {args.jobs}: must be at least 1")
     args.seeds = list(dict.fromkeys(args.seeds))
     return args
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from transformers.data.processors import InputExample, load_glue_split
 
 TUNING_SHARE = 0.2
-"""Of the training set: what the learning rates are chosen on."""
+"""The share of the training set that learning rates are chosen on."""
 DATA_SEED = 0
 E2E_SOURCE = "e2e"
-"""What DART took from E2E, which the study keeps for adapting GPT-2."""
+"""The source of DART's rows from E2E, which the study reserves for adapting GPT-2."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_file(folder: Path, pattern: str) -> Path:
     if not found:
         raise ValueError(
             f"{folder}: no file {pattern}; NLG/download_data.sh fetches it: give its data folder "
-            "by --nlg_dir"
+            "with --nlg_dir"
         )
     return found[0]
 

@@ -80,7 +80,7 @@ class Outcome:
 
 
 Outcomes = Mapping[tuple[str, str], Outcome]
-"""By task and method, those that are finished."""
+"""Finished outcomes, by task and method."""
 
 
 @dataclass(frozen=True)

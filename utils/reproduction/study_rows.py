@@ -55,7 +55,7 @@ METHODS = (
     Method(Row("BitFit", {"apply_bitfit": True})),
     Method(HEAD_ALONE),
 )
-"""What every task is adapted with."""
+"""The methods that adapt every task."""
 
 _SINGLE = {"query": "query", "key": "key", "value": "value", "attention_output": "output"}
 PROJECTIONS = (
@@ -64,16 +64,15 @@ PROJECTIONS = (
     LORA[4],
     _like(LORA[2], ALL, 2, "all four"),
 )
-"""The paper's table 5: where the same number of parameters does most."""
+"""The paper's table 5: which projections to adapt with the same number of parameters."""
 BY_RANK = tuple(
     LORA[r] if targets == QV else _like(LORA[r], targets, r, words)
     for targets, words in (("query", "query"), (QV, ""), (ALL, "all four"))
     for r in RANKS
 )
-"""The paper's table 6: which rank is enough."""
+"""The paper's table 6: which rank suffices."""
 WEIGHTS_TASK = "sst2"
-"""The task that tables 5 and 6 are made on. A row has the learning rate that query + value chose
-with its rank."""
+"""The task of tables 5 and 6. A row has the learning rate chosen for query + value at its rank."""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from transformers.utils.logging import set_verbosity_error
 # The flags that all runs have in common.
 COMMON = {"per_device_train_batch_size": 16, "warmup_ratio": 0.06, "weight_decay": 0.1}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-"""RoBERTa's; the base was pretrained without."""
+"""RoBERTa's dropout; the base was pretrained without."""
 EPOCHS, TUNING_EPOCHS = 3, 1
-"""Passes over the training set, and over its part that learning rates are chosen with."""
+"""Epochs of a run, and of a trial that chooses a learning rate on part of the training set."""
 MAX_LENGTH = 64
 HEAD = "classifier."
 

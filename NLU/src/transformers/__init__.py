@@ -300,8 +300,8 @@ def __getattr__(name: str) -> Any:
     if name in classes:
         return getattr(importlib.import_module(classes[name], __name__), name)
     raise AttributeError(
-        f"this slim fork of transformers (4.4.2 with LoRA) does not carry '{name}'; for the full "
-        "package install upstream's transformers, in an environment of its own"
+        f"this slim fork of transformers (4.4.2 with LoRA) does not include '{name}'; for the full "
+        "package, use upstream's transformers in a separate environment"
     )
 
 

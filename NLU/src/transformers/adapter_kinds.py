@@ -63,8 +63,8 @@ class _Bottlenecks(Kind):
         if trained == built:
             return None
         return (
-            f"has adapters after {in_words(trained)} of a layer, the model after "
-            f"{in_words(built)}: another --adapter_type"
+            f"has adapters after {in_words(trained)} of a layer, but the model has them after "
+            f"{in_words(built)}: give another --adapter_type"
         )
 
     def _places(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -162,15 +162,15 @@ def fitting_flag(error: SettingsError, is_resumed: bool = False) -> str:
         # is given, it is the file's, or it would have been refused earlier; a file may have none.
         flags = "--lora_r, --lora_rank_pattern and --lora_alpha_pattern"
         if is_resumed:
-            return f"{flags} as the run began; or another --output_dir"
-        return f"leave {flags} out: the file says them"
+            return f"give the same {flags} as when the run began, or another --output_dir"
+        return f"leave {flags} out: the file records them"
     words = " ".join(value) if isinstance(value, tuple) else in_words(value)
     is_long = len(words) > 120
     if is_resumed:
-        given = f"leave --{flag} out," if value is None else f"--{flag} {words},"
-        given = f"--{flag}" if is_long else given
-        return f"{given} as the run began; or another --output_dir"
+        given = f"leave --{flag} out" if value is None else f"give --{flag} {words}"
+        given = f"give the same --{flag}" if is_long else given
+        return f"{given} as when the run began, or give another --output_dir"
     if value is None:
         return f"leave --{flag} out"
     given = f"leave --{flag} out" if is_long else f"--{flag} {words}, or leave it out"
-    return f"{given}: the file says it"
+    return f"{given}: the file records it"

@@ -37,8 +37,8 @@ def _read(path: Path, kind: Kind) -> Adapter:
         file = path.with_name(name)
         if not file.is_file():
             raise CheckpointError(
-                f"{path.parent}: {name} is missing; an adapter of AdapterHub's is {_WEIGHTS} and "
-                f"{_HEAD}"
+                f"{path.parent}: {name} is missing; an AdapterHub adapter consists of {_WEIGHTS} "
+                f"and {_HEAD}"
             )
         for theirs, tensor in read_tensors(file, verify=True)[0].items():
             found.append((*_canonical_name(theirs, pattern, file), tensor))
@@ -65,7 +65,7 @@ def _canonical_name(name: str, pattern: re.Pattern[str], file: Path) -> tuple[st
     if pattern is _HEAD_NAME and not name.startswith("heads.") and not in_known_backbone(name):
         return name, None
     what = "the head" if pattern is _HEAD_NAME else "bottleneck adapters"
-    raise CheckpointError(f"{file}: holds {name}, which is not a tensor of {what} known here")
+    raise CheckpointError(f"{file}: holds {name}, which is not a known tensor of {what}")
 
 
 ADAPTERHUB = Foreign("AdapterHub", (_WEIGHTS,), (_HEAD,), _read)

@@ -221,7 +221,7 @@ def to_tensor(name: str, rows: Any) -> torch.Tensor:
         # Through numpy, rows would lose their device.
         shapes = {tuple(row.shape) for row in rows}
         if len(shapes) > 1:
-            raise ValueError(f"{name}: rows of several shapes, {sorted(shapes)}, make no tensor")
+            raise ValueError(f"{name}: rows of different shapes, {sorted(shapes)}, make no tensor")
         return torch.stack(list(rows))
     try:
         array = np.asarray(rows)
@@ -236,6 +236,6 @@ def to_tensor(name: str, rows: Any) -> torch.Tensor:
     if len(lengths) > 1:
         raise ValueError(
             f"{name}: rows of {min(lengths)} to {max(lengths)} items make no tensor; "
-            "ask for padding=True, and truncation=True where max_length is to hold"
+            "pass padding=True, and truncation=True to enforce max_length"
         )
-    raise ValueError(f"{name}: makes no tensor, it is not all numbers")
+    raise ValueError(f"{name}: cannot become a tensor, because not all its values are numbers")

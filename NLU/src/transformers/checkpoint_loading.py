@@ -220,7 +220,7 @@ class CheckpointLoadingMixin:
                 raise MisplacedWeightsError(source, kind, added)
         if misplaced:
             raise CheckpointError(
-                f"{source}: has {len(misplaced)} tensors unknown to the model: "
+                f"{source}: has {len(misplaced)} tensors that the model does not have: "
                 f"{_told(misplaced, layers)}"
             )
         return {name: tensor for name, tensor in tensors.items() if name not in foreign}

@@ -68,7 +68,7 @@ class EncoderConfig(PretrainedConfig):
             )
         if pad_token_id >= vocab_size:
             raise ValueError(
-                f"pad_token_id {pad_token_id} is beyond the {vocab_size} of vocab_size"
+                f"pad_token_id must be below vocab_size, {vocab_size}, not {pad_token_id}"
             )
         check_activation("hidden_act", hidden_act)
         self.vocab_size = vocab_size

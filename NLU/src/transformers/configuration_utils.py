@@ -564,7 +564,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise OSError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
-        raise OSError(f"{path}: holds a {type(values).__name__}, not settings by name")
+        raise OSError(f"{path}: contains a {type(values).__name__}, not a JSON object")
     return values
 
 

@@ -44,13 +44,13 @@ def check(config: PretrainedConfig) -> None:
         return
     if config.num_labels == 1:
         raise ValueError(
-            "consistency training compares the probabilities of classes, and a score has none: "
+            "consistency training compares the probabilities of classes, but a score has none: "
             "leave out --reg_loss_wgt, --masking_prob, --apply_rdrop and --apply_cutoff"
         )
     if config.masking_prob > 0 and (config.unk_token_id is None or not config.special_token_ids):
         raise ValueError(
-            "masking_prob needs unk_token_id and special_token_ids in the config; the tokenizer "
-            "knows them: unk_token_id and all_special_ids"
+            "masking_prob needs unk_token_id and special_token_ids in the config: take them from "
+            "the tokenizer's unk_token_id and all_special_ids"
         )
 
 

@@ -145,7 +145,9 @@ def _refused(method: str) -> Callable[..., NoReturn]:
             "one out"
         )
 
-    refuse.__doc__ = "Refused: only setting a field keeps attributes, entries and items in step."
+    refuse.__doc__ = (
+        "Raises TypeError: only setting fields keeps attributes, keys and items in step."
+    )
     return refuse
 
 

@@ -130,7 +130,7 @@ class HfArgumentParser(ArgumentParser):
         except OSError as error:
             self.error(f"{json_file}: {error.strerror}")
         if not isinstance(values, dict):
-            self.error(f"{json_file}: holds a {type(values).__name__}, not values by flag name")
+            self.error(f"{json_file}: contains a {type(values).__name__}, not a JSON object")
         return self.parse_dict(values)
 
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -169,7 +169,7 @@ class HfArgumentParser(ArgumentParser):
         if is_dict and (typing.get_origin(action.type) or action.type) is dict:
             return value
         if is_dict or (is_list and action.nargs != "+" and len(value) != 1):
-            raise ArgumentError(action, f"takes no {type(value).__name__}")
+            raise ArgumentError(action, f"does not accept a {type(value).__name__}")
         # Converted to strings, so that argparse parses and checks them.
         items = [
             self._get_value(action, _as_text(item)) for item in (value if is_list else [value])

@@ -215,7 +215,7 @@ def check_hp_search_backend(backend: str | HPSearchBackend | None) -> None:
     """
     backend = HPSearchBackend.OPTUNA if backend is None else HPSearchBackend(backend)
     if backend is HPSearchBackend.RAY:
-        raise ValueError('hyperparameter_search knows backend="optuna"; Ray is not carried here')
+        raise ValueError('hyperparameter_search supports only backend="optuna", not Ray')
     if not is_optuna_available():
         raise RuntimeError("hyperparameter_search needs optuna: pip install optuna")
 

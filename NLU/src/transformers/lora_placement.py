@@ -128,7 +128,7 @@ def _matched(config: "EncoderConfig", setting: str, word: str, modules: Iterable
         names = [name for name, module in config.lora_modules.items() if module in inside]
         near = difflib.get_close_matches(word, [*names, *inside], n=4, cutoff=0.4) or names
         what = "projection" if setting == "lora_targets" else "projection that LoRA adapts"
-        raise ValueError(f"{setting}: '{word}' matches no {what}; near names: {', '.join(near)}")
+        raise ValueError(f"{setting}: '{word}' matches no {what}; similar names: {', '.join(near)}")
     return found
 
 

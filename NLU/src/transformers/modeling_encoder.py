@@ -517,8 +517,8 @@ class EncoderForSequenceClassification(PreTrainedModel):
         if getattr(config, "problem_type", None) == "multi_label_classification":
             raise ValueError(
                 "problem_type is 'multi_label_classification': this package's classifiers give "
-                "each text one label; upstream's transformers has others, in an environment of its "
-                "own"
+                "each text one label; for several, use upstream's transformers in a separate "
+                "environment"
             )
         super().__init__(config)
 

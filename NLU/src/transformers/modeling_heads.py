@@ -358,5 +358,5 @@ def _refuse(given: dict[str, Any]) -> None:
         if value is not None:
             raise ValueError(
                 f"{name}: this package's decoders have no cross-attention, no cache and no "
-                "generation; upstream's transformers has them, in an environment of its own"
+                "generation; for these, use upstream's transformers in a separate environment"
             )

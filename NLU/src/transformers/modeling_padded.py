@@ -89,7 +89,7 @@ class PaddedRows:
             ValueError: x is of another batch or length.
         """
         if not torch.jit.is_tracing() and x.shape[:2] != self.shape:
-            raise ValueError(f"the batch is {self.shape}, not {tuple(x.shape[:2])}")
+            raise ValueError(f"the batch is {self.shape}, but a tensor is for {tuple(x.shape[:2])}")
         return x.flatten(0, 1)
 
     def as_batch(self, x: Tensor) -> Tensor:

@@ -131,8 +131,8 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         for name, layer in lora_layers(self).items():
             if hasattr(layer, "lora_magnitude_vector") and name.endswith("attention.output.dense"):
                 raise ValueError(
-                    f"prune_heads: DoRA on {name} scales rows by all heads' columns: merge it "
-                    "first (loralib.merge), or prune before it is added"
+                    f"prune_heads: DoRA scales the rows of {name} by norms over the columns of all "
+                    "heads: merge LoRA first (loralib.merge), or prune before adding it"
                 )
         self._take_out_heads(heads_to_prune)
         self._forget_base()
@@ -355,7 +355,8 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         for kind in ADDED:
             if stated.get(kind.switch) and not any(kind.part in tensor for tensor in tensors):
                 raise CheckpointError(
-                    f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
+                    f"{name}: its {CONFIG_NAME} sets {kind.switch}, but it has no {kind.name} "
+                    "weights"
                 )
         if state_dict is None and stated.get(LORA.switch) and "lora_targets" not in stated:
             logger.warning(

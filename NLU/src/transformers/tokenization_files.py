@@ -244,7 +244,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise OSError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(content, dict):
-        raise OSError(f"{path}: holds a {type(content).__name__}, not settings by name")
+        raise OSError(f"{path}: contains a {type(content).__name__}, not a JSON object")
     return content
 
 

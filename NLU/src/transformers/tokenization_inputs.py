@@ -237,8 +237,8 @@ def cut_lengths(first: int, second: int | None, how: str, room: int) -> tuple[in
     cut = 0 if how == "only_first" else 1
     if lengths[cut] <= excess:
         raise ValueError(
-            f"the texts cannot be encoded (truncation={how!r}): {excess} tokens are too many, and "
-            f"the text to be cut has {lengths[cut]}; take a larger max_length, or longest_first"
+            f"the texts cannot be encoded (truncation={how!r}): {excess} tokens are too many, but "
+            f"the text to be cut has {lengths[cut]}; use a larger max_length, or longest_first"
         )
     lengths[cut] -= excess
     return lengths[0], lengths[1]

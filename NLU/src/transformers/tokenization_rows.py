@@ -50,7 +50,7 @@ class RowsOfIds(SpecialTokensMixin):
         """
         if already_has_special_tokens:
             if token_ids_1 is not None:
-                raise ValueError("a row that already has its special tokens has no token_ids_1")
+                raise ValueError("already_has_special_tokens=True: leave token_ids_1 out")
             special = set(self.all_special_ids)
             return [int(index in special) for index in as_list(token_ids_0)]
         pair = None if token_ids_1 is None else [_TEXT] * len(token_ids_1)
@@ -68,8 +68,8 @@ class RowsOfIds(SpecialTokensMixin):
         """Makes rows from texts' ids: cuts them and adds special tokens."""
         if "offset_mapping" in settings.columns:
             raise NotImplementedError(
-                "return_offsets_mapping: ids alone have no place in a text; use a fast tokenizer, "
-                "as AutoTokenizer returns with use_fast=True, and call it on the text"
+                "return_offsets_mapping: ids have no offsets in a text; use a fast tokenizer, as "
+                "AutoTokenizer returns with use_fast=True, and call it on the text"
             )
         columns = list(settings.columns)
         if settings.overflow:

@@ -79,4 +79,4 @@ class PreTrainedTokenizer(PreTrainedTokenizerBase):
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text, without special tokens."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what a text's ids are")
+        raise NotImplementedError(f"{type(self).__name__} does not implement _ids_of")

@@ -387,7 +387,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         if max_length is None:
             if not limited:
                 self._warn_once(
-                    f"{purpose}: no max_length, and the tokenizer has none: not applied"
+                    f"{purpose}: no max_length, and the tokenizer has none either: no effect"
                 )
             return self.model_max_length if limited else None
         if limited and max_length > self.model_max_length:
@@ -455,7 +455,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         if np.ndim(ids) == 0:
             token = self._id_to_token(int(ids))
             if token is None:
-                raise ValueError(f"no token has the id {ids}; there are {len(self)}")
+                raise ValueError(f"no token has the id {ids}; there are {len(self)} tokens")
             return token
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
         return [self.convert_ids_to_tokens(each) for each in as_list(ids) if each not in skipped]

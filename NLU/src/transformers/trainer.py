@@ -190,12 +190,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             return model
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise RuntimeError(
-                "Trainer: optimizers are of one model, and model_init makes several: leave one "
-                "out, or override create_optimizer_and_scheduler"
+                "Trainer: optimizers belong to one model, but model_init makes several: leave one "
+                "of them out, or override create_optimizer_and_scheduler"
             )
         if model is not None:
             warnings.warn(
-                "Trainer: has a model and a model_init; train takes the latter's",
+                "Trainer: got both model and model_init; train uses model_init's",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -214,7 +214,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         arguments = inspect.signature(self.model_init).parameters.values()
         needed = sum(argument.default is argument.empty for argument in arguments)
         if needed > 1:
-            raise RuntimeError("model_init takes no argument, or a trial; not more")
+            raise RuntimeError("model_init must take no argument, or only the trial")
         takes_trial = needed == 1 or len(arguments) == 1
         model = self.model_init(trial) if takes_trial else self.model_init()
         if model is None:

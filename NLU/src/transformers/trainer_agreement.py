@@ -159,6 +159,6 @@ def agreed_checkpoint(args: TrainingArguments, checkpoint: str | None) -> str | 
         found = ", ".join(sorted({name or "none" for name in names}))
         raise TrainingError(
             f"processes see different last checkpoints in {args.output_dir} ({found}), and not "
-            "all see that of the first one: machines have to share that folder"
+            "all see that of process 0: all machines have to share that folder"
         )
     return str(own)

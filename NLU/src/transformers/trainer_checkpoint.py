@@ -420,8 +420,8 @@ class Checkpoints:
         is_as_long = saved["layout"]["examples"] == run.examples
         if is_as_long and None not in data and data[0] != data[1]:
             raise CheckpointError(
-                f"{path}: is of a run on other data with as many examples: give the same data, and "
-                f"--max_seq_length, to resume it, or {NEW_RUN}"
+                f"{path}: belongs to a run on other data with the same number of examples: to "
+                f"resume it, give the same data and --max_seq_length, or {NEW_RUN}"
             )
         collator = saved["collator"]
         check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
@@ -438,14 +438,14 @@ class Checkpoints:
         changed = _changed_beside_processes(saved, layout)
         if changed and self.args.max_steps <= 0:
             raise CheckpointError(
-                f"{path}: is of a run with {_listed(saved, changed)}, this one has "
-                f"{_listed(layout, changed)}: an epoch then has other steps; give the same "
-                "processes, batches and data, or give --max_steps"
+                f"{path}: belongs to a run with {_listed(saved, changed)}, but this run has "
+                f"{_listed(layout, changed)}, so an epoch would have different steps: give the "
+                "same processes, batches and data, or give --max_steps"
             )
         if saved != layout:
             names = [name for name in layout if saved[name] != layout[name]]
             logger.warning(
-                "%s is of a run with %s; with %s it resumes, but not bit-exact",
+                "%s belongs to a run with %s; with %s it resumes, but not bit-exactly",
                 *(path, _listed(saved, names), _listed(layout, names)),
             )
 
@@ -468,7 +468,9 @@ class Checkpoints:
             example.pop("rows", None)  # a run on a stream saves no digest
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if own["progress"]["step"] != step:
-                raise ValueError(f"of step {own['progress']['step']}, the other files of {step}")
+                raise ValueError(
+                    f"it is from step {own['progress']['step']}, the other files from step {step}"
+                )
             if "epoch_rng" in own:
                 check_structure(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
             for name, gradient in own["pending_gradients"].items():
@@ -622,7 +624,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     state.best_model_checkpoint = found and str(folder / found)
     if noted and state.best_metric != value:
         logger.warning(
-            "%s was the best model: of the checkpoints that remain, %s is the best, by %s",
+            "the best model was %s; the best of the remaining checkpoints is %s, by %s",
             *(noted, state.best_model_checkpoint or "none", args.metric_for_best_model),
         )
 

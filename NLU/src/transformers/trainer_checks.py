@@ -56,7 +56,7 @@ def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
     if train is not None and length_of(train) is None and args.max_steps <= 0:
         raise ValueError("the train_dataset has no length: give --max_steps")
     if train is not None and args.group_by_length and is_iterable_only(train):
-        raise ValueError("--group_by_length needs a train_dataset whose examples have an index")
+        raise ValueError("--group_by_length needs a map-style train_dataset, not an iterable one")
     if evaluated is not None and length_of(evaluated) is None:
         raise ValueError("the set to evaluate has no length: give one that has, such as a list")
 
@@ -103,7 +103,7 @@ def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:
             "--masking_prob) do not go together: leave one out"
         )
     if len(label_names) != 1:
-        raise ValueError("--label_smoothing_factor needs one kind of labels in --label_names")
+        raise ValueError("--label_smoothing_factor needs exactly one name in --label_names")
     labels = inspect.signature(model.forward).parameters.get(label_names[0])
     if labels is not None and labels.default is inspect.Parameter.empty:
         raise ValueError(

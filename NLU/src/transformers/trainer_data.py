@@ -59,8 +59,8 @@ class TrainingBatches:
         self.steps = count // self.step_size if drop_last else math.ceil(count / self.step_size)
         if self.steps == 0:
             raise ValueError(
-                f"the training set has {count} examples, a step takes {self.step_size}, and "
-                "--dataloader_drop_last leaves out the only one"
+                f"the training set has {count} examples, but a step takes {self.step_size}, and "
+                "--dataloader_drop_last leaves out the incomplete one"
             )
         self.epoch = 0
         self.skip = 0
@@ -256,8 +256,8 @@ class EpochBatches:
         """
         if self.length is None:
             raise TrainingError(
-                f"the training set gave {batches} batches in a pass, fewer than an update takes: "
-                "give a larger set, or a lower --gradient_accumulation_steps"
+                f"the training set yielded {batches} batches in an epoch, fewer than an update "
+                "takes: give a larger set, or a lower --gradient_accumulation_steps"
             )
 
 

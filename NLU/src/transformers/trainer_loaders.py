@@ -56,8 +56,8 @@ class TrainerLoaders:
             )
         if args.dataloader_num_workers > 1 and args.is_main_process:
             logger.warning(
-                "each of %s workers iterates over the training set: it has to share its examples "
-                "out between them, see torch.utils.data.get_worker_info",
+                "each of %s workers iterates over the training set: it has to divide its examples "
+                "among them, see torch.utils.data.get_worker_info",
                 args.dataloader_num_workers,
             )
         if args.world_size > 1 or not isinstance(dataset, IterableDataset):

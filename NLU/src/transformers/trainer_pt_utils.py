@@ -208,8 +208,8 @@ class DistributedTensorGatherer:
         rows = join_rows(by_process, self.padding_index).numpy()
         if not self.num_samples <= len(rows) <= self.total_samples:
             raise TrainingError(
-                f"{len(rows)} rows were added; {self.num_samples} examples make "
-                f"{self.total_samples} on {self.world_size} processes"
+                f"{len(rows)} rows were added, but {self.num_samples} examples make "
+                f"{self.total_samples} rows on {self.world_size} processes"
             )
         return rows[: self.num_samples]
 
@@ -496,8 +496,8 @@ class LabelSmoother:
         logits = next(iter(predictions_of(model_output, with_loss=False)), None)
         if logits is None or logits.shape[:-1].numel() != labels.numel():
             raise TrainingError(
-                "label smoothing needs a model that, called without labels, first of all returns "
-                f"logits: the labels have the shape {tuple(labels.shape)}, and what it returns "
+                "label smoothing needs a model whose first output, called without labels, is the "
+                f"logits: the labels have the shape {tuple(labels.shape)}, but its first output "
                 f"has {'no rows' if logits is None else tuple(logits.shape)}"
             )
         labels = labels.flatten()

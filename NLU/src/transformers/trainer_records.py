@@ -60,8 +60,8 @@ class TrainerRecords:
         # Schedulers keep the peak rate as "initial_lr"; the current rate may begin at 0.
         if all(group.get("initial_lr", group.get("lr")) == 0 for group in groups):
             logger.warning(
-                "the learning rate is 0: nothing is trained, and what is saved is what the run "
-                "begins with; give a --learning_rate"
+                "the learning rate is 0, so nothing is trained and the initial weights are saved: "
+                "give a --learning_rate"
             )
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
@@ -137,7 +137,7 @@ class TrainerRecords:
             figures = {own: best[metric], **scores}
             listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
             last, is_kept = self.state.global_step, self.args.load_best_model_at_end
-            kept = "" if is_kept or best["step"] == last else f"; the files hold step {last:,}"
+            kept = "" if is_kept or best["step"] == last else f"; the model is of step {last:,}"
             rows.append(("best", f"step {best['step']:,}: {listed} (by {own}){kept}"))
         return rows
 
@@ -166,8 +166,8 @@ class TrainerRecords:
         is_said = any(isinstance(loss, float) and math.isnan(loss) for loss in logged)
         if steps == self.state.global_step or not is_said:
             logger.warning(
-                "no batch of %s had a target, such as a label or a masked token: the loss is not "
-                "known (nan)",
+                "no batch of %s had a target, such as a label or a masked token: the loss is "
+                "undefined (nan)",
                 counted(steps, "step"),
             )
         return math.nan

@@ -149,7 +149,7 @@ class TrainingArguments:
     fp16_opt_level: str = flag("O1", "for apex; ignored", choices=["O0", "O1", "O2", "O3"])
     fp16_backend: str = flag(
         "auto",
-        "what runs fp16; apex, which has no amp any more, is refused",
+        "backend of fp16; apex, which no longer has amp, is refused",
         choices=["auto", "amp", "apex"],
     )
     fp16_full_eval: bool = flag(False, "evaluate with all weights in float16")
@@ -167,7 +167,7 @@ class TrainingArguments:
         "resumed within an epoch has other random numbers",
         least=0,
     )
-    past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
+    past_index: int = flag(-1, "refused unless negative: no model here returns past states")
     run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
     disable_tqdm: bool | None = flag(
         None, "no progress bars (default: where standard error is not a terminal)"
@@ -244,7 +244,7 @@ class TrainingArguments:
         if self.log_level is not None:
             if self.log_level not in LOG_LEVELS:
                 known = ", ".join(LOG_LEVELS)
-                raise ValueError(f"--log_level knows {known}; not {self.log_level}")
+                raise ValueError(f"--log_level must be one of {known}, not {self.log_level}")
             level = logging.log_levels[self.log_level]
             # Set first, so that it also applies to the messages below.
             logging.set_verbosity(level if rank() == 0 else max(level, logging.WARNING))
@@ -253,7 +253,7 @@ class TrainingArguments:
                 raise ValueError(f"--{name} has no meaning here: {advice}")
         if self.past_index >= 0:
             raise ValueError(
-                "--past_index has no meaning here: no model of this package has a memory"
+                "--past_index has no meaning here: no model of this package returns past states"
             )
         self.output_dir = os.path.expanduser(self.output_dir)
         for name, hint in get_type_hints(type(self)).items():
@@ -268,7 +268,9 @@ class TrainingArguments:
         for split in ("train", "eval"):
             old = getattr(self, f"per_gpu_{split}_batch_size")
             if old is not None:
-                logger.warning("--per_gpu_%s_batch_size is --per_device_… now", split)
+                logger.warning(
+                    "--per_gpu_%s_batch_size is now --per_device_%s_batch_size", split, split
+                )
                 setattr(self, f"per_device_{split}_batch_size", old)
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
@@ -290,7 +292,7 @@ class TrainingArguments:
         if self.max_steps == 0 and self.do_train:
             raise ValueError(
                 "--max_steps must be at least 1, not 0: leave it out to train for "
-                "--num_train_epochs, and --do_train to train nothing"
+                "--num_train_epochs; to train nothing, leave out --do_train"
             )
         if self.max_steps <= 0:
             check_bounds("--num_train_epochs", self.num_train_epochs, above=0, below=math.inf)
@@ -311,7 +313,7 @@ class TrainingArguments:
             name = min(unknown)
             add = ": add a TrainerCallback for it" if name in _NOT_CARRIED else ""
             known = ", ".join(_REPORTERS)
-            raise ValueError(f"--report_to knows {known}, all, none; not {name}{add}")
+            raise ValueError(f"--report_to accepts {known}, all, none; not {name}{add}")
 
     def _check_adam(self) -> None:
         for name in ("adam_beta1", "adam_beta2"):

@@ -55,7 +55,9 @@ def test_another_model_of_a_card_s_shape_is_refused(read, tmp_path, field, value
     said = str(caught.value)
     assert "\n" not in said
     assert f"{tmp_path / 'config.json'}: {field} is {value}, but gpt2.xs has {ours}, and" in said
-    assert "give another base or, if this config.json is of other weights, keep the two" in said
+    assert (
+        "give another base or, if this config.json belongs to other weights, keep the two" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_what_a_config_does_not_say_counts_as_alike(read, caplog):
     ("content", "reason"),
     [
         ("{", "cannot be read (Expecting property name enclosed in double quotes"),
-        ("[]", "cannot be read (it holds no settings)"),
-        ({**SETTINGS, "n_layer": 12, "n_head": 12}, "is ignored: its n_layer is 12, that of"),
-        ({**SETTINGS, "n_embd": 768}, "is ignored: its n_embd is 768, that of the weights"),
+        ("[]", "cannot be read (it is not a JSON object)"),
+        ({**SETTINGS, "n_layer": 12, "n_head": 12}, "is ignored: its n_layer is 12, but that of"),
+        ({**SETTINGS, "n_embd": 768}, "is ignored: its n_embd is 768, but that of the"),
     ],
 )
 def test_a_config_that_is_broken_or_of_other_weights_stops_nothing(

@@ -43,11 +43,11 @@ BAD_BASES = {
     "is empty": (dict, ["lacks 28 tensors"]),
     "has more": (
         lambda: {**draw_base(), "h.1.extra.weight": torch.ones(1)},
-        ["has, unknown to the model, 1 tensors: transformer.h.1.extra.weight"],
+        ["has 1 tensors that the model does not have: transformer.h.1.extra.weight"],
     ),
     "has more blocks": (
         lambda: draw_base(blocks=3),
-        ["has, unknown to the model, 12 tensors: transformer.h.2.", ", …"],
+        ["has 12 tensors that the model does not have: transformer.h.2.", ", …"],
     ),
     "wider": (
         lambda: draw_base(width=12),
@@ -84,13 +84,13 @@ BAD_BASES = {
     "eight bits": (
         lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int8)},
         [
-            "transformer.h.0.ln_1.bias holds int8, which is not a weight without",
+            "transformer.h.0.ln_1.bias holds int8, which needs a scale to be a weight",
             "in float32, bfloat",
         ],
     ),
     "eight bits with a point": (
         lambda: {**draw_base(), "ln_f.bias": torch.ones(WIDTH).to(torch.float8_e4m3fn)},
-        ["transformer.ln_f.bias holds float8_e4m3fn, which is not a weight"],
+        ["transformer.ln_f.bias holds float8_e4m3fn, which needs a scale"],
     ),
     "in another entry": (
         lambda: {"epoch": 3, "state_dict": draw_base()},
@@ -167,7 +167,10 @@ def test_files_that_are_not_there(tmp_path, base_path):
     empty.mkdir()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
-        ("gpt2-medium", f" (seen from {os.getcwd()}); download_pretrained_checkpoints.sh fetches"),
+        (
+            "gpt2-medium",
+            f" (relative to {os.getcwd()}); download_pretrained_checkpoints.sh fetches",
+        ),
         (empty, ": it is a folder; give the file of weights in it, such as model.safetensors or "),
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))

@@ -81,7 +81,7 @@ BAD_ARGUMENTS = {
     "no name and no =": ("{rte}", "is not NAME=ADAPTER"),
     "an empty name": ("={rte}", "is not NAME=ADAPTER"),
     "an empty adapter": ("rte=", "'rte=' is not NAME=ADAPTER"),
-    "two of one name": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
+    "two named": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
     "no such adapter": ("rte={tmp}/none.bin", "none.bin: no such checkpoint file"),
     "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
     "another family": ("rte={deberta}", "deberta_rte.safetensors: "),

@@ -168,7 +168,7 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
     lines = [{"text": line["text"]} for line in some_lines(5)]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     line = failure(predict, [*common(bases[family], given, out), f"a={path}"], capsys)
-    assert "brings no classifier." in line
+    assert "has no classifier." in line
     assert "there is nothing to predict with" in line
     assert "there is nothing to predict with" in line
     assert not out.exists()
@@ -199,5 +199,5 @@ def test_a_pooler_that_nobody_trained(predict, bases, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", [{"text": "a dog sings"}])
     arguments = common(bases["deberta"], given, tmp_path / "out.jsonl")
     line = failure(predict, [*arguments, f"a={tmp_path / 'lora.safetensors'}"], capsys)
-    assert "brings no pooler.dense." in line
+    assert "has no pooler.dense." in line
     assert not (tmp_path / "out.jsonl").exists()

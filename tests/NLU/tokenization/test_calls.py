@@ -263,7 +263,7 @@ def test_padding_needs_a_padding_token(tokenizer):
     [
         ([], "need 'input_ids'"),
         ([{"label": 1}], r"need 'input_ids'; they have \['label'\]"),
-        ([{"input_ids": [5], "text": "a"}], "text: makes no tensor"),
+        ([{"input_ids": [5], "text": "a"}], "text: cannot become a tensor"),
     ],
 )
 def test_bad_rows_to_pad(tokenizer, rows, message):

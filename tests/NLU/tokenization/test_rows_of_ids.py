@@ -56,7 +56,7 @@ def test_frames(tokenizer, pair):
     assert tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) == mask
     assert len(tokenizer.create_token_type_ids_from_sequences(FIRST, pair)) == len(row)
     assert tokenizer.num_special_tokens_to_add(pair is not None) == sum(mask)
-    with pytest.raises(ValueError, match="has no token_ids_1"):
+    with pytest.raises(ValueError, match="leave token_ids_1 out"):
         tokenizer.get_special_tokens_mask(row, row, already_has_special_tokens=True)
 
 
@@ -121,7 +121,7 @@ def test_the_longer_sequence_is_cut_first(plain):
 
 @pytest.mark.parametrize("strategy", ["only_second", "only_first"])
 def test_a_sequence_that_is_too_short_to_cut(plain, strategy):
-    with pytest.raises(ValueError, match=r"take a larger max_length, or longest_first") as error:
+    with pytest.raises(ValueError, match=r"use a larger max_length, or longest_first") as error:
         plain.truncate_sequences([1], [2], 1, strategy)
     assert "\n" not in str(error.value)
 

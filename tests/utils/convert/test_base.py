@@ -46,7 +46,7 @@ def test_info(convert, trained, tmp_path, family, format):
     )
     assert (said["biases"], said["dtype"], said["notes"]) == ("none", "float32", [])
     if read.metadata is None:
-        assert said["alpha"] == "not said; --lora_alpha says it"
+        assert said["alpha"] == "not recorded; give --lora_alpha"
         assert not {"base", "fingerprint", "task", "labels"} & said.keys()
         assert convert(source, "--info", "--lora_alpha", 6)["alpha"] == "6"
         return
@@ -86,7 +86,7 @@ def test_info_of_how_it_was_trained(convert, trained, tmp_path):
     write_adapter(tmp_path / "b.safetensors", replace(given, metadata=metadata))
     said = convert(tmp_path / "b.safetensors", "--info")
     assert (said["variant"], said["initialization"]) == ("rslora", "orthogonal")
-    assert said["freeze_A"] == "A is frozen, B alone was trained"
+    assert said["freeze_A"] == "A was frozen, only B was trained"
     assert said["alpha"] == f"6, but 2.5 in {modules[1]}; 8 in {modules[0]}"
     assert ", but" not in said["rank"]
 
@@ -168,7 +168,10 @@ def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_pat
     said = convert(source, tmp_path / "out.safetensors", "--base", given.base)
     assert said["base"] == str(given.base)
     assert not {"fingerprint", "revision"} & said.keys()
-    assert said["notes"] == [f"{source} names its base 'elsewhere', which --base is not called"]
+    assert said["notes"] == [
+        f"{source} names its base 'elsewhere', --base is '{given.base}', and no fingerprint "
+        "confirms that they are the same"
+    ]
     assert f"{source} does not record its base's fingerprint: cannot check" in caplog.text
 
 
@@ -280,7 +283,7 @@ def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_pa
         ("absent/x/y", "'absent/x/y': no such folder"),
         ("empty", "has no config.json"),
         ("bare", "has no weights"),
-        ("base/model.safetensors", "is a file; give a folder of RoBERTa's"),
+        ("base/model.safetensors", "is a file; give the folder of a RoBERTa model"),
         ("damaged", "damaged"),
     ],
 )
@@ -315,7 +318,7 @@ def test_a_model_of_no_known_family(convert, failure, tmp_path, format, with_bas
     lora.save_adapter(adapted, tmp_path / "in")
     flags = ("--to", format, *(("--base", tmp_path) if with_base else ()))
     line = failure(tmp_path / "in", tmp_path / OUT[format], *flags)
-    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query), so that its base" in line
+    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query), so its base cannot" in line
     assert ": in Python, lora.load_adapter(model, …), then lora.merge(model).save_pret" in line
     assert line.endswith("; other formats need no --base")
     model, x = build(), torch.ones(1, 3)

@@ -53,7 +53,7 @@ def test_every_format_into_every_format(convert, trained, tmp_path, family, star
     result = read_adapter(tmp_path / OUT[format])
     assert_same_tensors(result.tensors, adapter.tensors)
     unsaid = format == "release" and family != "gpt2"
-    alpha = "not said; --lora_alpha says it" if unsaid else "6"
+    alpha = "not recorded; give --lora_alpha" if unsaid else "6"
     assert (said["format"], said["alpha"], said["dtype"]) == (format, alpha, "float32")
     assert said["rank"] == "2" + (" (2 updates in each module)" if family == "gpt2" else "")
     if unsaid:
@@ -114,7 +114,7 @@ def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained
         (["--labels", "a", "b"], "has a head of 3 outputs, but --labels names 2"),
         (
             ["--labels", "a", "b", "c"],
-            f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
+            f"records labels {', '.join(LABELS)}, but --labels is a, b, c",
         ),
         (["--task", "RTE"], "but --task is rte"),
         (["--task", "imdb"], "but --task is imdb"),
@@ -136,8 +136,8 @@ def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, mes
     [
         ("sst-2", "sst2", None),
         ("MNLI", "mnli", None),
-        ("sst3", "sst3", "sst3 is not a GLUE task (did you mean sst2?); it is written as --task"),
-        ("imdb", "imdb", "imdb is not a GLUE task; it is written as --task says"),
+        ("sst3", "sst3", "sst3 is not a GLUE task (did you mean sst2?); it is recorded as"),
+        ("imdb", "imdb", "imdb is not a GLUE task; it is recorded as given"),
     ],
 )
 @pytest.mark.parametrize("has_head", [True, False])

@@ -34,7 +34,7 @@ def test_a_full_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained
     for format in ("lora", "release", "peft"):
         out = tmp_path / OUT[format]
         notes = convert(tmp_path / "model.100.pt", out, "--to", format, *alpha)["notes"]
-        assert notes[0].endswith("is a full model: its LoRA and head were taken")
+        assert notes[0].endswith("is a full model: only its LoRA and head are taken")
         found = read_adapter(out)
         assert_same_tensors(found.tensors, one.adapter.tensors)
         if said and format == "lora":
@@ -63,7 +63,7 @@ def test_a_full_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp_
     if not whole.is_file():
         whole = tmp_path / "checkpoint" / "model.safetensors"
     notes = convert(whole, tmp_path / "out.safetensors")["notes"]
-    assert notes[0].endswith("is a full model: its LoRA and head were taken")
+    assert notes[0].endswith("is a full model: only its LoRA and head are taken")
     found = read_adapter(tmp_path / "out.safetensors")
     assert_same_tensors(found.tensors, one.adapter.tensors)
     assert (found.metadata.alpha, found.metadata.labels) == (one.adapter.metadata.alpha, LABELS)

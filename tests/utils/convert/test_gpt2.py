@@ -62,7 +62,7 @@ def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
         *(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged"),
         *("--base", tmp_path / "base.bin"),
     )
-    assert ("give the folder of the model" if lacking == "all cards" else "wte.weight is") in line
+    assert ("give the model's folder" if lacking == "all cards" else "wte.weight is") in line
 
 
 @pytest.mark.slow

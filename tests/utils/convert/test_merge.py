@@ -258,4 +258,4 @@ def test_half_a_head_is_not_completed_from_the_base(tmp_path, failure):
     line = failure(
         *(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
     )
-    assert "brings a head without classifier.out_proj.bias" in line
+    assert "its head lacks classifier.out_proj.bias" in line

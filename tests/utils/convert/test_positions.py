@@ -115,7 +115,7 @@ def test_a_base_that_shares_nothing_takes_both(convert, tmp_path, settings):
 
 
 def test_info_says_it(script, base, tmp_path, capsys):
-    for reached, said in ((False, "not reached"), (True, "reached by the update")):
+    for reached, said in ((False, "not updated by LoRA"), (True, "updated by LoRA")):
         make_adapter(base, tmp_path / "in.safetensors", lora_positions=reached)
         script.main([str(tmp_path / "in.safetensors"), "--info"])
         (line,) = (n for n in capsys.readouterr().out.splitlines() if "positions" in n)

@@ -51,7 +51,7 @@ def test_a_cell_of_every_kind(rows, out, glue):
     assert starts["average"][:2] == ["87.2", "not all run"]
     for note in (
         "- SST-2: seed 2: failed: run_glue.py: error: it is full",
-        "- SST-2: seed 3: unfinished, the same command resumes it",
+        "- SST-2: seed 3: unfinished; the same command resumes it",
         "- SST-2: seed 4: not run",
         "- CoLA: failed: run_glue.py: error: it is full",
         "- MNLI, QQP: not run",

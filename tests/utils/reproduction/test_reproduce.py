@@ -86,7 +86,7 @@ def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(
     with pytest.raises(RuntimeError, match="6 of 6 runs are not finished"):
         reproduce.main([*recipes, "--output_dir", str(out), "--seeds", "0", "1", "2"])
     assert sorted(run for run, _ in called) == [f"{recipe}, seed 0" for recipe in recipes]
-    assert caplog.text.count("not run (it needs what cannot be fetched: no route)") == 4
+    assert caplog.text.count("not run (a file that it needs cannot be fetched: no route)") == 4
 
 
 def test_what_could_not_be_fetched_is_tried_again_once_the_hub_answers(
@@ -129,7 +129,7 @@ def test_a_run_without_its_start_is_not_run(called, out, capsys):
         reproduce.main(["roberta_base_rte", "--output_dir", str(out), "--seeds", "4"])
     assert called == []
     assert (
-        "- MRPC, RTE, STS-B: not run (it starts from what roberta_base_mnli learns"
+        "- MRPC, RTE, STS-B: not run (it starts from the LoRA weights of roberta_base_mnli"
         in capsys.readouterr().out
     )
 
@@ -276,7 +276,7 @@ def test_told_to_end_it_ends_with_its_table(out, tmp_path):
     program.send_signal(signal.SIGTERM)
     printed, _ = program.communicate(timeout=500)
     assert program.returncode == 143
-    assert "- E2E: unfinished, the same command resumes it" in printed
+    assert "- E2E: unfinished; the same command resumes it" in printed
     with programs.lock_folder(run_of(out, "e2e_gpt2_md", 1).folder):
         pass
 

@@ -126,7 +126,7 @@ def test_learning_rates_are_chosen_on_the_training_set_alone(glue_dir):
     ("flags", "said"),
     [
         (["LoRA"], "there is no row 'LoRA' in the study; rows: full fine-tuning; "),
-        (["--jobs", "0"], "--jobs 0: one at least"),
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--data_dir", "nowhere"], "download_glue_data.py"),
     ],
 )

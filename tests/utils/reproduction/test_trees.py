@@ -81,7 +81,7 @@ def test_rte_starts_from_mnli_s_run_of_the_same_seed(glue, out):
     _, variables = command_of(glue, "roberta_base_rte", 1, out)
     assert variables["MNLI_CHECKPOINT"] == str(mnli.output / "pytorch_model_lora.bin")
     problem = glue.obstacle(run_of(out, "roberta_base_rte", 2))
-    assert problem.startswith("it starts from what roberta_base_mnli learns")
+    assert problem.startswith("it starts from the LoRA weights of roberta_base_mnli")
 
 
 def test_an_unfinished_mnli_is_nothing_to_start_from(glue, out):

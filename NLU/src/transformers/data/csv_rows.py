@@ -59,7 +59,7 @@ def csv_header(path: str) -> list[str]:
     if repeated:
         raise ValueError(
             f"{path}: has the column '{repeated[0]}' {names.count(repeated[0])} times; "
-            "give each column a name of its own"
+            "give each column a different name"
         )
     # pandas would take the first fields as names of rows, and shift the others.
     _check_fields(path, 1, first, names)

@@ -106,8 +106,8 @@ class DataCollatorForTokenClassification(DataCollatorWithPadding):
             if own.shape != (len(row["input_ids"]),):
                 raise ValueError(
                     f"row {index} of the batch has {own.numel()} labels for its "
-                    f"{len(row['input_ids'])} tokens: give each token one, "
-                    f"{self.label_pad_token_id} where it has none"
+                    f"{len(row['input_ids'])} tokens: give one label per token, "
+                    f"{self.label_pad_token_id} for a token without one"
                 )
         batch = self._padded(examples)
         length, on_left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
@@ -149,7 +149,7 @@ class DataCollatorForLanguageModeling:
             raise ValueError("masked language modelling needs a tokenizer with a mask_token")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(
-                f"mlm_probability is above 0 and at most 1, not {self.mlm_probability}"
+                f"mlm_probability must be above 0 and at most 1, not {self.mlm_probability}"
             )
 
     def __call__(self, features: Sequence[Any]) -> BatchEncoding:

@@ -81,8 +81,8 @@ def find_fault(path: str, in_pieces: bool) -> None:
                 firsts[name] = (place, value)
                 if not is_first:
                     change = (
-                        f"{place}: is the first with a value of '{name}': give all rows one, or "
-                        "none"
+                        f"{place}: is the first row with a value for '{name}': give one to all "
+                        "rows, or to none"
                     )
             elif not _are_alike(value, firsts[name][1]):
                 mixed.add(name)
@@ -103,9 +103,12 @@ def difference_in_kind(name: str, value: Any, first_place: str, first: Any) -> s
     """Says how two values of a column differ in type, and what to do about it."""
     shown, other = (json.dumps(each, ensure_ascii=False) for each in (value, first))
     if KINDS[type(value)] == KINDS[type(first)]:
-        return f"its {name} is {shown}, that of {first_place} is {other}: write all with a point"
+        return (
+            f"its {name} is {shown}, but that of {first_place} is {other}: write all of them with "
+            "a decimal point"
+        )
     return (
-        f"its {name} is {KINDS[type(value)]} ({shown:.40}), that of {first_place} is "
+        f"its {name} is {KINDS[type(value)]} ({shown:.40}), but that of {first_place} is "
         f"{KINDS[type(first)]} ({other:.40}): write all of them alike"
     )
 
@@ -192,7 +195,7 @@ def _check_utf8(line: str, place: str) -> None:
 def _check_characters(value: Any, place: str) -> None:
     if _has_surrogates(json.dumps(value, ensure_ascii=False)):
         raise ValueError(
-            f"{place}: has half a character: \\ud800 to \\udfff stand for one in pairs alone"
+            f"{place}: has half of a surrogate pair: \\ud800 to \\udfff are valid only in pairs"
         )
 
 

@@ -24,7 +24,7 @@ from ..tokenization_utils_base import PreTrainedTokenizerBase
 # The entries of a row beside those that the model takes.
 EXAMPLE, OFFSETS = "example", "offsets"
 NO_ANSWER = 0
-"""The token whose start and end logits speak for no answer: a row's first."""
+"""The index of the token whose start and end logits stand for "no answer": a row's first."""
 
 
 class Span(NamedTuple):

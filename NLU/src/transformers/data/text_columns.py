@@ -118,7 +118,7 @@ def choose_columns(
 def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str) -> None:
     if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
         raise ValueError(
-            "--text_columns takes one or two columns, each once, and not that of the labels "
+            "--text_columns takes one or two different columns, not including the labels' column "
             f"('{label}'); given: {', '.join(texts)}"
         )
     for name in texts:
@@ -205,7 +205,7 @@ def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None
     if is_few or is_of_words:
         count = f"{len(values):,} values in {len(data):,} rows" if is_few else "single words"
         logger.warning(
-            "%s: %s is taken for text, and has %s (%s): if it is not, name the texts with "
+            "%s: %s is taken for text, but has %s (%s): if it is not text, name the texts with "
             "--text_columns",
             *(path, name, count, in_short(values, width=60)),
         )
@@ -263,7 +263,7 @@ def are_words(value: Any) -> bool:
 
 def _empty_in_each_row(path: str, names: Sequence[str]) -> ValueError:
     columns = f"{' and '.join(names):.200}"
-    return ValueError(f"{path}: {columns} is empty in each row: there is nothing to read in it")
+    return ValueError(f"{path}: {columns} is empty in every row, so there is nothing to read")
 
 
 def why_no_text(data: Dataset, name: str) -> str | None:
@@ -302,10 +302,10 @@ def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
     if name in names:
         return
     raw = path.endswith(".csv") and any(is_number(n) or _looks_like_a_text(n) for n in names)
-    hint = ", where the first line names the columns" if raw else ""
+    hint = " (the first line has to name the columns)" if raw else ""
     raise ValueError(
-        f"{path}: has no column '{name}', but {quoted(names)}{hint}: --{flag} has to name one of "
-        "these"
+        f"{path}: has no column '{name}'; its columns are {quoted(names)}{hint}: --{flag} has to "
+        "name one of them"
     )
 
 
@@ -340,7 +340,7 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
 def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:
     if not any(_may_be_label(name, columns) for name in data.column_names):
         raise ValueError(
-            f"{path}: has no column '{columns.label}', but its text's alone, "
+            f"{path}: has no column '{columns.label}', only its text's, "
             f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
             "--do_predict"
         )
@@ -436,8 +436,8 @@ def _check_numerals(path: str, name: str) -> None:
     for row, text in enumerate(texts, start=1):
         if re.fullmatch(r"[+-]?\d+", text) and text != str(int(text)):
             raise ValueError(
-                f"{path}: row {row}: its {name} is {text}, and would be read as {int(text)}: "
-                "write it so, or give the classes names that are not numbers"
+                f"{path}: row {row}: its {name} is {text}, which would be read as {int(text)}: "
+                f"write {int(text)}, or give the classes names that are not numbers"
             )
 
 

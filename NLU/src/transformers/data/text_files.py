@@ -206,7 +206,8 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
     given = json_rows(path)
     if len(given) != len(rows):
         raise ValueError(
-            f"{path}: {taken[0]} holds dates, which would not stay texts: write one object per line"
+            f"{path}: {taken[0]} holds dates, which would not be read as texts: write one object "
+            "per line"
         )
     names = rows.column_names
     texts = Dataset.from_dict({name: [row.get(name) for row in given] for name in taken})

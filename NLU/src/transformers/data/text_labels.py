@@ -80,7 +80,7 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
         texts = len(train.unique(TEXT_KEYS[0]))
         if len(labels) >= 10 * texts and len(columns.texts) == 1:
             raise ValueError(
-                f"{path}: {columns.label} has {counts}, and {columns.texts[0]} {texts} values: "
+                f"{path}: {columns.label} has {counts}, but {columns.texts[0]} has {texts} values: "
                 f"if they are swapped, give --text_columns {columns.label} --label_column "
                 f"{columns.texts[0]}"
             )

@@ -115,8 +115,8 @@ def check_arguments(
             warn_of_base(adapter.source, model_args.model_name_or_path)
         if args.do_train and adapter.kind == LORA and base_biases(adapter.tensors):
             raise ValueError(
-                f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
-                "of its files; merge it with its base to continue from there (utils/convert.py)"
+                f"{adapter.source}: contains biases of the base, which LoRA training would not "
+                "save; merge it with its base to continue from there (utils/convert.py)"
             )
         _fill_in(model_args, adapter)
 
@@ -276,7 +276,7 @@ class StartingPoint:
         if not training:
             raise ValueError(f"{self.source} was trained for {self.task}, not for {task}")
         logger.warning(
-            "%s was trained for %s: training on %s begins there", self.source, self.task, task
+            "%s was trained for %s: training on %s starts from it", self.source, self.task, task
         )
 
     def order_of(self, labels: Sequence[str]) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ class StartingPoint:
             )
         if len(self.labels) == len(labels):
             logger.warning(
-                "%s was trained for the labels %s: its head is trained on for %s",
+                "%s was trained for the labels %s: its head is now trained for %s",
                 *(self.source, theirs, ours),
             )
 
@@ -334,13 +334,13 @@ class StartingPoint:
             return
         if len(columns) == len(self.texts) and not moved:
             pairs = zip(columns, self.texts, strict=True)
-            listed = ", ".join(f"{name} for {own}" for name, own in pairs if name != own)
+            listed = ", ".join(f"{name} as {own}" for name, own in pairs if name != own)
             level = logging.WARNING if len(columns) > 1 else logging.INFO
             logger.log(level, "%s reads %s", self.source, listed)
             return
         raise ValueError(
             f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
-            f"{' and '.join(columns)}; in files of your own, --text_columns says which they are"
+            f"{' and '.join(columns)}; in your own files, name the texts with --text_columns"
         )
 
 
@@ -431,7 +431,7 @@ def build_model(
     for switch in ADAPTATIONS if args.do_train else ():
         if getattr(config, switch) and not getattr(model_args, switch):
             logger.warning(
-                "%s was made with --%s, and keeps it; start from its base to train it differently",
+                "%s was trained with --%s, which stays on; to change that, start from its base",
                 *(model_args.model_name_or_path, switch),
             )
     model = auto_class.from_pretrained(
@@ -447,7 +447,9 @@ def build_model(
         logger.info("loaded %s tensors from %s", len(own), adapter.source)
     if new:
         source = adapters[0].source
-        logger.warning("%s is for another task: newly initialized are %s", source, ", ".join(new))
+        logger.warning(
+            "%s is for another task, so these are newly initialized: %s", source, ", ".join(new)
+        )
     untrained = model.newly_initialized.difference(*(adapter.tensors for adapter in adapters))
     if untrained and not args.do_train:
         raise ValueError(

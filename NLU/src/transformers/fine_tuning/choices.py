@@ -71,7 +71,7 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
         others = _endings(table)
         if others != endings:
             raise ValueError(
-                f"{table.source}: has {len(others)} endings, {first.source} has {len(endings)}"
+                f"{table.source}: has {len(others)} endings, but {first.source} has {len(endings)}"
             )
         table.check_columns((CONTEXT, BEGINNING, *([LABEL] if labelled else [])))
         _check_endings(table, endings)
@@ -125,7 +125,7 @@ def _with_numbers(table: Table, count: int) -> Table:
         number = int(label) if isinstance(label, str) and label.isdecimal() else label
         if type(number) is not int or not 0 <= number < count:
             raise table.wrong(
-                row, f"its label is {label!r}; expected is an ending's number, 0 to {count - 1}"
+                row, f"its label is {label!r}; expected an ending's number, 0 to {count - 1}"
             )
         numbers.append(number)
     return table.with_column(LABEL, numbers)

@@ -49,7 +49,9 @@ class Table:
         for name in names:
             if name not in self.rows.column_names:
                 columns = quoted(self.rows.column_names)
-                raise ValueError(f"{self.source}: has no column '{name}', but {columns}{hint}")
+                raise ValueError(
+                    f"{self.source}: has no column '{name}'; its columns are {columns}{hint}"
+                )
 
     def first(self, split: str, data_args: DataArguments) -> Table:
         """Returns the rows that --max_…_samples allows, see `first_rows`."""
@@ -106,8 +108,8 @@ class Table:
         if any(hidden) and not all(hidden):
             raise self.wrong(
                 hidden.index(True),
-                f"hides its {name} (-1), and row {hidden.index(False) + 1} does not: give those of "
-                "all rows, for scores, or of none",
+                f"hides its {name} (-1), but row {hidden.index(False) + 1} does not: for scores, "
+                f"give the {name} of all rows; otherwise, of none",
             )
         return any(hidden)
 
@@ -155,7 +157,7 @@ def load_tables(
             tables[split] = Table(loaded[split], f"{data_args.dataset_name} ({split})")
         else:
             raise ValueError(
-                f"{data_args.dataset_name} has no {split} set, but {', '.join(loaded)}: give "
+                f"{data_args.dataset_name} has no {split} set; it has {', '.join(loaded)}: give "
                 f"--{split}_file"
             )
         if split not in whole:
@@ -170,10 +172,12 @@ def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str
             name,
             data_args.dataset_config_name,
             cache_dir,
-            "give it in files (--train_file and the like), or as a folder here",
+            "give files (--train_file and the like), or a local folder",
         )
     except RuntimeError as error:  # from `datasets`, for a dataset that is a script
-        raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
+        raise ValueError(
+            f"--dataset_name {name}: {error}; give files (--train_file and the like)"
+        ) from error
 
 
 def load_data_set(

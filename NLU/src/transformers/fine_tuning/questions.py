@@ -109,7 +109,9 @@ def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
                         ANSWERS: None if answers is None else _in_columns(answers),
                     }
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: article {number} is not as SQuAD's are: {error}") from error
+            raise ValueError(
+                f"{path}: article {number} does not have SQuAD's structure: {error}"
+            ) from error
 
 
 def _in_columns(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -171,8 +173,9 @@ def _check_all_or_none(table: Table, answered: Sequence[bool]) -> None:
     if any(answered) and not all(answered):
         raise table.wrong(
             answered.index(False),
-            f"has no answer, and row {answered.index(True) + 1} has: give those of all rows, for "
-            "scores, or of none; --version_2_with_negative is for sets with such questions",
+            f"has no answer, but row {answered.index(True) + 1} has one: for scores, give answers "
+            "in all rows; otherwise, in none; --version_2_with_negative is for sets with "
+            "questions that have no answer",
         )
 
 
@@ -215,7 +218,9 @@ def _answers(
         raise table.wrong(row, f"has {len(texts)} answers, but {len(starts)} in answer_start")
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text.strip() or type(start) is not int:
-            raise table.wrong(row, f"an answer is not a text with its place ({text!r}, {start!r})")
+            raise table.wrong(
+                row, f"an answer must be a string with an integer start ({text!r}, {start!r})"
+            )
         if start < 0 or start + len(text) > len(context):
             raise table.wrong(
                 row,
@@ -246,8 +251,8 @@ def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, st
         if len(ids["input_ids"]) >= room:
             raise table.wrong(
                 row,
-                f"its question takes {room} tokens or more: --max_seq_length {length}, less "
-                f"--doc_stride {stride}, has no room for its text",
+                f"its question takes {room} or more tokens, so --max_seq_length {length} minus "
+                f"--doc_stride {stride} leaves no room for its context",
             )
 
 

@@ -183,8 +183,8 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     args = trainer.args
     if trainer.model.config.apply_lora and not args.rate_is_given:
         logger.warning(
-            "--learning_rate is not given: it is %g, for training all weights; LoRA needs a higher "
-            "one, such as 5e-4, which recipes for RoBERTa-base have",
+            "--learning_rate is not given: the default, %g, is for training all weights; LoRA "
+            "needs a higher one, such as the 5e-4 of RoBERTa-base's recipes",
             args.learning_rate,
         )
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics

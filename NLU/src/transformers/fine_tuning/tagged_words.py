@@ -159,7 +159,9 @@ def _check_counts(table: Table, words: str, tags: str) -> None:
             )
         for number, tag in enumerate(row_tags, start=1):
             if tag is None or tag == "" or not isinstance(tag, str | int):
-                raise table.wrong(row, f"tag {number} of its {tags} is none ({as_json(tag)})")
+                raise table.wrong(
+                    row, f"tag {number} of its {tags} is missing or not a tag ({as_json(tag)})"
+                )
 
 
 def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...]:

@@ -32,7 +32,9 @@ class SupportedFamily:
             ValueError: the family has no class for it.
         """
         if role not in self.classes:
-            raise ValueError(f"there is no {self.family.title} for {role}, here or in 4.4")
+            raise ValueError(
+                f"{self.family.title} has no model for {role}, neither here nor in Transformers 4.4"
+            )
         module, _, name = self.classes[role].partition(".")
         return getattr(importlib.import_module(f".{module}", self.package), name)
 

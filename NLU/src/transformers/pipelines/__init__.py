@@ -95,8 +95,8 @@ def pipeline(
     name = _ALIASES.get(task, task)
     if name not in SUPPORTED_TASKS:
         raise KeyError(
-            f"no pipeline for '{task}' here (known: {', '.join(SUPPORTED_TASKS)}); for others "
-            "install upstream's transformers, in an environment of its own"
+            f"no pipeline for '{task}' here (known: {', '.join(SUPPORTED_TASKS)}); for others, "
+            "use upstream's transformers in a separate environment"
         )
     if model is None:
         raise ValueError(f"pipeline('{task}') needs a model: a folder, or a name on the hub")

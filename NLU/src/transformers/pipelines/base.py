@@ -70,7 +70,7 @@ class Pipeline(ABC):
 
     default_input_names: ClassVar[str | None] = None
     head: ClassVar[str] = ""
-    """Of the models that it takes; see `PreTrainedModel.head`."""
+    """The head that its models have; see `PreTrainedModel.head`."""
     forward_settings: ClassVar[dict[str, Any]] = {}
     """Further arguments of the model's forward."""
 

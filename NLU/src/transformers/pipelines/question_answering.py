@@ -213,8 +213,8 @@ class QuestionAnsweringPipeline(Pipeline):
             room = limit - frame - length
             if room < 1:
                 raise ValueError(
-                    f"question {number} has {length} tokens, which leaves no room for its text "
-                    f"among {limit}"
+                    f"question {number} has {length} tokens, which leaves no room for its context "
+                    f"in a row of {limit}"
                 )
             encoded = self.tokenizer(
                 [example.question_text],

@@ -63,6 +63,6 @@ def _check_number(first: Any, columns: Sequence[str] | None) -> None:
     count = 1 if isinstance(first, str) else 2
     if columns is not None and len(columns) != count:
         raise ValueError(
-            f"the inputs are {'texts' if count == 1 else 'pairs of texts'}, and the model was "
+            f"the inputs are {'texts' if count == 1 else 'pairs of texts'}, but the model was "
             f"trained on rows of {' and '.join(columns)}"
         )

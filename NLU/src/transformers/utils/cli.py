@@ -200,7 +200,7 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     if args.overwrite_output_dir:
         if checkpoint:
             logger.warning(
-                "this run starts from its beginning; the checkpoints in %s are replaced at the "
+                "this run starts from the beginning; the checkpoints in %s are replaced at the "
                 "first save: to resume from them, stop it now and add --overwrite_output_dir False",
                 folder,
             )
@@ -375,7 +375,7 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     ),
     MissingLayersError: lambda error: f"--{error.switch}",
     MissingLoraError: lambda error: (
-        f"{' and '.join(f'--{name}' for name in error.names)}; or --lora_path, whose file says so"
+        f"{' and '.join(f'--{name}' for name in error.names)}, or --lora_path with an adapter"
     ),
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",

@@ -51,7 +51,7 @@ def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float
 
     for what, values in (("predictions", preds), ("labels", labels)):
         if np.ptp(values) == 0:
-            logger.warning("All %s are equal: their correlation is undefined, taken as 0", what)
+            logger.warning("All %s are equal: the correlation is undefined and reported as 0", what)
             return {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}
     pearson = float(pearsonr(preds, labels).statistic)
     spearman = float(spearmanr(preds, labels).statistic)

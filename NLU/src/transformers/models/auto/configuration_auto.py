@@ -14,7 +14,7 @@ class AutoConfig:
     """Builds the settings of any model this package carries."""
 
     def __init__(self) -> None:
-        raise TypeError("AutoConfig is not built itself: use AutoConfig.from_pretrained")
+        raise TypeError("AutoConfig cannot be instantiated: use AutoConfig.from_pretrained")
 
     @classmethod
     def for_model(cls, model_type: str, **settings: Any) -> PretrainedConfig:
@@ -56,8 +56,9 @@ def _carried(model_type: str | None, source: str) -> SupportedFamily:
     if not isinstance(model_type, str | None):
         raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
     if model_type not in SUPPORTED:
+        stated = f"model_type '{model_type}'" if model_type else "no model_type"
         raise ValueError(
-            f"'{source}' is a {model_type or 'model of no stated type'}; this package carries "
+            f"'{source}' has {stated}; this package has only "
             f"{', '.join(SUPPORTED)}: give one of these, such as roberta-base"
             f"{_elsewhere(model_type)}"
         )
@@ -69,5 +70,5 @@ def _elsewhere(model_type: str | None) -> str:
     if model_type is None:
         return ""
     if model_type == "gpt2":
-        return ", or train it by NLG/src/gpt2_ft.py --init_checkpoint"
-    return ", or adapt it by lora.add_lora with upstream's Transformers (docs/any-model.md)"
+        return ", or train it with NLG/src/gpt2_ft.py --init_checkpoint"
+    return ", or adapt it with lora.add_lora and upstream's Transformers (docs/any-model.md)"

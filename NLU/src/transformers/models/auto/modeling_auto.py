@@ -20,7 +20,9 @@ class _AutoModel:
 
     def __init__(self) -> None:
         name = type(self).__name__
-        raise TypeError(f"{name} is not built itself: use {name}.from_pretrained or .from_config")
+        raise TypeError(
+            f"{name} cannot be instantiated: use {name}.from_pretrained or .from_config"
+        )
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> PreTrainedModel:

@@ -18,7 +18,7 @@ class AutoTokenizer:
     """Builds the tokenizer of any model this package carries."""
 
     def __init__(self) -> None:
-        raise TypeError("AutoTokenizer is not built itself: use AutoTokenizer.from_pretrained")
+        raise TypeError("AutoTokenizer cannot be instantiated: use AutoTokenizer.from_pretrained")
 
     @classmethod
     def from_pretrained(

@@ -129,13 +129,13 @@ class DebertaV2Config(EncoderConfig):
                 raise ValueError(f"unknown {name} '{unknown[0]}' (known: {', '.join(known)})")
         for name in ("embedding_size", "pooler_hidden_size"):
             if getattr(self, name, self.hidden_size) != self.hidden_size:
-                raise ValueError(f"{name} has to be the hidden_size, {self.hidden_size}")
+                raise ValueError(f"{name} must equal hidden_size, {self.hidden_size}")
         if self.conv_kernel_size > 0 and self.conv_kernel_size % 2 == 0:
             raise ValueError(f"conv_kernel_size has to be odd, not {self.conv_kernel_size}")
         if self.position_buckets > 0 and not 1 < self.position_buckets < 2 * (self.furthest - 1):
             raise ValueError(
-                f"position_buckets {self.position_buckets} do not fit {self.furthest} relative "
-                "positions: at least 2, and less than twice as many"
+                f"position_buckets must be at least 2 and below {2 * (self.furthest - 1)} for "
+                f"{self.furthest} relative positions, not {self.position_buckets}"
             )
 
     @property

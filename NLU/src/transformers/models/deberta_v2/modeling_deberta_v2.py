@@ -279,14 +279,16 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         self.init_weights()
 
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
-        raise NotImplementedError("prune_heads: DeBERTa-v2's heads cannot be pruned, as upstream's")
+        raise NotImplementedError(
+            "prune_heads: DeBERTa-v2's heads cannot be pruned, neither here nor upstream"
+        )
 
     def _padded_attention(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PaddedAttention]:
         """Does what `EncoderModel` does, but padding attends to nothing, as upstream."""
         if head_mask is not None:
-            raise TypeError("head_mask: DeBERTa-v2 takes none; embeddings are inputs_embeds=…")
+            raise TypeError("DeBERTa-v2 has no head_mask; pass embeddings as inputs_embeds=")
         if rows.mask is not None and rows.mask.dim() > 2:
             raise ValueError(
                 f"attention_mask is {tuple(rows.mask.shape)}: DeBERTa-v2 takes (batch, length)"

@@ -141,7 +141,7 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
         normalized, origins = self._pieces.normalize(chunk, with_offsets=True)
         if "".join(tokens) != normalized:
             raise ValueError(
-                "the model splits characters into bytes, which have no place in a text"
+                "the SentencePiece model splits characters into bytes, which have no offsets"
             )
         pieces: list[Piece] = []
         start, word = 0, -1

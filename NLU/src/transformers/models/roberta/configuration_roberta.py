@@ -69,8 +69,8 @@ class RobertaConfig(EncoderConfig):
         self.is_decoder = is_decoder
         if self.max_position_embeddings <= pad_token_id + 1:
             raise ValueError(
-                f"max_position_embeddings {self.max_position_embeddings} has no position for a "
-                f"token: the first {pad_token_id + 1}, up to pad_token_id, are not for tokens"
+                f"max_position_embeddings {self.max_position_embeddings} leaves no position for "
+                f"tokens: the first {pad_token_id + 1}, up to pad_token_id, are reserved"
             )
 
     @property

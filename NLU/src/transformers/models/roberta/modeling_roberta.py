@@ -63,7 +63,7 @@ class RobertaEmbeddings(nn.Module):
         if kind != "absolute":
             raise ValueError(
                 f"position_embedding_type is '{kind}': this package's RoBERTa has only absolute "
-                "ones; upstream's transformers has others, in an environment of its own"
+                "ones; for others, use upstream's transformers in a separate environment"
             )
         pad = config.pad_token_id
         self.padding_idx = pad
@@ -225,7 +225,7 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         if getattr(config, "add_cross_attention", False):
-            raise ValueError("add_cross_attention: this package's decoders have none")
+            raise ValueError("add_cross_attention: this package's decoders have no cross-attention")
         self.embeddings = RobertaEmbeddings(config)
         self.encoder = RobertaEncoder(config)
         self.pooler = RobertaPooler(config) if add_pooling_layer else None
@@ -271,7 +271,7 @@ class RobertaForCausalLM(RobertaPreTrainedModel, EncoderForCausalLM):
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
         if not config.is_decoder:
-            logger.warning("without is_decoder in its settings, tokens see those that follow them")
+            logger.warning("without is_decoder=True in its config, tokens attend to later ones")
         self.roberta = RobertaModel(config, add_pooling_layer=False)
         self.lm_head = RobertaLMHead(config)
         self.init_weights()

@@ -155,8 +155,8 @@ class RobertaBackend(TokenizersBackend):
         ]
         if flagged and (legacy_format or not self.is_fast):
             logger.warning(
-                "whether added tokens absorb spaces or are whole words is recorded only in %s, "
-                "which the fast tokenizer writes: %s",
+                "lstrip, rstrip and single_word of added tokens are recorded only in %s, which "
+                "the fast tokenizer writes: %s",
                 TOKENIZER_FILE,
                 ", ".join(flagged),
             )
