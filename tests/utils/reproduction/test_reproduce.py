@@ -32,7 +32,7 @@ def test_a_wrong_name(name, capsys):
 
 
 @pytest.fixture
-def module_label(monkeypatch):
+def called(monkeypatch):
     """Recipes are not run, but noted, and fail."""
     runs = []
 
