@@ -242,7 +242,7 @@ def test_answers_on_a_model_of_other_labels(family, tmp_path):
 def test_what_a_family_does_not_have(end):
     config = build("deberta", "token_classification").config
     with pytest.raises(
-        ValueError, match=r"^there is no DeBERTa-v2 for (multiple_choice|causal_lm)"
+        ValueError, match=r"^DeBERTa-v2 has no model for (multiple_choice|causal_lm)"
     ):
         getattr(transformers, f"AutoModel{end}").from_config(config)
 

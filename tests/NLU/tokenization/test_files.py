@@ -206,7 +206,7 @@ def test_damaged_files_are_named(tokenizer, folder, name):
 
 def test_configuration_that_is_no_dict(folder):
     write(folder / "tokenizer_config.json", [1])
-    with pytest.raises(OSError, match=r"tokenizer_config.json: holds a list"):
+    with pytest.raises(OSError, match=r"tokenizer_config.json: contains a list"):
         RobertaTokenizerFast.from_pretrained(folder)
 
 
