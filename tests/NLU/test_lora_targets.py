@@ -168,7 +168,10 @@ def test_choices_are_kept_in_one_order(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_targets": ["query", "danse"]}, "lora_targets: 'danse' matches no projection; similar"),
+        (
+            {"lora_targets": ["query", "danse"]},
+            "lora_targets: 'danse' matches no projection; similar",
+        ),
         ({"lora_targets": []}, "apply_lora needs lora_targets: some of"),
         ({"lora_dropout": 1.5}, r"lora_dropout must lie in \[0, 1\), not 1.5"),
         ({"lora_dropout": 1.0}, r"lora_dropout must lie in \[0, 1\), not 1.0"),

@@ -309,7 +309,7 @@ def test_the_first_pattern_that_matches_counts(family):
 
 
 BAD = [
-    ({"lora_targets": ["querry"]}, "lora_targets: 'querry' matches no .*near.*query"),
+    ({"lora_targets": ["querry"]}, "lora_targets: 'querry' matches no .*similar.*query"),
     ({"lora_targets": ["word_embeddings"]}, "lora_targets: 'word_embeddings' matches no "),
     ({"lora_layers": [2]}, "lora_layers: the model has layers 0 to 1, not 2"),
     ({"lora_layers": []}, "lora_layers names no layer"),
