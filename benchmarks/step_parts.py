@@ -32,10 +32,10 @@ BETWEEN = "between operations"
 # Copies, calls, masks, additions, some of which fewer or larger operations could save.
 RESTS = ("attention, the rest", "dropout outside of it, the rest", "the rest", BETWEEN)
 # The rows of whole steps, below those of their parts.
-METHODS, PROFILED, TIMED = "kernels: all but rests", "a step, profiled", "a step"
+KERNELS, PROFILED, TIMED = "kernels: all but rests", "a step, profiled", "a step"
 AT_THE_RATE = "its arithmetic at the machine's rate"
 # Below them, the last one as a share of a step's time, and of its kernels' time.
-SHARES = {"as a share of a step": TIMED, "as a share of its kernels": METHODS}
+SHARES = {"as a share of a step": TIMED, "as a share of its kernels": KERNELS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def column(run: Mapping[str, Any]) -> dict[str, float]:
     parts[BETWEEN] = profiled - sum(parts.values())
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1]))
     kernels = sum(seconds for part, seconds in parts.items() if part not in RESTS)
-    return ordered | {METHODS: kernels, PROFILED: profiled, TIMED: fmean(run["seconds"])}
+    return ordered | {KERNELS: kernels, PROFILED: profiled, TIMED: fmean(run["seconds"])}
 
 
 def table(columns: Mapping[str, Mapping[str, float]]) -> str:
@@ -94,12 +94,12 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
     """
     order = dict.fromkeys(name for found in columns.values() for name in found)
     lines = [f"| ms | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    wholes = (METHODS, PROFILED, TIMED, AT_THE_RATE)
+    wholes = (KERNELS, PROFILED, TIMED, AT_THE_RATE)
     for name in (*(name for name in order if name not in wholes), *wholes):
         cells = []
         for found in columns.values():
             seconds = found.get(name, 0.0)
-            is_share = name not in wholes or name == METHODS
+            is_share = name not in wholes or name == KERNELS
             share = f" ({seconds / found[PROFILED]:.0%})" if is_share else ""
             cells.append(f"{1e3 * seconds:,.1f}{share}")
         lines.append(f"| {name} | {' | '.join(cells)} |")

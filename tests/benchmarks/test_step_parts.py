@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from loralib.nn.fast_paths import fast_paths_off
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-METHODS = {
+KERNELS = {
     "products with weights",
     "attention's products",
     "attention's softmax",
@@ -49,7 +49,7 @@ def worker(monkeypatch):
 def test_parts_of_a_step(script, forked_workers, read_table, capsys, step, own):
     script.main([step, "--quick", "--steps", "2", "--threads", "1"])
     rows = {row.pop("ms"): row for row in read_table(capsys.readouterr().out)}
-    kernels, wholes = METHODS | own, {"a step, profiled", "a step"}
+    kernels, wholes = KERNELS | own, {"a step, profiled", "a step"}
     wholes |= {"kernels: all but rests", "its arithmetic at the machine's rate"}
     shares = {"as a share of a step": "a step"}
     shares |= {"as a share of its kernels": "kernels: all but rests"}
@@ -117,14 +117,14 @@ def test_a_column_has_what_is_between_operations(script):
         ("GELU", 0.8),
         (script.BETWEEN, pytest.approx(0.5)),
         ("norms", 0.2),
-        (script.METHODS, pytest.approx(1.0)),
+        (script.KERNELS, pytest.approx(1.0)),
         (script.PROFILED, 1.5),
         (script.TIMED, pytest.approx(0.6)),
     ]
 
 
 def test_a_part_that_one_precision_lacks_has_its_row(script):
-    wholes = dict.fromkeys((script.METHODS, script.PROFILED), 0.2)
+    wholes = dict.fromkeys((script.KERNELS, script.PROFILED), 0.2)
     wholes |= dict.fromkeys((script.TIMED, script.AT_THE_RATE), 0.1)
     lines = script.table({"a": {"x": 0.2, **wholes}, "b": {"x": 0.1, "y": 0.1, **wholes}})
     rows = [line.split(" | ")[0].removeprefix("| ") for line in lines.splitlines()[2:]]
