@@ -167,9 +167,10 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     different sizes, the weights are separate, and `q_proj`, `k_proj` and `v_proj` have an update
     each. out_proj is a `Linear` of this library.
 
-    PyTorch's attention function takes weights, so each forward pass computes the merged ones, with
-    r multiplications per element. They are in the base's dtype: in half precision, updates that are
-    small compared with the weight are rounded away. Dropout on an update's input is not possible.
+    PyTorch's attention function takes weights, so each forward pass in training computes the merged
+    ones, with r multiplications per element. They are in the base's dtype: in half precision,
+    updates that are small compared with the weight are rounded away. Dropout on an update's input
+    is not possible.
 
     Shapes:
         in_proj_weight (3·embed, embed), lora_A (r, embed), lora_B (3·embed, r).

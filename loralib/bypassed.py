@@ -36,7 +36,7 @@ _AS = {"to", "type_as"}
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Returns the layers and stacks whose weights a module computes with and never calls.
+    """Returns the layers and stacks with whose weights a module computes without calling them.
 
     That module contains the layer, or the module that owns the stack. Weights that a class reads
     in another way than as `self.name.weight`, or without its source, are not found.
@@ -123,8 +123,9 @@ def _used_in_forward(kind: type) -> list[_Chain]:
 def _chains(method: FunctionType) -> list[_Chain] | None:
     """Returns the attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
 
-    Returns None if some may be missing: the method has no source, calls `super()`, or passes `self`
-    to a function. Also for methods of PyTorch and of this package, which handle updates themselves.
+    Returns None if some may be missing: the method has no source, uses `super`, or uses `self` as a
+    whole, as when it passes it to a function. Also for methods of PyTorch and of this package,
+    which handle updates themselves.
     """
     if (method.__module__ or "").partition(".")[0] in ("torch", __package__):
         return None

@@ -162,7 +162,7 @@ class SettingsError(CheckpointError):
 
 
 class MissingPartError(CheckpointError):
-    """An adapter that was trained together with another part, whose own file is missing.
+    """An adapter that was trained with another part, which is in a file that was not given.
 
     Args:
         source: the adapter.

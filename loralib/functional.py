@@ -160,7 +160,7 @@ class Delta:
             products.add_product(part, z[:, block.rows], block.B.t(), self.scaling)
 
     def expanded(self, out: Tensor, z: Tensor) -> Tensor:
-        """Returns `out` + s · z Bᵀ. For `torch.func`: vmap has no rules for in-place operations."""
+        """Returns `out` + s · z Bᵀ, not in place: vmap can fail if `out` itself is not batched."""
         for block in self.blocks():
             around = block.columns.start, out.shape[1] - block.columns.stop
             part = F.linear(z[:, block.rows] * self.scaling, block.B)
@@ -399,7 +399,9 @@ class _LowRankLinear(torch.autograd.Function):
         lora_input = dropped if ctx.has_dropped else x
         if torch.is_grad_enabled():  # double backward: z has to depend on its inputs
             if lora_input is None:
-                raise RuntimeError("second derivatives cannot be computed while lora_A is frozen")
+                raise RuntimeError(
+                    "second derivatives cannot be computed while lora_A is frozen: train it as well"
+                )
             z = F.linear(lora_input, A) * ctx.scaling
         # On CPUs these products take half the time or less in the layouts chosen here.
         grad_z = _joined(

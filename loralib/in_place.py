@@ -147,7 +147,7 @@ def _check_restorable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
-            is_parameters = isinstance(module, AdaptedProjection)  # `base` is its owner then
+            is_parameters = isinstance(module, AdaptedProjection)  # `base` owns the weight then
             raise ValueError(
                 own_forward_message(
                     name.rpartition(".")[0] if is_parameters else name,

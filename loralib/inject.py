@@ -143,7 +143,8 @@ def add_lora(
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input. Embeddings, whose input is row numbers, have
             none, as in PEFT.
-        exclude: which of these modules to leave out. Each exclusion has to leave out at least one.
+        exclude: which of these modules to leave out. Each exclusion has to match a module, and not
+            only a block around these.
         layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
         rank_pattern: another r for some modules, by target. If several patterns match, the first
             one counts.
@@ -169,12 +170,13 @@ def add_lora(
         adds updates, and what is trainable stays so.
 
     Raises:
-        ValueError: a target or a pattern matches nothing, or a module that has LoRA already; an
-            exclusion leaves out nothing; a setting has the wrong type, or is out of range; a rank
-            is larger than a dimension of its weight; DoRA is to adapt a weight with rows of zeros;
-            a module is both adapted and in modules_to_train; a weight is tied; the model is wrapped
-            (DDP, FSDP, compile), has PEFT's LoRA, or its tensors are inference tensors.
-        UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
+        ValueError: a target or a pattern matches nothing; a target matches a module that has LoRA
+            already; an exclusion matches nothing, or only a block around targets; a setting has the
+            wrong type, or is out of range; a rank is larger than a dimension of its weight; DoRA is
+            to adapt a weight with rows of zeros; a module is both adapted and in modules_to_train;
+            a weight is tied; the model is wrapped (DDP, FSDP, compile), has an adapter of PEFT's,
+            or its tensors are inference tensors.
+        UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.
     """
     check_model(model, targets)
     check_no_peft_layers(model)

@@ -1,4 +1,4 @@
-"""Checks that a model and its modules can be adapted. Errors are one line and name the module."""
+"""Checks that a model and its modules can be adapted. Errors are one line; most name the module."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -220,7 +220,7 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
         )
     if reason := stops_gradients(layer):
         raise UnsupportedLayerError(
-            f"gradients do not pass through the weight of {what}, because {reason}, or {_LEAVE_OUT}"
+            f"gradients do not pass through {what}, because {reason}, or {_LEAVE_OUT}"
         )
 
 
@@ -340,7 +340,7 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
 
 
 def _kind_not_held(buffer: Tensor) -> object | None:
-    """Returns the layout, class or dtype for which an adapter cannot hold a buffer, if any."""
+    """Returns the layout, class or dtype that keeps a buffer out of adapters; None if none does."""
     if not is_dense(buffer):
         return "nested tensors" if buffer.is_nested else buffer.layout
     if has_own_dispatch(buffer):
@@ -382,7 +382,7 @@ def sharing(
 def check_rank(
     model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target] = ()
 ) -> None:
-    """Checks that no rank exceeds the smaller dimension of its weight.
+    """Checks that no rank exceeds the smaller dimension of its weight, or of one slice of it.
 
     Args:
         model: the model.
@@ -408,7 +408,7 @@ def check_rank(
             target = shortest_target(name, alike, largest)
             way_out = f"lower it, or give rank_pattern={{{target}: {most}}}"
         raise ValueError(
-            f"r = {rank} is too large for {module_label(name)}, whose smaller dimension is "
+            f"r = {rank} is too large for {module_label(name)}, whose largest possible rank is "
             f"{most}; {way_out}"
         )
 
@@ -418,8 +418,8 @@ def _largest_ranks(
 ) -> dict[str, int | None]:
     """Returns the largest possible ranks of modules and stacks, by their names.
 
-    This is the smallest dimension of a weight as a matrix; None for a module without a weight of
-    its own.
+    This is the smallest dimension of a weight as a matrix, or of its slices with `enable_lora`;
+    None for a module without a weight of its own.
     """
     held = {name: _holder(model, name) for name in settings}
     return {
@@ -429,7 +429,7 @@ def _largest_ranks(
 
 
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
-    """Returns the smallest dimension of a module's weights as matrices; None without a weight."""
+    """Returns the smallest dimension of a module's weights or their slices; None without any."""
     sizes = []
     for part in _weight_names(module):
         weight = module._parameters.get(part)
@@ -442,6 +442,7 @@ def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
 
+    Slices that `enable_lora` leaves out are not checked.
     Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
     """
     if not variant_of(settings.variant).has_magnitude:
@@ -493,8 +494,8 @@ def check_owner(model: nn.Module, name: str) -> None:
     """Checks that a module does not belong to an attention that could not use its update.
 
     An `nn.MultiheadAttention` computes with the weight of its out_proj itself, so it changes its
-    class when out_proj is adapted. It cannot if its class adds methods or attributes of its own, or
-    if that weight is quantized.
+    class when out_proj is adapted. It cannot if its class overrides forward or adds methods or
+    attributes of its own, or if that weight is quantized.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     if not isinstance(owner, nn.MultiheadAttention):

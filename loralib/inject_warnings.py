@@ -73,8 +73,8 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
     stacks = [name for name in found if stack_named(model, name) is not None]
     layers = [name for name in found if name not in stacks]
     for of_kind, what, called_instead in (
-        (layers, "the weight of ", "it"),
-        (stacks, "", "the module that has it"),
+        (layers, "the weight of ", "it" if len(layers) == 1 else "them"),
+        (stacks, "", f"the module that has {'it' if len(stacks) == 1 else 'them'}"),
     ):
         if of_kind:
             logger.warning(
@@ -145,7 +145,8 @@ def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list
 def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
     """Warns that a number as a target, as for nn.Sequential, also matches other modules.
 
-    The names of these end in it by chance. Modules that another target matches too are intended.
+    The names of these end in it by chance. Modules that another target matches too are intended, so
+    there is no warning about them.
     """
     for target in targets:
         if not isinstance(target, str) or target not in names or not target.isdigit():
@@ -163,7 +164,7 @@ def warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
 
 
 def warn_of_no_initialization(model: nn.Module, names: Iterable[str]) -> None:
-    """Warns that A and B are zero, because scripts have replaced the functions of `torch.nn.init`.
+    """Warns that A and B are zero, if `torch.nn.init` has no effect, see `initializes`.
 
     Both would stay zero in training: each has a gradient only if the other is not zero.
     """

@@ -44,7 +44,7 @@ rounding:
 - The forward runs under `torch.compile` or `torch.jit.trace` (for these, get a plain model from
   `loralib.merge`), within a `TorchDispatchMode`, or in a transform of `torch.func`.
 - The tensors are not the layer's own parameters, or are not plain tensors: sharded by FSDP or as
-  DTensors, offloaded by hooks, parametrized, or quantized.
+  DTensors, offloaded by hooks, parametrized, quantized, or inference tensors.
 
 Layers compute in their input's dtype, or in autocast's. W may be stored in half precision while A,
 B and the bias stay in float32: these are cast when they are used, and their gradients are float32.
@@ -353,7 +353,7 @@ class Embedding(LoRALayer, nn.Embedding):
         initialization: initialization of A and B, see `LoRALayer`.
         freeze_A: whether A is kept at its initial values, see `LoRALayer`.
         **kwargs: passed on to `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device,
-            dtype, …). The row at padding_idx gives no gradient to A and to DoRA's magnitudes.
+            dtype, …). The row at padding_idx gives no gradient to A or to DoRA's magnitudes.
             sparse applies to W's gradient; A's is always dense.
 
     Shapes:
@@ -362,8 +362,8 @@ class Embedding(LoRALayer, nn.Embedding):
 
     Raises:
         ValueError: r is not an integer or is negative; r > 0 with max_norm, which would rewrite
-            the frozen weight; or freeze_A with the default initialization, which would freeze A at
-            zero.
+            the frozen weight; or r > 0 with freeze_A and the default initialization, which would
+            freeze A at zero.
     """
 
     def __init__(
@@ -401,7 +401,10 @@ class Embedding(LoRALayer, nn.Embedding):
                 f"max_norm={max_norm} rewrites an embedding's weight, which LoRA keeps frozen"
             )
         if freeze_A and initialization == "default":
-            raise ValueError("freeze_A would freeze an embedding's A at zero: train it")
+            raise ValueError(
+                "freeze_A would freeze an embedding's A at zero: leave freeze_A out, or choose "
+                "another initialization"
+            )
 
     def _add_update(self, dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the update."""

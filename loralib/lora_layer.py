@@ -141,7 +141,7 @@ class LoRALayer:
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or a child.
 
-        Another package's class that has no `weight` itself may wrap one in a child called `base`.
+        A class of another package may have no `weight` itself, but a child called `base` that has.
         """
         inner = self._modules.get("base")
         return self if inner is None or hasattr(self, "weight") else inner
@@ -332,9 +332,9 @@ class LoRALayer:
         """Initializes what is computed from the weight: DoRA's magnitudes, PiSSA's or OLoRA's A, B.
 
         Call it again after the weight has been loaded; see `loralib.utils.start_from_weights`.
-        In a layer with nothing to compute from the weight, it changes nothing, unless A and B were
-        created without values and have got memory, but no values, since: it initializes these.
-        Values that were loaded or written by hand stay.
+        In a layer with nothing to compute from the weight, it changes nothing, with one exception:
+        if A or B was created without values and has got memory since, but no values, then both are
+        initialized. If values have been loaded into both, or written by hand, these stay.
         """
         if self.r == 0 or start_is_deferred():
             return
@@ -480,9 +480,9 @@ class LoRALayer:
     def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
         """Returns whether every change of the weight and the update can be noticed between calls.
 
-        It cannot if they are computed or replaced for each call: by FSDP, by ZeRO 3, by hooks that
-        offload them, or by a parametrization. Nor if they are of a tensor subclass, or if a
-        `TorchDispatchMode` is active, which may make such tensors.
+        Changes are missed in tensors that are computed or replaced for each call: by FSDP, by
+        ZeRO 3, by hooks that offload them, or by a parametrization. The answer is also no for
+        tensor subclasses, and while a `TorchDispatchMode` is active, which may make such tensors.
         """
         own = self._parameters
         return (
@@ -533,7 +533,7 @@ class LoRALayer:
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has its own counts
 
     def _complete_old_state(self, was_merged: bool) -> None:
-        """Adds the attributes that a layer lacks if 0.1.2 or a later version has pickled it.
+        """Adds what a layer lacks that was pickled by an older version, from 0.1.2 on.
 
         Raises:
             CheckpointError: 0.1.2 had merged it. The weight cannot be unmerged here: in PyTorch's

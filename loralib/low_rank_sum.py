@@ -2,10 +2,10 @@
 
     x @ (W + L R)  =  x @ W + (x @ L) @ R
 
-This needs no gradient of W's size, and costs r / in + r / out more than x @ W. All other functions
-of PyTorch and methods of a tensor compute the sum, and get it as a tensor. `isinstance(w, Tensor)`
-is False. An `autograd.Function` would take a `LowRankSum` for a constant and give the factors no
-gradients, so if these are trained, using it in one is an error.
+This needs no gradient of W's size, and costs r / in + r / out more than x @ W. Other functions of
+PyTorch, and a tensor's other methods, work with the sum itself, which is computed for them as a
+tensor. `isinstance(w, Tensor)` is False. An `autograd.Function` would take a `LowRankSum` for a
+constant and give the factors no gradients, so if these are trained, using it in one is an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,8 @@ _HAS_FORWARD_DERIVATIVES = getattr(torch._C, "_is_fwd_grad_enabled", lambda: Tru
 class LowRankSum:
     """W + L R, whose products are computed without the sum; see the module's docstring.
 
-    Indexing the first dimension of a stack, and transposing, return another `LowRankSum`. It is not
-    a tensor, so code that does not call `__torch_function__`, such as a kernel, refuses it.
+    Indexing the first dimension of a stack, transposing, and `to` return another `LowRankSum`. It
+    is not a tensor, so code that does not call `__torch_function__`, such as a kernel, refuses it.
 
     Args:
         weight: (…, n, m).
@@ -125,7 +125,8 @@ class LowRankSum:
         """Returns the weight's address on a CPU, where callers check its alignment.
 
         Raises:
-            RuntimeError: the weight is elsewhere, where a kernel would read the sum at the address.
+            RuntimeError: the weight is on another device, where a kernel would take the address
+                for that of the sum.
         """
         if not self.weight.is_cpu:
             raise RuntimeError(

@@ -49,7 +49,7 @@ def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stack_named(model: nn.Module, name: str) -> Stack | None:
-    """Returns a model's stack of this name, such as "experts.down_proj"; None if there is none."""
+    """Returns the stack of this name, such as "experts.down_proj"; None if that is not a stack."""
     at, _, parameter = name.rpartition(".")
     owner = model.get_submodule(at)
     return Stack(owner, parameter) if parameter in stacks_in(owner) else None

@@ -21,8 +21,8 @@ _UPDATE = "_is_of_lora"
 _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
 
-# How many steps of an optimizer without LoRA to allow before a warning: the loop may have another
-# optimizer, with LoRA, that steps less often.
+# At which of its steps an optimizer without LoRA causes a warning. Not at the first: the loop may
+# have another optimizer, with LoRA, that steps less often.
 _PATIENCE = 10
 
 # A new object at each step. A counter would make a compiled step recompile at each new value.
@@ -34,9 +34,9 @@ _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictio
 
 
 def latest_step() -> object:
-    """Returns an object that is another one after each step of any optimizer in the process.
+    """Returns an object that each step of any optimizer in the process replaces with a new one.
 
-    A merged copy is made again when it changes, because fused optimizers change tensors without
+    Merged copies are made again after that, because fused optimizers change tensors without
     changing their versions.
     """
     return _latest_step
@@ -73,9 +73,10 @@ def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def was_trained_along(parameter: Tensor) -> bool:
-    """Returns whether a step has changed a parameter along with LoRA, or a weight that has LoRA.
+    """Returns whether an optimizer has trained a parameter along with LoRA.
 
-    False if anything but such a step has written to the parameter since: it may be a base's again.
+    For a weight that has LoRA, any step counts. False if anything but such a step has written to
+    the parameter since: it may be a base's again.
     Writes through ``.data`` are not noticed.
     """
     own = vars(parameter)
@@ -127,9 +128,9 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     _idle_steps[optimizer] = steps
     if steps == _PATIENCE:
         logger.warning(
-            "%s holds frozen weights that have LoRA but not LoRA's parameters, which no step has "
-            "trained so far: if it was created before add_lora, create it again; otherwise give "
-            "it LoRA's parameters as well",
+            "%s holds frozen weights that have LoRA, but none of LoRA's parameters, which no step "
+            "has trained so far: if it was created before add_lora, create it again; otherwise "
+            "give it LoRA's parameters as well",
             type(optimizer).__name__,
         )
 

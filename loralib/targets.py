@@ -240,7 +240,7 @@ def _named(
     """Returns the names that a target means: those of modules, or else of stacks.
 
     It may mean stacks even if it matches modules without parameters of their own, such as the
-    activation next to the experts in upstream's models.
+    activation next to the experts in Hugging Face's models.
     """
     named = _matched(modules, target)
     if any(model.get_submodule(name)._parameters for name in named):
@@ -256,12 +256,12 @@ def matched_stacks(
 ) -> list[str]:
     """Returns the names of the stacks that targets match, even if they mean modules alone.
 
-    "all-linear" matches all stacks. A target that means modules may match further stacks: if
-    "down_proj" means linear layers, and the targets also mean the layers next to one of these, then
-    it matches experts.down_proj and the other stacks of `experts`, such as experts.gate_up_proj.
-    (Models that hold the experts as linear layers have other names for these.) Stacks that are
-    excluded or within an excluded module are left out, and so are those that are not
-    `is_suggested`.
+    "all-linear" matches all stacks. A target that means modules, such as "down_proj", also matches
+    the stacks of this name, such as experts.down_proj. If the targets mean all layers next to one
+    of these modules as well, it also matches the other stacks of `experts`, such as
+    experts.gate_up_proj. (Models that hold the experts as linear layers have other names for
+    these.) Stacks that are excluded or within an excluded module are left out, and so are those
+    that are not `is_suggested`.
     """
     modules, stacks = _modules_and_stacks(model)
     if not stacks:
@@ -467,7 +467,7 @@ def shortest_target(
 def shortest_targets(
     names: Collection[str], others: Iterable[str], least: int = 1
 ) -> dict[str, str]:
-    """Returns for each name the shortest target (Python code) that matches it but no other.
+    """Returns for each name the shortest target, as Python code, that matches none of `others`.
 
     Args:
         names: any names. The target of one may match other ones of them.

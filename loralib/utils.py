@@ -117,7 +117,7 @@ def start_from_weights(model: nn.Module) -> None:
     Call it after a base, and before an adapter, is loaded into a model that was built with DoRA, or
     with an initialization that uses the weights. Call it as well for any model that was adapted on
     the meta device and has got memory since (`to_empty`): A and B then get their first values,
-    unless they have already been loaded or written to.
+    unless both have already been loaded or written to.
 
     Rows of zeros in weights that DoRA adapts cause a warning in the log. `add_lora` refuses these,
     but cannot see them before the weights are loaded. Here they are no error, because memory that
@@ -222,7 +222,7 @@ def with_lora_plus(
 
 
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
-    """Returns the part of `model.state_dict()` that `mark_only_lora_as_trainable` leaves trained.
+    """Returns the part of `model.state_dict()` that `mark_only_lora_as_trainable` does not freeze.
 
     If the model has no LoRA parameters, a warning is logged.
 

@@ -59,7 +59,7 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_distributed_or_compiled(module: nn.Module) -> bool:
-    """Returns whether a module is such a wrapper, or compiled: new layers would come too late."""
+    """Returns whether new layers come too late: a module is compiled, FSDP's or in `_NOTING`."""
     is_compiled = vars(module).get("_compiled_call_impl") is not None
     return is_compiled or type(module).__name__ in _NOTING or is_managed(module)
 
@@ -96,9 +96,9 @@ def quantized(tensor: Tensor) -> str | None:
 
 
 def unreadable(tensor: Tensor) -> str | None:
-    """Returns what `quantized` does, but counts integers, such as a mask's, as plain values.
+    """Returns what `quantized` does, but accepts integers, such as a mask's, as plain values.
 
-    Except those that bitsandbytes has packed.
+    Those that bitsandbytes has packed are not plain.
     """
     return quantized(tensor) if tensor.is_floating_point() or is_packed(tensor) else None
 
@@ -133,7 +133,7 @@ def _is_ordinary(kind: type) -> bool:
 
 
 def has_own_forward(module: Any) -> bool:
-    """Returns whether another forward than its class's was set on a module, as offloading does."""
+    """Returns whether a module was given a forward other than its class's, as by offloading."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 

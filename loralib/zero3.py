@@ -23,7 +23,7 @@ def is_partitioned(tensor: Any) -> bool:
 
 @contextmanager
 def with_shapes(model: nn.Module) -> Iterator[None]:
-    """Gives partitioned parameters their shapes within this block; zeros that take no memory."""
+    """Gives partitioned parameters their shapes within this block, as zeros without memory."""
     parameters: Iterable[Any] = model.parameters()
     empty = [(each, each.data) for each in parameters if is_partitioned(each)]
     for each, data in empty:

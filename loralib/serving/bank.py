@@ -150,7 +150,7 @@ class AdapterBank:
             torch.compiler.reset()
 
     def _has_hook(self, module: nn.Module, hook: "_Hook") -> bool:
-        """Returns whether a module still has a hook. One that has replaced it has none."""
+        """Returns whether a module has a hook: a module that has replaced another has none."""
         return hook in self._hooks and self._hooks[hook].id in module._forward_hooks
 
     def remove(self, name: str) -> None:
@@ -294,7 +294,7 @@ _RUN_LATER = (
 
 _IN_THREADS = (
     "nn.DataParallel computes in its own threads, which a bank's blocks do not reach: give the "
-    "bank the wrapped model, and call that on one device"
+    "bank the model inside it (its module), and call that on one device"
 )
 
 
@@ -326,9 +326,9 @@ class _Key:
 def _like(model: nn.Module, modules: Collection[str]) -> list[str]:
     """Returns these modules, and those of the same name in owners of the same class.
 
-    For example in other layers. Dynamo does not check hooks before it runs compiled code (its
-    ``skip_nnmodule_hook_guards``), so it could use the code of a layer without hooks for one with
-    hooks.
+    The latter are, for example, the same modules of other layers. Dynamo does not check hooks
+    before it runs compiled code (its ``skip_nnmodule_hook_guards``), so it could use the code of a
+    layer without hooks for one with hooks.
     """
     meant = {_kind_of_place(model, name) for name in modules}
     like = (name for name, _ in model.named_modules() if _kind_of_place(model, name) in meant)

@@ -49,7 +49,10 @@ class DeviceDelta:
         self._cast: dict[torch.dtype, Delta] = {}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Turns `out`, the module's output for x, into the adapted one; in place, contiguous."""
+        """Turns `out`, the module's output for x, into the adapted one, in place.
+
+        `out` has to be contiguous.
+        """
         raise NotImplementedError
 
     def _in(self, dtype: torch.dtype) -> Delta:

@@ -105,7 +105,7 @@ class _Place:
         return self._owner._modules.get(self._last)
 
     def fault(self) -> str | None:
-        """Returns why an adapter would have no effect here; None if it would have it."""
+        """Returns why an adapter would have no effect here; None if it would have one."""
         return _fault(self.found, self._module)
 
 

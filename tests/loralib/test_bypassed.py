@@ -157,7 +157,7 @@ def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
     model = nn.Sequential(*(Reads() for _ in range(3)), ReadsAView(), Net())
     assert said_of(model, caplog, "all-linear") == [
         "the source of Reads, ReadsAView reads the weight of 0.proj, 1.proj … and 2 more directly, "
-        "and never calls it: an update has no effect there; leave out '0.proj', '1.proj', "
+        "and never calls them: an update has no effect there; leave out '0.proj', '1.proj', "
         "'2.proj', '3.proj'"
     ]
     lora.remove_lora(model)
@@ -169,8 +169,8 @@ def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
 def test_a_rank_that_is_too_large_for_it_is_answered_with_leaving_it_out(patterns, caplog):
     """With a lower one, the answer would only be that it is never called."""
     message = (
-        r"^r = 8 is too large for proj, whose smaller dimension is 4; the source of Reads never "
-        r"calls it, so no rank has an effect: leave it out of targets, or exclude it if .*$"
+        r"^r = 8 is too large for proj, whose largest possible rank is 4; the source of Reads "
+        r"never calls it, so no rank has an effect: leave it out of targets, or exclude it if .*$"
     )
     with pytest.raises(ValueError, match=message):
         lora.add_lora(Reads(), ["proj", "other"], r=8, **patterns)

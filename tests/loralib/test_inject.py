@@ -442,7 +442,7 @@ WRONG = {
     "rank": (
         AnyModel,
         {"r": 9},
-        "r = 9 is too large for layers.0.q_proj, whose smaller dimension is 8",
+        "r = 9 is too large for layers.0.q_proj, whose largest possible rank is 8",
     ),
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),

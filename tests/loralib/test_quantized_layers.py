@@ -545,7 +545,10 @@ def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, m
 @EACH
 def test_ranks_are_held_against_what_is_packed(package):
     unchanged_by(
-        Net(package), "r = 9 is too large for layers.0.up, whose smaller dimension is 8", "up", r=9
+        Net(package),
+        "r = 9 is too large for layers.0.up, whose largest possible rank is 8",
+        "up",
+        r=9,
     )
     message = r"enable_lora \[True, False, False\] does not fit layers.0.up: .* divide 16, the"
     unchanged_by(Net(package), message, "up", enable_lora={"up": [True, False, False]})
@@ -564,7 +567,7 @@ def test_an_adapter_of_a_base_of_another_size(tmp_path, package):
 
 def test_a_weight_for_quantized_inputs_is_refused():
     model = nn.Sequential(with_int8(nn.Linear(8, 8), is_of_inputs=True))
-    message = "gradients do not pass through the weight of module 0, because its inp"
+    message = "gradients do not pass through module 0, because its inputs are quant"
     unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 

@@ -99,7 +99,7 @@ def test_an_expression_that_is_suggested_means_one_module_alone():
 @pytest.mark.parametrize("pattern", ["layers.1.out", "out", "*.out", re.compile(r"layers\..*")])
 def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pattern):
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    message = f"whose smaller dimension is 4; lower it in rank_pattern, where '{text}' sets it"
+    message = f"whose largest possible rank is 4; lower it in rank_pattern, where '{text}' sets it"
     ranks = {"layers.2.out": 2, pattern: 8, "layers.*": 8}
     with pytest.raises(ValueError, match=re.escape(message)):
         lora.add_lora(Widths(), "out", r=2, rank_pattern=ranks)
