@@ -120,7 +120,7 @@ class Progress:
 
     Attributes:
         epoch, batches: full epochs done, and batches done in the current one.
-        has_ended: whether the work due at the end of the last epoch was done or begun.
+        has_ended: False within an epoch; True once the work due at its end has begun.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
             that have no target (their loss of 0 has no meaning).

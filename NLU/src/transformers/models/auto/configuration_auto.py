@@ -11,7 +11,7 @@ from ..registry import SUPPORTED, SupportedFamily
 
 
 class AutoConfig:
-    """Builds the settings of any model this package carries."""
+    """Builds the settings of any model that this package supports."""
 
     def __init__(self) -> None:
         raise TypeError("AutoConfig cannot be instantiated: use AutoConfig.from_pretrained")
@@ -28,7 +28,7 @@ class AutoConfig:
         """Reads a model's settings; arguments as in `PretrainedConfig.from_pretrained`.
 
         Raises:
-            ValueError: the model is of a type that this package does not carry.
+            ValueError: the model is of a type that this package does not support.
         """
         carried = carried_of(name_or_path, split_arguments(arguments)[0])
         return carried.load("config").from_pretrained(name_or_path, **arguments)
@@ -44,7 +44,7 @@ def carried_of(
         where: as in `resolve_file`.
 
     Raises:
-        ValueError: the model is of a type that this package does not carry.
+        ValueError: the model is of a type that this package does not support.
     """
     if isinstance(model, PretrainedConfig):
         return _carried(model.model_type, type(model).__name__)
@@ -66,7 +66,7 @@ def _carried(model_type: str | None, source: str) -> SupportedFamily:
 
 
 def _elsewhere(model_type: str | None) -> str:
-    """Returns what to use for a model that is not carried here; "" if its type is unknown."""
+    """Returns what to use for a model that is not supported here; "" if its type is unknown."""
     if model_type is None:
         return ""
     if model_type == "gpt2":

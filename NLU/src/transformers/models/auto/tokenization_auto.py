@@ -15,7 +15,7 @@ from .configuration_auto import carried_of
 
 
 class AutoTokenizer:
-    """Builds the tokenizer of any model this package carries."""
+    """Builds the tokenizer of any model that this package supports."""
 
     def __init__(self) -> None:
         raise TypeError("AutoTokenizer cannot be instantiated: use AutoTokenizer.from_pretrained")
