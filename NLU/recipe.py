@@ -338,7 +338,7 @@ def _check_size(flag: str, path: str, tensors: Mapping[str, Any], base: str) -> 
 
 def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
     """Returns the processes and extra flags that keep the recipe's batch size on fewer GPUs."""
-    # The largest number of processes that divides the recipe's.
+    # The largest number of processes, at most one per GPU, that divides the recipe's.
     fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
     flags = []
     if fewer < recipe.nproc:

@@ -226,9 +226,10 @@ def tokenize(
 def metrics_for(
     prepared: PreparedWords, split: str, each_type: bool
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Returns the function that computes the metrics, with those of `each_type` if asked for.
+    """Returns the function that computes the metrics of an evaluation.
 
-    They are precision, recall and F1 of entities, and the accuracy of words.
+    They are precision, recall and F1 of all entities (with `each_type`, also of each type), and the
+    accuracy of words.
     """
     names, firsts = conll_tags(prepared.labels), prepared.firsts.get(split, [])
 

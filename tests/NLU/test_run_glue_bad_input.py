@@ -341,7 +341,7 @@ BAD = {
     ),
     "own: no text in any row": (
         f"{TRAIN_OWN}/textless_rows.csv --text_columns review",
-        "textless_rows.csv: review is empty in every row, so there is nothing to read",
+        "textless_rows.csv: no row has a text in review, so there is nothing to read",
     ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),

@@ -415,11 +415,11 @@ BAD_QUESTIONS = {
     ),
     "an empty one": (
         answers(("", 0)),
-        "row 2: an answer must be a string with an integer start ('', 0)",
+        "row 2: an answer must be a non-empty string with an integer start ('', 0)",
     ),
     "a blank one": (
         answers((" ", 3)),
-        "row 2: an answer must be a string with an integer start (' ', 3)",
+        "row 2: an answer must be a non-empty string with an integer start (' ', 3)",
     ),
     "nothing": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
 }
@@ -536,11 +536,11 @@ def test_texts_that_look_like_numbers(tmp_path):
 BAD_CHOICES = {
     "a missing ending": (
         choice(ending2=None),
-        "row 2: has 2 endings, others have 3: ending2 is empty",
+        "row 2: its ending2 is empty, but every row has to have 3 endings",
     ),
     "another number": (
         {**choice(), "ending3": "one more"},
-        "row 1: has 3 endings, others have 4: ending3 is empty",
+        "row 1: its ending3 is empty, but every row has to have 4 endings",
     ),
     "a label beyond": (
         choice(3),

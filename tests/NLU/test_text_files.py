@@ -119,8 +119,8 @@ def test_blanks_in_a_column_s_name_are_shown(tmp_path):
             "film,verdict\nbad,bad\n",
             "no column 'label'; its columns are 'film', 'verdict': --label",
         ),
-        ("id,text,label\n1,,1\n2,,0\n", "text is empty in every row, so there is nothing"),
-        ("a,b,label\n,,1\n,,0\n", "a and b is empty in every row, so there is nothing to read"),
+        ("id,text,label\n1,,1\n2,,0\n", "no row has a text in text, so there is nothing"),
+        ("a,b,label\n,,1\n,,0\n", "no row has a text in a and b, so there is nothing to read"),
         ("n,note,label\n1,,1\n2,,0\n", r"0 text columns \(n is of int64, note is empty\)"),
     ],
 )
@@ -169,7 +169,7 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write only that list"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
-        ('{"text": "", "label": 0}\n', "text is empty in every row, so there is nothing to read"),
+        ('{"text": "", "label": 0}\n', "no row has a text in text, so there is nothing to read"),
     ],
 )
 def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
@@ -301,7 +301,7 @@ def test_a_set_without_texts_is_refused_in_training_alone(tmp_path, caplog):
         data = take_columns(read_table(str(path), columns.texts), str(path), columns)
         assert "2 of 2 rows have an empty a, row 1 first" in caplog.text
         if is_empty:
-            with pytest.raises(ValueError, match=r"rows\.csv: a and b is empty in every row"):
+            with pytest.raises(ValueError, match=r"rows\.csv: no row has a text in a and b"):
                 check_not_empty(data, columns, str(path))
         else:
             check_not_empty(data, columns, str(path))

@@ -460,7 +460,7 @@ CALLS = {
     SWAG: [
         (
             "--train_file {bad}/endings.json",
-            "endings.json: row 2: has 2 endings, others have 3: ending2 is empty",
+            "endings.json: row 2: its ending2 is empty, but every row has to have 3 endings",
         ),
         (
             "--train_file {bad}/three.csv",

@@ -87,7 +87,7 @@ class EncoderConfig(PretrainedConfig):
             self._resolve_lora()
 
     def _resolve_lora(self) -> None:
-        """Writes LoRA's settings as those of modules, so that equivalent settings become equal.
+        """Rewrites LoRA's settings by the modules' names, so that equivalent settings become equal.
 
         Raises:
             ValueError: they do not fit the model.

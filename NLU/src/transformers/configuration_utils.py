@@ -60,7 +60,7 @@ _ADAPTATION_SETTINGS = {
     *ADAPTATIONS,
     *(name for settings in ADAPTATIONS.values() for name in settings),
 }
-# The values of settings that are newer than a file.
+# The values that a file stands for if it is older than a setting.
 _BEFORE = {
     "lora_targets": ("query", "value"),
     "lora_positions": False,
@@ -69,7 +69,8 @@ _BEFORE = {
     "lora_rank_pattern": {},
     "lora_alpha_pattern": {},
 }
-# Settings that are rewritten by a model's modules, so that equivalent values become equal.
+# Settings that are rewritten for the model's modules and layers, so that equivalent values become
+# equal; see `EncoderConfig._resolve_lora`.
 _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"})
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")

@@ -659,7 +659,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._give_up(f"the loss is not finite at step {step + 1}")
 
     def _check_weights(self) -> None:
-        """Checks the weights before they are written. The next loss would be too late to tell."""
+        """Checks the weights before they are written; the next loss would show damage too late."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         if first_not_finite(trained) is not None:
             self._give_up(f"the weights are not finite after step {self.state.global_step}")

@@ -456,14 +456,15 @@ class EarlyStoppingCallback(TrainerCallback):
 
     Args:
         early_stopping_patience: the number of evaluations without improvement that ends the run.
-        early_stopping_threshold: by how much an evaluation must be better to count as one.
+        early_stopping_threshold: an evaluation counts as an improvement if it is better than the
+            best by more than this.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0):
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.best: float | None = None
-        self.early_stopping_patience_counter = 0  # evaluations since the best
+        self.early_stopping_patience_counter = 0  # evaluations since the last improvement
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Checks the arguments and, in a resumed run, counts its earlier evaluations again."""
@@ -492,7 +493,7 @@ class EarlyStoppingCallback(TrainerCallback):
             return
         gain = math.inf if self.best is None else value - self.best
         gain = gain if args.greater_is_better or self.best is None else -gain
-        # As in 4.4.2, a gain below the threshold sets a new best but does not reset the counter.
+        # As in 4.4.2, a gain up to the threshold sets a new best but does not reset the counter.
         if not math.isnan(value) and gain > 0:
             self.best = value
         if not math.isnan(value) and gain > self.early_stopping_threshold:

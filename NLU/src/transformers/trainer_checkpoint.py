@@ -120,7 +120,7 @@ class Progress:
 
     Attributes:
         epoch, batches: full epochs done, and batches done in the current one.
-        has_ended: whether the work due at the end of the last epoch was done or begun.
+        has_ended: False within an epoch; True once the work due at its end has begun.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read, without those of batches
             that have no target (their loss of 0 has no meaning).
@@ -336,7 +336,7 @@ class Checkpoints:
             CheckpointError: a file is damaged, or the run has other settings.
         """
         path = Path(folder)
-        with _damage_named(path / TRAINER_STATE_NAME):
+        with _naming_damaged_file(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         state.is_local_process_zero = self.args.is_local_main_process
         state.is_world_process_zero = self.args.is_main_process
@@ -348,7 +348,7 @@ class Checkpoints:
             (SCHEDULER_NAME, run.lr_scheduler, _SCHEDULE_KEYS),
             (SCALER_NAME, run.precision, None),
         ):
-            with _damage_named(path / name):
+            with _naming_damaged_file(path / name):
                 device = self.args.device if part is run.optimizer else "cpu"
                 restore(part, read_state(path / name, device=device), checked)
         self._resume_process(path, run, steps_per_epoch, state.global_step)
@@ -368,7 +368,7 @@ class Checkpoints:
     def _check_same_run(self, path: Path, model: nn.Module) -> None:
         """Refuses to resume with another task or other settings."""
         now = self.args.to_dict()
-        with _damage_named(path / TRAINING_ARGS_NAME):
+        with _naming_damaged_file(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
         settings = [
             {f"--{name}": values.get(name) for name in _FIXED_FLAGS} for values in (before, now)
@@ -463,7 +463,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Reads and checks a process's own state at a step; see `_process_state`."""
         path = path / _process_state_name(index)
-        with _damage_named(path):
+        with _naming_damaged_file(path):
             example = self._process_state(run)
             example.pop("rows", None)  # a run on a stream saves no digest
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
@@ -481,7 +481,7 @@ class Checkpoints:
 def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings that a resumed model must keep: the checkpoint's and this model's."""
     own = model.config.to_dict()
-    with _damage_named(path / CONFIG_NAME):
+    with _naming_damaged_file(path / CONFIG_NAME):
         config = type(model.config).read_values(path)
         check_structure(config, {"id2label": {}})
         # Fills in the defaults of settings that are newer than the checkpoint.
@@ -547,7 +547,7 @@ def _way_out(folder: Path) -> str:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _naming_damaged_file(path: Path) -> Iterator[None]:
     """Makes errors in reading a checkpoint's file name that file and what the user can do."""
     with naming_damaged_file(path, _way_out(path.parent)):
         yield

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from loralib.errors import TrainingError
+from loralib.io.console import counted
 from loralib.training.determinism import rng_state, set_rng_state
 
 from .trainer_pt_utils import sorted_by_length
@@ -59,8 +60,8 @@ class TrainingBatches:
         self.steps = count // self.step_size if drop_last else math.ceil(count / self.step_size)
         if self.steps == 0:
             raise ValueError(
-                f"the training set has {count} examples, but a step takes {self.step_size}, and "
-                "--dataloader_drop_last leaves out the incomplete one"
+                f"a step takes {self.step_size} examples, but the training set has {count}, and "
+                "--dataloader_drop_last leaves out the incomplete step"
             )
         self.epoch = 0
         self.skip = 0
@@ -256,8 +257,9 @@ class EpochBatches:
         """
         if self.length is None:
             raise TrainingError(
-                f"the training set yielded {batches} batches in an epoch, fewer than an update "
-                "takes: give a larger set, or a lower --gradient_accumulation_steps"
+                f"the training set yielded {counted(batches, 'batch', 'batches')} in an epoch, "
+                "fewer than an update takes: give a larger set, or a lower "
+                "--gradient_accumulation_steps"
             )
 
 

@@ -137,7 +137,7 @@ class TrainerRecords:
             figures = {own: best[metric], **scores}
             listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
             last, is_kept = self.state.global_step, self.args.load_best_model_at_end
-            kept = "" if is_kept or best["step"] == last else f"; the model is of step {last:,}"
+            kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
             rows.append(("best", f"step {best['step']:,}: {listed} (by {own}){kept}"))
         return rows
 
@@ -161,7 +161,8 @@ class TrainerRecords:
             return summed / args.world_size / steps
         if weight:
             return summed / weight
-        # Without the warning, nan would look like a diverged training. Within a run, warns once.
+        # Without the warning, nan would look like a diverged training. Warns at the first log with
+        # nan, and if the loss of the whole run is nan.
         logged = [record.get("loss") for record in self.state.log_history]
         is_said = any(isinstance(loss, float) and math.isnan(loss) for loss in logged)
         if steps == self.state.global_step or not is_said:

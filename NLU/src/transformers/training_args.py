@@ -43,7 +43,7 @@ _NO_MEANING_HERE = {
 
 # Where logs can go, and what only transformers 4.4.2 supports.
 _REPORTERS = ("tensorboard", "wandb", "plot")
-_NOT_CARRIED = ("azure_ml", "comet_ml", "mlflow")
+_NOT_SUPPORTED = ("azure_ml", "comet_ml", "mlflow")
 
 # Bounds of flags. Both refuse numbers that are not finite.
 _NOT_NEGATIVE = {"least": 0, "below": math.inf}
@@ -311,7 +311,7 @@ class TrainingArguments:
         unknown = set(self.report_to or ()) - {"all", "none", *_REPORTERS}
         if unknown:
             name = min(unknown)
-            add = ": add a TrainerCallback for it" if name in _NOT_CARRIED else ""
+            add = ": add a TrainerCallback for it" if name in _NOT_SUPPORTED else ""
             known = ", ".join(_REPORTERS)
             raise ValueError(f"--report_to accepts {known}, all, none; not {name}{add}")
 

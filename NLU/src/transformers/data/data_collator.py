@@ -146,7 +146,7 @@ class DataCollatorForLanguageModeling:
 
     def __post_init__(self) -> None:
         if self.mlm and self.tokenizer.mask_token is None:
-            raise ValueError("masked language modelling needs a tokenizer with a mask_token")
+            raise ValueError("masked language modeling needs a tokenizer with a mask_token")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(
                 f"mlm_probability must be above 0 and at most 1, not {self.mlm_probability}"
@@ -219,7 +219,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.mlm:
-            raise ValueError("whole-word masking is masked language modelling: leave out mlm=False")
+            raise ValueError("whole-word masking is masked language modeling: leave out mlm=False")
 
     def mask_tokens(
         self, inputs: Tensor, special_tokens_mask: Tensor | None = None

@@ -149,7 +149,7 @@ def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> l
 
 
 def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) -> None:
-    """Checks that the names of a CSV file's text columns are not its first row; may only warn.
+    """Checks that a CSV file's names of text columns are not texts; warns if they may be.
 
     Args:
         path: the file.
@@ -263,7 +263,7 @@ def are_words(value: Any) -> bool:
 
 def _empty_in_each_row(path: str, names: Sequence[str]) -> ValueError:
     columns = f"{' and '.join(names):.200}"
-    return ValueError(f"{path}: {columns} is empty in every row, so there is nothing to read")
+    return ValueError(f"{path}: no row has a text in {columns}, so there is nothing to read")
 
 
 def why_no_text(data: Dataset, name: str) -> str | None:

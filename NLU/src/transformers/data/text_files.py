@@ -75,8 +75,9 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
     elif not begins_with_rows(path):
         find_fault(path, in_pieces)
     elif in_pieces and _has_times(path):
-        # A column's type is then that of all its rows. In pieces, one whose texts all look like
-        # times would be refused beside others, or its texts be rewritten. It takes more memory.
+        # The file is read as one piece, which takes more memory, and a column's type is that of all
+        # its rows. Among several pieces, one in which all of a column's texts look like times would
+        # be refused, or these texts rewritten.
         options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
     try:
         rows = _load(kind, path, cache_dir=cache_dir, **options)

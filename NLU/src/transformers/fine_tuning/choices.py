@@ -112,7 +112,7 @@ def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
         if len(given) < len(endings):
             missing = next(name for name in endings if name not in given)
             raise table.wrong(
-                row, f"has {len(given)} endings, others have {len(endings)}: {missing} is empty"
+                row, f"its {missing} is empty, but every row has to have {len(endings)} endings"
             )
     for name in endings:
         table.check_strings(name)

@@ -128,7 +128,8 @@ def check_questions(tables: Mapping[str, Table], may_have_none: bool) -> dict[st
 
     Raises:
         ValueError: a column is missing, an id occurs twice, a question or context is not a string,
-            a question has no answer but needs one, or an answer lies outside its context.
+            a question has no answer but needs one, or an answer is malformed or lies outside its
+            context.
     """
     return {split: _questions(split, table, may_have_none) for split, table in tables.items()}
 
@@ -219,7 +220,8 @@ def _answers(
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text.strip() or type(start) is not int:
             raise table.wrong(
-                row, f"an answer must be a string with an integer start ({text!r}, {start!r})"
+                row,
+                f"an answer must be a non-empty string with an integer start ({text!r}, {start!r})",
             )
         if start < 0 or start + len(text) > len(context):
             raise table.wrong(

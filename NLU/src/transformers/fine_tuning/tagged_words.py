@@ -167,7 +167,10 @@ def _check_counts(table: Table, words: str, tags: str) -> None:
 def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...]:
     """Returns the tags in the model's order, else in the dataset's, else those that occur, sorted.
 
-    The model's order is used only if the model knows all of the data's tags.
+    With a training set, the model's order is used only if the model knows all of its tags.
+
+    Raises:
+        ValueError: there is no training set, and the model does not name its tags.
     """
     train = tables.get("train")
     if train is None:

@@ -43,7 +43,7 @@ class SupportedFamily:
 SUPPORTED: dict[str, SupportedFamily] = {}
 
 
-def carry(family: Family, package: str, **classes: str) -> SupportedFamily:
+def register_family(family: Family, package: str, **classes: str) -> SupportedFamily:
     """Registers a family with its classes, here and in loralib; see `SupportedFamily`."""
     supported = SupportedFamily(family=families.register(family), package=package, classes=classes)
     SUPPORTED[family.name] = supported

@@ -210,7 +210,10 @@ class TokenClassificationPipeline(Pipeline):
         return not begins and _kind(entity) == _kind(last)
 
     def group_sub_entities(self, entities: list[Entity]) -> Entity:
-        """Makes one entity of several neighboring tokens; its score is the mean of theirs."""
+        """Makes one entity of several neighboring tokens, with the mean of their scores.
+
+        With `ignore_subwords`, only the scores of words' first tokens count.
+        """
         first, *others = entities
         counted = [e for e in others if not (self.ignore_subwords and e["is_subword"])]
         return {

@@ -148,7 +148,7 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
 
     Raises:
         ValueError: a source is the output folder, a file that is saved there, or a checkpoint in
-            it; or, without training, the output folder is that of a model no run has written.
+            it; or, without training, the output folder is that of a model that no run has written.
     """
     if not args.do_train:
         _check_model_kept(args, sources)

@@ -274,8 +274,8 @@ def glue_table(
 ) -> Dataset:
     """Reads one split from its TSV file as the hub has it: texts, and class indices or scores.
 
-    It is written to the cache of datasets under the file's contents, so that later runs, and this
-    run's other processes, find there what was made of it, such as its tokens.
+    It is written to the cache of datasets, with the digest of the file as a part of the key. So
+    later runs, and this run's other processes, find there what was made of it, such as its tokens.
 
     Args:
         name, data_dir, split: as in `load_glue_split`, which raises the same errors.

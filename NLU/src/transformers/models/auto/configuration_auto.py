@@ -11,7 +11,7 @@ from ..registry import SUPPORTED, SupportedFamily
 
 
 class AutoConfig:
-    """Builds the settings of any model this package carries."""
+    """Builds the settings of any model that this package supports."""
 
     def __init__(self) -> None:
         raise TypeError("AutoConfig cannot be instantiated: use AutoConfig.from_pretrained")
@@ -19,7 +19,7 @@ class AutoConfig:
     @classmethod
     def for_model(cls, model_type: str, **settings: Any) -> PretrainedConfig:
         """Returns the settings of a new model of `model_type`."""
-        return _carried(model_type, "for_model").load("config")(**settings)
+        return _supported(model_type, "for_model").load("config")(**settings)
 
     @classmethod
     def from_pretrained(
@@ -28,13 +28,13 @@ class AutoConfig:
         """Reads a model's settings; arguments as in `PretrainedConfig.from_pretrained`.
 
         Raises:
-            ValueError: the model is of a type that this package does not carry.
+            ValueError: the model is of a type that this package does not support.
         """
-        carried = carried_of(name_or_path, split_arguments(arguments)[0])
+        carried = supported_family_of(name_or_path, split_arguments(arguments)[0])
         return carried.load("config").from_pretrained(name_or_path, **arguments)
 
 
-def carried_of(
+def supported_family_of(
     model: str | os.PathLike | PretrainedConfig, where: Mapping[str, Any] | None = None
 ) -> SupportedFamily:
     """Returns a model's family, given its settings or where to read them.
@@ -44,15 +44,15 @@ def carried_of(
         where: as in `resolve_file`.
 
     Raises:
-        ValueError: the model is of a type that this package does not carry.
+        ValueError: the model is of a type that this package does not support.
     """
     if isinstance(model, PretrainedConfig):
-        return _carried(model.model_type, type(model).__name__)
+        return _supported(model.model_type, type(model).__name__)
     values = PretrainedConfig.read_values(model, **(where or {}))
-    return _carried(values.get("model_type"), str(model))
+    return _supported(values.get("model_type"), str(model))
 
 
-def _carried(model_type: str | None, source: str) -> SupportedFamily:
+def _supported(model_type: str | None, source: str) -> SupportedFamily:
     if not isinstance(model_type, str | None):
         raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
     if model_type not in SUPPORTED:
@@ -66,7 +66,7 @@ def _carried(model_type: str | None, source: str) -> SupportedFamily:
 
 
 def _elsewhere(model_type: str | None) -> str:
-    """Returns what to use for a model that is not carried here; "" if its type is unknown."""
+    """Returns what to use for a model that is not supported here; "" if its type is unknown."""
     if model_type is None:
         return ""
     if model_type == "gpt2":

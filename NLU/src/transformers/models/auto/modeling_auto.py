@@ -11,7 +11,7 @@ from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...modeling_utils import PreTrainedModel
 from ..registry import SUPPORTED
-from .configuration_auto import carried_of
+from .configuration_auto import supported_family_of
 
 
 class _AutoModel:
@@ -27,7 +27,7 @@ class _AutoModel:
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> PreTrainedModel:
         """Returns a new model, randomly initialized."""
-        return carried_of(config).load(cls.role)(config)
+        return supported_family_of(config).load(cls.role)(config)
 
     @classmethod
     def from_pretrained(
@@ -43,7 +43,7 @@ class _AutoModel:
         if config is None and name_or_path is None:
             raise ValueError("from_pretrained(None) needs a config and a state_dict")
         source = name_or_path if config is None else config
-        model_class = carried_of(source, split_arguments(arguments)[0]).load(cls.role)
+        model_class = supported_family_of(source, split_arguments(arguments)[0]).load(cls.role)
         return model_class.from_pretrained(name_or_path, *model_args, config=config, **arguments)
 
 

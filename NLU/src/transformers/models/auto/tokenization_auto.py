@@ -11,11 +11,11 @@ from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...tokenization_utils_base import PreTrainedTokenizerBase
 from ..registry import SUPPORTED
-from .configuration_auto import carried_of
+from .configuration_auto import supported_family_of
 
 
 class AutoTokenizer:
-    """Builds the tokenizer of any model this package carries."""
+    """Builds the tokenizer of any model that this package supports."""
 
     def __init__(self) -> None:
         raise TypeError("AutoTokenizer cannot be instantiated: use AutoTokenizer.from_pretrained")
@@ -39,7 +39,7 @@ class AutoTokenizer:
         """
         source = name_or_path if config is None else config
         role = "tokenizer_fast" if use_fast else "tokenizer"
-        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load(role)
+        tokenizer_class = supported_family_of(source, split_arguments(arguments)[0]).load(role)
         return tokenizer_class.from_pretrained(name_or_path, **arguments)
 
 

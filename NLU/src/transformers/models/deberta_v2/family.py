@@ -2,9 +2,9 @@
 
 from loralib.adapters.families import Family, Head
 
-from ..registry import carry
+from ..registry import register_family
 
-DEBERTA_V2 = carry(
+DEBERTA_V2 = register_family(
     Family(
         name="deberta-v2",
         title="DeBERTa-v2",

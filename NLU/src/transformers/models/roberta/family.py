@@ -2,9 +2,9 @@
 
 from loralib.adapters.families import Family, Head
 
-from ..registry import carry
+from ..registry import register_family
 
-ROBERTA = carry(
+ROBERTA = register_family(
     Family(
         name="roberta",
         title="RoBERTa",
