@@ -53,16 +53,16 @@ def register_family(family: Family, package: str, **classes: str) -> SupportedFa
 def modules_of_classes() -> dict[str, str]:
     """Returns class name -> module, relative to this package's root, for all families."""
     return {
-        name: f".{carried.package.partition('.')[2]}.{module}"
-        for carried in SUPPORTED.values()
-        for module, name in (each.split(".") for each in carried.classes.values())
+        name: f".{family.package.partition('.')[2]}.{module}"
+        for family in SUPPORTED.values()
+        for module, name in (each.split(".") for each in family.classes.values())
     }
 
 
 def head_of_class(name: str) -> str | None:
     """Returns the head of a class's models, such as "token_classification", or None."""
-    for carried in SUPPORTED.values():
-        for role, each in carried.classes.items():
-            if role in carried.family.heads and each.endswith(f".{name}"):
+    for supported in SUPPORTED.values():
+        for role, each in supported.classes.items():
+            if role in supported.family.heads and each.endswith(f".{name}"):
                 return role
     return None

@@ -30,8 +30,8 @@ class AutoConfig:
         Raises:
             ValueError: the model is of a type that this package does not support.
         """
-        carried = supported_family_of(name_or_path, split_arguments(arguments)[0])
-        return carried.load("config").from_pretrained(name_or_path, **arguments)
+        family = supported_family_of(name_or_path, split_arguments(arguments)[0])
+        return family.load("config").from_pretrained(name_or_path, **arguments)
 
 
 def supported_family_of(

@@ -126,7 +126,7 @@ def __getattr__(name: str) -> dict[type[PretrainedConfig], type[PreTrainedModel]
     if name not in _MAPPINGS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     role = _MAPPINGS[name].role
-    families = [carried for carried in SUPPORTED.values() if role in carried.classes]
-    mapping = {carried.load("config"): carried.load(role) for carried in families}
+    families = [family for family in SUPPORTED.values() if role in family.classes]
+    mapping = {family.load("config"): family.load(role) for family in families}
     globals()[name] = mapping
     return mapping
