@@ -138,7 +138,8 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
 def peft_difference(module: nn.Module) -> str | None:
     """Returns why PEFT's update of a convolution differs from ours, or None if it does not.
 
-    PEFT's lora_A has the stride and padding of the convolution, but none of its other settings.
+    PEFT's lora_A has the kernel size, stride and padding of the convolution, but not its groups,
+    dilation and padding_mode.
     """
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.groups > 1 or module.padding_mode != "zeros" or set(module.dilation) != {1}

@@ -49,7 +49,7 @@ def with_filler_rows(rows: PackedRows, like: Tensor) -> PackedRows:
 
     Args:
         rows: those of a batch.
-        like: as in `recurring`.
+        like: as in `bucketed`.
 
     Returns:
         `rows` itself if filling up does not help. Else `targets` are kept, but `pack` and `pad` fit

@@ -56,7 +56,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 
 def _glue_name(task: str) -> str:
-    """Returns a task's name as run_glue.py records it, and checks it when it evaluates."""
+    """Returns a task's name as run_glue.py records it, and compares it when it evaluates."""
     with suppress(ValueError):  # the user's own task
         return glue_task(task).name
     return task
