@@ -35,6 +35,7 @@ from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata, are_text_columns
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
+from loralib.io.console import counted
 from loralib.io.tensors import check_is_whole, read_tensors
 from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
@@ -158,8 +159,8 @@ def _labels(
     outputs = Adapter(dict(part), None).outputs
     if names and outputs not in (None, len(names)):
         raise CheckpointError(
-            f"{checkpoint.source}: its head has {outputs} outputs, but its {CONFIG_NAME} names "
-            f"{len(names)} labels (id2label)"
+            f"{checkpoint.source}: its head has {counted(outputs, 'output')}, but its "
+            f"{CONFIG_NAME} names {counted(len(names), 'label')} (id2label)"
         )
     return tuple(names[number] for number in sorted(names, key=int))
 

@@ -70,8 +70,8 @@ HEAD_OF_CLASS = {
 }
 # The names that upstream's models gave to the layers of their mixtures of experts.
 NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-# PEFT (0.21) refuses to adapt modules with these last names in models of these types, which the
-# model's config says.
+# PEFT (0.21) refuses to adapt modules whose last part of the name is one of these, in models whose
+# config has one of these types.
 REFUSED_NAMES = {"out_proj", "conv1d"}
 REFUSED_IN = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 # The suffix that makes an `nn.MultiheadAttention`'s name its output projection's.
