@@ -64,5 +64,5 @@ for corpus in "$@"; do
     before=$made
     create "$corpus"
     [ "$made" -gt "$before" ] ||
-        die "$corpus does not exist; bash download_data.sh $corpus fetches it"
+        die "the data of $corpus is missing; bash download_data.sh $corpus fetches it"
 done

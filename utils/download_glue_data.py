@@ -2,9 +2,9 @@
 
     python utils/download_glue_data.py --data_dir glue_data --tasks all
 
-Each task becomes a folder of TSV files in --data_dir, which is complete if it exists: the files are
-written to a hidden folder, their rows are counted, and only then is the folder renamed. A download
-that stops is kept as FILE.part and continued by the next run. A complete task is skipped.
+Each task becomes a folder of TSV files in --data_dir, and no folder is ever incomplete: the files
+are written to a hidden folder, their rows are counted, and only then is the folder renamed. A
+download that stops is kept as FILE.part and continued by the next run. A complete task is skipped.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python utils/split_lora.py output/checkpoint-500/pytorch_model.bin lora.bin
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
-the release's format by torch.save. If its name ends in .safetensors, it has metadata as well: rank,
-alpha, targets, task, labels, columns of texts and base, taken from the config.json next to IN, or
-from IN itself. A checkpoint in which several parts were trained, such as LoRA and biases, has to be
-split once for each. convert.py converts OUT to other formats, such as PEFT's.
+the release's format by torch.save or, if its name ends in .safetensors, as safetensors with
+metadata: rank, alpha, targets, task, labels, columns of texts and base, taken from the config.json
+next to IN, or from IN itself. A checkpoint in which several parts were trained, such as LoRA and
+biases, has to be split once for each. convert.py converts OUT to other formats, such as PEFT's.
 
 Existing files are overwritten only with --overwrite. As an exception, the release's own call, as
 above, may be repeated: it replaces a .bin or .pt that holds only LoRA and a head.
@@ -35,6 +35,7 @@ from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata, are_text_columns
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
+from loralib.io.console import counted
 from loralib.io.tensors import check_is_whole, read_tensors
 from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
@@ -158,8 +159,8 @@ def _labels(
     outputs = Adapter(dict(part), None).outputs
     if names and outputs not in (None, len(names)):
         raise CheckpointError(
-            f"{checkpoint.source}: its head has {outputs} outputs, but its {CONFIG_NAME} names "
-            f"{len(names)} labels (id2label)"
+            f"{checkpoint.source}: its head has {counted(outputs, 'output')}, but its "
+            f"{CONFIG_NAME} names {counted(len(names), 'label')} (id2label)"
         )
     return tuple(names[number] for number in sorted(names, key=int))
 

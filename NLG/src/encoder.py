@@ -32,7 +32,8 @@ class Encoder:
         merges: the pairs that are joined, in order of priority.
 
     Raises:
-        ValueError: a byte or the result of a merge has no id, or ``<|endoftext|>`` has another one.
+        ValueError: a byte or the result of a merge has no id, or that of ``<|endoftext|>`` is not
+            50256.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]]):

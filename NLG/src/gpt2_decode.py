@@ -30,6 +30,7 @@ from formatted import Row, read_formatted
 from json_lines import read_json_lines, read_lines
 from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
+from loralib.io.console import counted
 from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -120,9 +121,9 @@ def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str)
         group.references.append(reference)
     if shortened:
         logger.warning(
-            "%s: %d references, the first in line %d, are cut at a blank line or %s, like "
-            "predictions: the rest is not scored",
-            *(path, len(shortened), shortened[0] + 1, END_OF_TEXT),
+            "%s: references are cut at a blank line or %s, like predictions, and the rest is not "
+            "scored: this shortens %d of them, the first in line %d",
+            *(path, END_OF_TEXT, len(shortened), shortened[0] + 1),
         )
     return list(groups.values())
 
@@ -262,7 +263,7 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
     """
     beyond = sum(max(len(group.references) - count, 0) for group in groups)
     if beyond:
-        logger.warning("--ref_num %d leaves out %d references", count, beyond)
+        logger.warning("--ref_num %d leaves out %s", count, counted(beyond, "reference"))
     return [
         [(group.references[n : n + 1] or group.references)[0] for group in groups]
         for n in range(count)

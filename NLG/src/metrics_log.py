@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from json_lines import write_json_lines
+from loralib.io.console import counted
 from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
 from loralib.training.reports import check_installed, check_none_is_alone, is_installed
 
@@ -116,5 +117,5 @@ def _sound_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             damaged += 1
     if damaged:
-        logger.warning("%s: left out %d lines that are damaged", path, damaged)
+        logger.warning("%s: left out %s", path, counted(damaged, "damaged line"))
     return rows

@@ -145,7 +145,8 @@ def _by_layer(pattern: Mapping[str, Any]) -> dict[str, Any]:
         layer = TARGETS.get(target, target)
         if len(enabled_slices((), layer)) > 1 and target != layer:
             raise ValueError(
-                f"{target} shares its rank and alpha with all of {layer}: use that in the pattern"
+                f"{target} shares its rank and alpha with all of {layer}: name {layer} in the "
+                "pattern"
             )
         layers.setdefault(layer, value)
     return layers

@@ -153,7 +153,7 @@ def check_same_start(
     if dist_env.world_size > 1:
         step = None if resumed is None else resumed["step"]
         own = {"validation data": lines_digest(args.valid_data), "step to resume from": step}
-        own["resumed run is finished"] = resumed is not None and resumed["finished"]
+        own["a resumed run with finished ="] = resumed is not None and resumed["finished"]
         check_alike({**identity, **own}, dist_env.world_size)
 
 

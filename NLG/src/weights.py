@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from family import GPT2
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
+from loralib.io.console import counted
 from loralib.lora_layer import lora_layers
 from loralib.text import listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
@@ -133,10 +134,13 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
                 f"{source}: is {what}: {name} is {theirs} in the file, {ours} in the model"
             )
     if missing:
-        raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {listed(missing)}")
+        raise CheckpointError(
+            f"{source}: lacks {counted(len(missing), 'tensor')}: {listed(missing)}"
+        )
     if unknown:
         raise CheckpointError(
-            f"{source}: has {len(unknown)} tensors that the model does not have: {listed(unknown)}"
+            f"{source}: has {counted(len(unknown), 'tensor')} that the model does not have: "
+            f"{listed(unknown)}"
         )
     _check_values(tensors, source)
 

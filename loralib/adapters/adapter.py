@@ -135,7 +135,7 @@ class Adapter:
         """The metadata, if they are LoRA's.
 
         Raises:
-            AlphaError: the metadata are unknown.
+            AlphaError: the metadata are unknown, or another kind's.
         """
         if not isinstance(self.metadata, LoraMetadata):
             raise AlphaError(self.source)
@@ -186,7 +186,7 @@ def adapter_tensors(
 
 
 def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
-    """Returns the names of the tensors that the model's family ties to another tensor."""
+    """Returns the names of tensors that the family ties to another, and that share its memory."""
     family = family_of(state_dict)
     pairs = family.tied.items() if family else ()
     return {

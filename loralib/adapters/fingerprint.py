@@ -139,8 +139,8 @@ def possible_fingerprints(
     For a registered family it is the backbone's fingerprint. In other models, names do not tell the
     backbone from the head, so there are several candidates for the backbone:
 
-    - all tensors except the top-level modules with the last projection or with tensors that the
-      adapter brings besides LoRA,
+    - all tensors except those of top-level modules that have the last projection, or tensors that
+      the adapter brings besides LoRA, and that have no adapted modules,
     - all tensors except those that the adapter brings,
     - only the top-level modules with adapted modules,
     - all tensors.

@@ -253,8 +253,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     tensors, fields = read_checked(path, kind)
     if any(name.startswith(peft.PREFIX) for name in tensors):
         raise CheckpointError(
-            f"{path}: holds weights of PEFT, but is not called {peft.WEIGHTS_NAMES[0]}: rename "
-            f"it, and put it next to their {peft.CONFIG_NAME}"
+            f"{path}: holds weights of PEFT, but is not called {' or '.join(peft.WEIGHTS_NAMES)}: "
+            f"rename it, and put it next to their {peft.CONFIG_NAME}"
         )
     metadata = kind.metadata.from_metadata(fields, path) or _metadata_of_sidecar(
         path, tensors, kind
@@ -331,7 +331,9 @@ def write_adapter(
 def write_checked_adapter(
     path: str | os.PathLike, adapter: Adapter, format: str, model: nn.Module | None = None
 ) -> list[str]:
-    """Writes an adapter as `write_adapter` does, if its model is known to have such layers.
+    """Writes an adapter as `write_adapter` does, for a model that is known to have such layers.
+
+    So there is no remark on what could not be checked.
 
     Args:
         path: as in `write_adapter`.
@@ -453,8 +455,8 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         slices, usual = slices_of(adapter, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
-            models = f"in this project's {family.title} and the release's"
-            reason = f"its update of {module} does not have one block per slice, as {models}"
+            models = f"this project's {family.title} and the release's need"
+            reason = f"its update of {module} does not have the one block per slice that {models}"
         elif of_release is not None and within_layer(module) not in of_release:
             reason = f"adapts {module}, where the release's {family.title} has no LoRA"
         elif of_release is not None and slices != usual:

@@ -21,6 +21,7 @@ from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
+from ..io.console import counted
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
@@ -74,8 +75,8 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
         if isinstance(layer.scaling, nn.Parameter):
             raise CheckpointError(
-                f"{name} has a trainable scaling, which adapters cannot hold: delete it, set "
-                "scaling to its value, and set lora_alpha to match"
+                f"{name} has a scaling that is a parameter, which adapters cannot hold: delete it, "
+                "set scaling to its value, and set lora_alpha to match"
             )
         scaling = float(layer.scaling)
         if not math.isclose(scaling, expected, rel_tol=1e-6):
@@ -150,8 +151,9 @@ def load_into(
         base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
         backbones: prefixes of the names that belong to the base. None means the backbones of the
             registered families.
-        new_head: if the adapter's head has another shape, the model's head is left as it is. The
-            adapter then is the start for another task. Otherwise such an adapter is refused.
+        new_head: whether tensors of the model's head are left as they are if the adapter's have
+            another shape, so that the adapter is the start for another task. If False, such an
+            adapter is refused.
         settings: the settings that the model was built with, by their names in the metadata. They
             are compared with the adapter's. LoRA's settings are read from the layers instead.
         known: the names of the tensors that the model got from its base. A head's module among them
@@ -270,15 +272,14 @@ def _check_names(
     lacking = expected.keys() - adapter.tensors.keys()
     unknown = adapter.tensors.keys() - expected.keys()
     layers = more_layers(unknown, names)
+    lacks = f"lacks {counted(len(lacking), 'tensor')}"
+    has = f"has {counted(len(unknown), 'tensor')} that the model does not have"
     if layers:
         raise CheckpointError(
-            f"{adapter.source}: has {len(unknown)} tensors that the model does not have: "
+            f"{adapter.source}: {has}: "
             f"{listed(unknown, at_most=1)}: {base_to_give(adapter, layers)}"
         )
-    for what, some in (
-        (f"lacks {len(lacking)} tensors", lacking),
-        (f"has {len(unknown)} tensors that the model does not have", unknown),
-    ):
+    for what, some in ((lacks, lacking), (has, unknown)):
         if some:
             raise CheckpointError(f"{adapter.source}: {what}: {listed(some)}")
 

@@ -70,8 +70,8 @@ HEAD_OF_CLASS = {
 }
 # The names that upstream's models gave to the layers of their mixtures of experts.
 NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-# PEFT (0.21) refuses to adapt modules with these last names in models of these types, which the
-# model's config says.
+# PEFT (0.21) refuses to adapt modules whose last part of the name is one of these, in models whose
+# config has one of these types.
 REFUSED_NAMES = {"out_proj", "conv1d"}
 REFUSED_IN = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 # The suffix that makes an `nn.MultiheadAttention`'s name its output projection's.
@@ -138,7 +138,8 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
 def peft_difference(module: nn.Module) -> str | None:
     """Returns why PEFT's update of a convolution differs from ours, or None if it does not.
 
-    PEFT's lora_A has the stride and padding of the convolution, but none of its other settings.
+    PEFT's lora_A has the kernel size, stride and padding of the convolution, but not its groups,
+    dilation and padding_mode.
     """
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.groups > 1 or module.padding_mode != "zeros" or set(module.dilation) != {1}

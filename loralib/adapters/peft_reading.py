@@ -94,7 +94,7 @@ def read(
 
     Raises:
         CheckpointError: config and tensors are damaged, do not belong together, or are not LoRA as
-            in the paper, or the config has another rank, alpha or variant than `known`.
+            in the paper, or the config has another rank, alpha, variant or head than `known`.
     """
     config, source = _read_config(config_path), str(weights)
     tensors, embeddings = _as_ours(tensors, source)

@@ -17,6 +17,7 @@ from ..errors import CheckpointError, NeedsMergingError
 from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..initialization import starts_from_weight
+from ..io.console import counted
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
@@ -201,8 +202,8 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
         return None
     last = next(reversed(outputs))
     return (
-        f"there are {len(labels)} labels, but {module_label(last)} has {outputs[last]} outputs: a "
-        "bank takes it only with one label per output"
+        f"the adapter has {counted(len(labels), 'label')}, but {module_label(last)} has "
+        f"{counted(outputs[last], 'output')}: a bank takes it only with one label per output"
     )
 
 
@@ -266,10 +267,11 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
     if not normed:
         return None
     have_parameters = all(any(True for _ in model.get_submodule(n).parameters()) for n in normed)
+    these, them = ("this module", "it") if len(normed) == 1 else ("these modules", "them")
     return (
-        f"the running statistics of {len(normed)} modules ({normed[0]}, …), which training "
-        "changes, are not saved: keep these modules in eval()"
-        + (", or name them in modules_to_train" if have_parameters else "")
+        f"the running statistics of {counted(len(normed), 'module')} "
+        f"({in_short(normed, at_most=1)}), which training changes, are not saved: keep {these} in "
+        "eval()" + (f", or name {them} in modules_to_train" if have_parameters else "")
     )
 
 
@@ -283,9 +285,10 @@ def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
     if not zero:
         return None
     return (
-        f"the updates of {len(zero)} of {len(layers)} modules are zero ({zero[0]}, …): they were "
-        "not trained, as by an optimizer from before add_lora, or the model does not call these "
-        "modules but reads their weights, and then LoRA has no effect there"
+        f"the updates of {len(zero)} of {len(layers)} modules are zero "
+        f"({in_short(zero, at_most=1)}): they were not trained, as by an optimizer from before "
+        "add_lora, or the model does not call these modules but reads their weights, and then LoRA "
+        "has no effect there"
     )
 
 

@@ -171,6 +171,7 @@ def check_values(adapter: Adapter) -> None:
         may_be_buffer = tensor.dtype in DTYPES_OF_BUFFERS and LORA.part not in name
         if tensor.dtype not in DTYPES and not may_be_buffer:
             raise CheckpointError(
-                f"{adapter.source}: {name} is of {tensor.dtype}, which is not a floating-point type"
+                f"{adapter.source}: {name} is of {tensor.dtype}, which adapters cannot hold: "
+                "convert it to float32, float64, float16 or bfloat16"
             )
     check_finite(adapter)

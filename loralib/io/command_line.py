@@ -13,7 +13,7 @@ from .elastic_error import tell_launcher
 _SIMILAR, _MISSPELLED = 0.75, 0.9  # least similarity of two names, by difflib
 _RANK = {"r": "rank", "dim": "rank"}  # words for LoRA's rank in flags: --lora_r, --lora_dim
 _AT_MOST = 4  # suggested flags for an unknown one
-_LARGEST = 2**62  # valid integer: PyTorch's end at 2**63, and a number near that is a typo
+_LARGEST = 2**62  # largest valid integer: PyTorch's end at 2**63, and one near that is a typo
 # A negative number as `float` reads it, including scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
 _EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"

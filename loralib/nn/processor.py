@@ -28,7 +28,7 @@ def name() -> str:
 
 @functools.cache
 def is_intel() -> bool:
-    """Returns whether the processor is known to be Intel's, which makes MKL."""
+    """Returns whether the processor is known to be made by Intel, as MKL is."""
     return "Intel" in (_cpuinfo().get("vendor_id") or platform.processor())
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..io.console import counted
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -60,9 +62,9 @@ class Routing:
             return self.tokens
         if x.dim() >= 2 and len(x) == self.rows[-1].stop:
             return self.rows
-        known = f"{self.rows[-1].stop} rows"
+        known = counted(self.rows[-1].stop, "row")
         if self.tokens is not None:
-            known += f" of {self.tokens[-1].stop} tokens"
+            known += f" of {counted(self.tokens[-1].stop, 'token')}"
         raise ValueError(
             f"adapters are given for {known}, but a layer received {tuple(x.shape)}: give one "
             "adapter per row"
@@ -133,7 +135,8 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
         return slices([len(lengths)])
     named = routing.rows[-1].stop
     if len(lengths) != named:
-        raise ValueError(f"the batch has {len(lengths)} rows, but adapters are given for {named}")
+        has = counted(len(lengths), "row")
+        raise ValueError(f"the batch has {has}, but adapters are given for {named}")
     ends = [0, *accumulate(lengths)]
     tokens = tuple(slice(ends[rows.start], ends[rows.stop]) for rows in routing.rows)
     # At its end, the `routed` block restores the routing before it, whatever is set here.

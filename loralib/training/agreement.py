@@ -45,7 +45,7 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Reported)]
     if elsewhere:
         raise TrainingError(
-            f"process {', '.join(elsewhere)} has called another step of the run: all processes "
+            f"another step of the run was called by process {', '.join(elsewhere)}: all processes "
             "have to train, evaluate and predict in the same order"
         )
     (first_host, first), *others = said

@@ -162,7 +162,12 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
 
 
 def gather_on_first(value: Any, rank: int, world_size: int) -> list[Any]:
-    """Returns every process's `value` (anything that pickles), by rank; empty but on the first."""
+    """Returns every process's `value`, by rank, on the first process, and [] on the others.
+
+    Args:
+        value: anything that pickles.
+        rank, world_size: this process's number, and how many there are.
+    """
     if world_size == 1:
         return [value]
     values = [None] * world_size if rank == 0 else None

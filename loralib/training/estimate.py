@@ -326,7 +326,7 @@ def measure_rate(
 ) -> float:
     """Measures a training step's operations per second on this machine, which takes some seconds.
 
-    On a CPU, large products are computed as in the run: in the ways that are the fastest.
+    On a CPU, large products are computed as in the run: by the fastest methods.
 
     Args:
         build: makes the loop's parts, for a model of `LAYERS_TIMED` layers.

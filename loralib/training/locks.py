@@ -155,7 +155,7 @@ def _acquire(lock: FileLock, owner_path: Path) -> None:
     """Takes the lock; waits for it only if its owner has ended, or is not known yet.
 
     Raises:
-        TrainingError: another process holds it, or its children still do after the wait.
+        TrainingError: another process holds it, or after the wait, the children of one that ended.
     """
     end = time.monotonic() + _ORPHANS
     while True:

@@ -37,7 +37,7 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
         raise ValueError("fp16 needs a GPU: use bf16, which works on a CPU as well")
     if not bf16 or device.type != "cuda":
         return
-    # PyTorch would emulate bfloat16, which is slower than float32 and not possible everywhere.
+    # PyTorch would emulate bfloat16, which is slower than float32, and lacks some operations.
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"bf16 needs a GPU with bfloat16, and {torch.cuda.get_device_name()} has none: "

@@ -49,7 +49,7 @@ def test_a_resumed_run_goes_on_after_its_step(tmp_path, caplog):
     (tmp_path / METRICS_NAME).write_text("\n".join([*sound[:2], *damaged, *sound[2:]]))
     log = MetricsLog(tmp_path, 3)
     assert steps_of(tmp_path) == [1, 2, 3]
-    assert caplog.messages == [f"{tmp_path / METRICS_NAME}: left out 3 lines that are damaged"]
+    assert caplog.messages == [f"{tmp_path / METRICS_NAME}: left out 3 damaged lines"]
     log.write(4)
     assert steps_of(tmp_path) == [1, 2, 3, 4]
 

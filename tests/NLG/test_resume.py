@@ -547,7 +547,7 @@ def test_damaged_lines_of_the_log_are_left_out(killed, caplog):
     whole = metrics.read_bytes()
     metrics.write_bytes(whole + b"\0\0\0\n[1]\n" + b'{"step": 1')
     gpt2_ft.main([*killed, "--resume"])
-    assert f"{metrics}: left out 3 lines that are damaged" in caplog.text
+    assert f"{metrics}: left out 3 damaged lines" in caplog.text
     assert metrics.read_bytes().startswith(whole[:40])
 
 

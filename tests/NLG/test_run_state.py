@@ -183,7 +183,7 @@ def test_processes_compare_where_they_begin(tmp_path, monkeypatch, resumed, step
     assert not compared
     check_same_start(args, DistEnv(1, 2, 0, torch.device("cpu")), IDENTITY, resumed)
     ((settings, world_size),) = compared
-    own = {"step to resume from": step, "resumed run is finished": finished}
+    own = {"step to resume from": step, "a resumed run with finished =": finished}
     assert {**settings, **IDENTITY, **own} == settings
     assert settings["validation data"]
     assert world_size == 2

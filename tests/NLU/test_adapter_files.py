@@ -183,17 +183,17 @@ def test_one_tensor_less_or_more(build_adapted):
     adapter = model.adapter(BOTTLENECK)
     tensors = dict(adapter.tensors)
     more = {**tensors, name.replace("1", "2"): tensors[name]}
-    message = f"1 tensors that the model does not have: {name.replace('1', '2')}"
+    message = f"1 tensor that the model does not have: {name.replace('1', '2')}"
     refuses(model, [replace(adapter, tensors=more)], message)
     nan = {**tensors, name: tensors[name] * float("nan")}
     refuses(model, [replace(adapter, tensors=nan)], f"{name} holds values that are not finite")
     del tensors[name]
-    refuses(model, [replace(adapter, tensors=tensors)], f"lacks 1 tensors: {name}")
+    refuses(model, [replace(adapter, tensors=tensors)], f"lacks 1 tensor: {name}")
     bias = "roberta.embeddings.LayerNorm.bias"
     model = build_adapted("roberta", ["bitfit"])
     less = dict(model.adapter(BITFIT).tensors)
     del less[bias]
-    refuses(model, [replace(model.adapter(BITFIT), tensors=less)], f"lacks 1 tensors: {bias}")
+    refuses(model, [replace(model.adapter(BITFIT), tensors=less)], f"lacks 1 tensor: {bias}")
 
 
 @pytest.mark.parametrize("name", ["houlsby", "bitfit"])
@@ -498,7 +498,7 @@ def test_adapters_that_a_checkpoint_lost_or_should_not_have(build_adapted, tmp_p
         plain.load_checkpoint(state, "here")
     assert str(caught.value).endswith("adapter_type and adapter_size (--apply_adapter)")
     del state["roberta.encoder.layer.1.output.adapter.adapter_B.bias"]
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: .*1.output.adapter\S+_B.bias"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor: .*1.output.adapter\S+_B.bias"):
         model.load_checkpoint(state, "here")
     plain.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)

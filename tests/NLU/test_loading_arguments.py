@@ -233,7 +233,7 @@ class TestStateDict:
     def test_it_is_checked_as_a_file_is(self, folder, owner):
         state = random_model(seed=1).state_dict()
         name = "roberta.encoder.layer.0.output.dense.weight"
-        with pytest.raises(CheckpointError, match=rf"lacks 1 tensors: {name}"):
+        with pytest.raises(CheckpointError, match=rf"lacks 1 tensor: {name}"):
             owner.from_pretrained(
                 folder, state_dict={key: state[key] for key in state if key != name}
             )

@@ -51,7 +51,7 @@ def cut(tensors):
 
 MISFITS = [
     ("backbone tensor", lacking("0.output.dense.weight"), LORA,
-     ["lacks 1 tensors: roberta.encoder.layer.0.output.dense.weight"]),
+     ["lacks 1 tensor: roberta.encoder.layer.0.output.dense.weight"]),
     ("whole layer", lambda t: {n: x for n, x in t.items() if "layer.1." not in n}, LORA,
      ["lacks 20 tensors: roberta.encoder.layer.1.",
       ", …: the file has 1 layers, num_hidden_layers is 2: use the config.json"]),
@@ -59,16 +59,16 @@ MISFITS = [
      ["lacks 16 tensors: roberta.encoder.layer.2.",
       ", …: the file has 2 layers, num_hidden_layers is 3: use the config.json"]),
     ("part of the head", lacking("out_proj.bias"), LORA,
-     ["lacks 1 tensors: classifier.out_proj.bias"]),
+     ["lacks 1 tensor: classifier.out_proj.bias"]),
     ("some of LoRA", lacking("0.attention.self.value.lora_B"), LORA,
-     ["lacks 1 tensors", "layer.0.attention.self.value.lora_B"]),
+     ["lacks 1 tensor", "layer.0.attention.self.value.lora_B"]),
     ("more layers", lambda t: t, {**LORA, "num_hidden_layers": 1},
      ["20 tensors that the model does not have: roberta.encoder.layer.1.",
       ", …: the file has 2 layers, num_hidden_layers is 1: use the config.json"]),
     ("unknown", added("roberta.encoder.layer.2.output.dense.weight", 2), LORA,
-     ["1 tensors that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
+     ["1 tensor that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
     ("unknown, bare", lambda t: added("encoder.layer.2.output.dense.weight", 2)(bare(t)), LORA,
-     ["1 tensors that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
+     ["1 tensor that the model does not have: roberta.encoder.layer.2.output.dense.weight"]),
     ("LoRA, but not asked for", lambda t: t, {},
      ["holds LoRA weights that the model has no place for", "query.lora_A",
      ": build it with apply_lora and their lora_r, lora_alpha and lora_targets"]),
@@ -230,7 +230,7 @@ def test_shards_that_lack_what_the_index_promises(tmp_path):
     tensors = load_file(shard)
     gone = sorted(tensors)[0]
     save_file({name: t for name, t in tensors.items() if name != gone}, shard)
-    with fails(CheckpointError, "model.safetensors.index.json", f"lack 1 tensors: {gone}"):
+    with fails(CheckpointError, "model.safetensors.index.json", f"lack 1 tensor: {gone}"):
         AutoModel.from_pretrained(folder)
 
 

@@ -354,7 +354,7 @@ def test_published_files(tmp_path, kind, caplog):
 def test_a_tensor_that_is_missing(tmp_path, gone):
     tensors = build("classifier").state_dict()
     del tensors[gone]
-    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {gone}"):
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensor: {gone}"):
         DebertaV2ForSequenceClassification.from_pretrained(write(tmp_path, tensors))
 
 
@@ -383,7 +383,7 @@ def test_absolute_positions_are_no_mere_leftover_where_the_model_has_them(tmp_pa
     name = "deberta.embeddings.position_embeddings.weight"
     assert torch.equal(model.state_dict()[name], tensors[name])
     del tensors[name]
-    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {name}"):
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensor: {name}"):
         DebertaV2ForSequenceClassification.from_pretrained(write(tmp_path, tensors, **settings))
 
 

@@ -48,14 +48,14 @@ def test_every_tensor_finds_its_place(adapter):
 def test_one_tensor_less_or_more(adapter):
     model, name = build(), "roberta.encoder.layer.7.attention.self.value.lora_B"
     less = {key: tensor for key, tensor in adapter.tensors.items() if key != name}
-    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {name}"):
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensor: {name}"):
         load_into(model, replace(adapter, tensors=less))
     more = {**adapter.tensors, name.replace("value", "key"): adapter.tensors[name]}
     with pytest.raises(CheckpointError, match=r"trained with targets key, query, value"):
         load_into(model, replace(adapter, tensors=more))
     more = {**adapter.tensors, name.replace("7", "12"): adapter.tensors[name]}
     unknown = (
-        r"1 tensors that the model does not have: roberta.encoder.layer.12.attention.self.value"
+        r"1 tensor that the model does not have: roberta.encoder.layer.12.attention.self.value"
     )
     with pytest.raises(CheckpointError, match=unknown):
         load_into(model, replace(adapter, tensors=more))

@@ -60,7 +60,9 @@ def test_modules_whose_weights_are_read_are_named(variant: str, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     remark = lora.save_adapter(model, tmp_path / "a.safetensors")[-1]
-    assert remark.startswith("the updates of 4 of 8 modules are zero (features.1.0.attn.qkv, …)")
+    assert remark.startswith(
+        "the updates of 4 of 8 modules are zero (features.1.0.attn.qkv … and 3"
+    )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -555,7 +555,7 @@ def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):
     nn.init.normal_(model[0].lora_B)
     del model[0].scaling
     model[0].scaling = nn.Parameter(torch.tensor(0.5))
-    with pytest.raises(CheckpointError, match=r"0 has a trainable scaling, .* delete it"):
+    with pytest.raises(CheckpointError, match=r"0 has a scaling that is a parameter, .* delete it"):
         lora.save_adapter(model, tmp_path / "adapter.safetensors")
     del model[0].scaling
     model[0].scaling = torch.tensor(0.5)

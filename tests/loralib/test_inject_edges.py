@@ -82,7 +82,7 @@ def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     model = Normed()
     lora.add_lora(model, "conv", r=1, modules_to_train="head")
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
-    assert "running statistics of 1 modules (norm, …)" in remark
+    assert "running statistics of 1 module (norm), " in remark
     assert remark in caplog.text
     assert (tmp_path / "a.v1" / "adapter_config.json").is_file()
     model = Normed()
@@ -96,7 +96,7 @@ def test_of_running_statistics_without_parameters_no_training_is_advised(tmp_pat
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, affine=False)})
     lora.add_lora(model, "a", r=1)
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
-    assert remark.endswith("keep these modules in eval()")
+    assert remark.endswith("keep this module in eval()")
     with pytest.raises(ValueError, match="norm has no parameters to train"):
         lora.add_lora(model, "a", r=1, modules_to_train="norm")
 

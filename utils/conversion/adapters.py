@@ -12,6 +12,7 @@ from loralib.adapters.adapter import Adapter, in_words, lora_metadata
 from loralib.adapters.deltas import rank_of
 from loralib.adapters.families import family_of
 from loralib.errors import CheckpointError
+from loralib.io.console import counted
 from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
 
 # What messages call the format of an adapter that was extracted from a full checkpoint.
@@ -47,7 +48,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
             )
     outputs = adapter.outputs
     if labels and outputs != len(labels):
-        has = "has no head" if outputs is None else f"has a head of {outputs} outputs"
+        has = "has no head" if outputs is None else f"has a head of {counted(outputs, 'output')}"
         raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
     if adapter.metadata is None:
         return adapter
@@ -56,7 +57,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 
 def _glue_name(task: str) -> str:
-    """Returns a task's name as run_glue.py records it, and checks it when it evaluates."""
+    """Returns a task's name as run_glue.py records it, and compares it when it evaluates."""
     with suppress(ValueError):  # the user's own task
         return glue_task(task).name
     return task

@@ -15,6 +15,7 @@ from loralib.adapters.deltas import adapted_modules, lora_pairs
 from loralib.adapters.families import Family, family_of, registered
 from loralib.adapters.fingerprint import has_float16
 from loralib.errors import CheckpointError
+from loralib.io.console import counted
 from loralib.nn.positions import shared_projections
 from transformers import PretrainedConfig
 from transformers.adapter_kinds import KINDS
@@ -155,7 +156,8 @@ def _labels(adapter: Adapter) -> dict[str, object]:
     known = adapter.metadata.labels if adapter.metadata else None
     if known and len(known) != count:
         raise CheckpointError(
-            f"{adapter.source}: names {len(known)} labels, but its head has {count} outputs"
+            f"{adapter.source}: names {counted(len(known), 'label')}, but its head has "
+            f"{counted(count, 'output')}"
         )
     return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
 

@@ -36,7 +36,7 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[
 
     Raises:
         CheckpointError: neither of them has a trained head; the merged weights are beyond the range
-            of `dtype`; or `path` exists.
+            of `dtype`; or there is something at `path` other than an empty folder.
     """
     merge_into(base.model, adapter)
     _write_model(path, base, dtype, adapter)
@@ -50,7 +50,8 @@ def write_full_model(source: str, path: Path, dtype: torch.dtype) -> dict[str, s
         A description of what was written, by name, as text for users.
 
     Raises:
-        CheckpointError: its values are damaged, or beyond the range of `dtype`; or `path` exists.
+        CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
+            something at `path` other than an empty folder.
     """
     whole = Base(GPT2, source, None, *read_gpt2(source))
     _write_model(path, whole, dtype)

@@ -16,6 +16,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.names import more_layers
 from loralib.errors import CheckpointError, MissingLayersError
 from loralib.initialization import deferring_start
+from loralib.io.console import counted
 from loralib.text import listed
 from loralib.utils import start_from_weights
 
@@ -196,7 +197,8 @@ class CheckpointLoadingMixin:
         if missing:
             layers = more_layers(missing, held)
             raise CheckpointError(
-                f"{source}: lacks {len(missing)} tensors: {_told(missing, layers and layers[::-1])}"
+                f"{source}: lacks {counted(len(missing), 'tensor')}: "
+                f"{_told(missing, layers and layers[::-1])}"
             )
 
     def _drop_foreign(
@@ -220,7 +222,7 @@ class CheckpointLoadingMixin:
                 raise MisplacedWeightsError(source, kind, added)
         if misplaced:
             raise CheckpointError(
-                f"{source}: has {len(misplaced)} tensors that the model does not have: "
+                f"{source}: has {counted(len(misplaced), 'tensor')} that the model does not have: "
                 f"{_told(misplaced, layers)}"
             )
         return {name: tensor for name, tensor in tensors.items() if name not in foreign}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError
+from loralib.io.console import counted
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors
 from loralib.text import listed
@@ -66,5 +67,7 @@ def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> 
         tensors.update(read_tensors(path, verify)[0])
     absent = weight_map.keys() - tensors.keys()
     if absent:
-        raise CheckpointError(f"{index}: its shards lack {len(absent)} tensors: {listed(absent)}")
+        raise CheckpointError(
+            f"{index}: its shards lack {counted(len(absent), 'tensor')}: {listed(absent)}"
+        )
     return tensors

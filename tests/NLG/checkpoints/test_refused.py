@@ -34,7 +34,7 @@ from loralib.errors import CheckpointError
 BAD_BASES = {
     "lacks one": (
         lambda: without(draw_base(), "h.1.ln_2.bias"),
-        ["lacks 1 tensors: transformer.h.1.ln_2.bias"],
+        ["lacks 1 tensor: transformer.h.1.ln_2.bias"],
     ),
     "lacks many": (
         lambda: draw_base(blocks=1),
@@ -43,7 +43,7 @@ BAD_BASES = {
     "is empty": (dict, ["lacks 28 tensors"]),
     "has more": (
         lambda: {**draw_base(), "h.1.extra.weight": torch.ones(1)},
-        ["has 1 tensors that the model does not have: transformer.h.1.extra.weight"],
+        ["has 1 tensor that the model does not have: transformer.h.1.extra.weight"],
     ),
     "has more blocks": (
         lambda: draw_base(blocks=3),

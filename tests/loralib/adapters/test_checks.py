@@ -128,11 +128,11 @@ def wider(info):
     ("make", "parts"),
     [
         (change(roberta__layer__1__value__lora_B=None),
-         ["lacks 1 tensors: roberta.layer.1.value.lora_B"]),
+         ["lacks 1 tensor: roberta.layer.1.value.lora_B"]),
         (change(classifier__weight=None, classifier__bias=None),
          ["lacks 2 tensors: classifier.bias, classifier.weight"]),
         (change(roberta__layer__2__value__lora_B=torch.zeros(8, 2)),
-         ["has 1 tensors that the model does not have: roberta.layer.2.value.lora_B"]),
+         ["has 1 tensor that the model does not have: roberta.layer.2.value.lora_B"]),
         (change(pooler__bias=torch.zeros(1)), ["that the model does not have: pooler.bias"]),
         (many_extra, ["6 tensors that the model does not have: extra.0, extra.1, extra.2, "]),
         (elsewhere, ["matches no layer of the model", "roberta.block.0.query.lora_A",

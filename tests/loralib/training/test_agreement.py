@@ -60,7 +60,7 @@ def test_what_differs_is_named_with_its_process(others, theirs, said):
 def test_a_process_that_is_elsewhere(others):
     """It shares warnings, say, and has not evaluated with the others."""
     others.append([("second", {"--seed": 3}), ["a warning", "another"]])
-    with pytest.raises(TrainingError, match=r"^process 2 has called another step of the run: all"):
+    with pytest.raises(TrainingError, match=r"^another step of the run was called by process 2: "):
         check_alike({"--seed": 3}, 3)
 
 
