@@ -163,7 +163,7 @@ def test_one_process_goes_on_where_two_have_stopped(
     given = arguments(steady_base, tiny_glue, tmp_path / "out", 8, "--evaluation_strategy", "epoch")
     run_glue.main(given)
     assert (
-        "of a run with processes = 2; with processes = 1 it resumes, but not bit-exact"
+        "belongs to a run with processes = 2; with processes = 1 it resumes, but not bit-exactly"
         in caplog.text
     )
     assert_same_run(tmp_path / "out", worked / "steady", 1e-5)

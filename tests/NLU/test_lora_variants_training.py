@@ -66,14 +66,14 @@ def test_in_bfloat16_an_adapter_stays_in_float32(make, tmp_path, name):
 @pytest.mark.parametrize(
     ("before", "model", "settings", "message"),
     [
-        ("dora", {}, {}, "with --lora_variant dora, not lora"),
-        ("pissa", {}, {}, "with --lora_init pissa, not default"),
-        ("frozen A", {}, {}, "with --lora_freeze_A True, not False"),
-        ("lora", {"lora_freeze_A": True}, {}, "with --lora_freeze_A False, not True"),
-        ("lora", {"lora_rank_pattern": {"layer.0.*value": 2}}, {}, "--lora_rank_pattern none, not"),
-        ("lora", {"lora_alpha_pattern": {"query": 1}}, {}, "--lora_alpha_pattern none, not"),
+        ("dora", {}, {}, "with --lora_variant dora, but this run has lora"),
+        ("pissa", {}, {}, "with --lora_init pissa, but this run has default"),
+        ("frozen A", {}, {}, "with --lora_freeze_A True, but this run has False"),
+        ("lora", {"lora_freeze_A": True}, {}, "with --lora_freeze_A False, but this run has True"),
+        ("lora", {"lora_rank_pattern": {"layer.0.*value": 2}}, {}, "--lora_rank_pattern none, but"),
+        ("lora", {"lora_alpha_pattern": {"query": 1}}, {}, "--lora_alpha_pattern none, but"),
         ("lora", {"lora_layers": [1]}, {}, "lora"),
-        ("lora", {}, {"lora_plus_ratio": 2.0}, "with --lora_plus_ratio 1.0, not 2.0"),
+        ("lora", {}, {"lora_plus_ratio": 2.0}, "with --lora_plus_ratio 1.0, but this run has 2.0"),
     ],
 )
 def test_a_run_is_resumed_with_its_own_settings(make, tmp_path, before, model, settings, message):
