@@ -62,3 +62,9 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the error's class if it has none."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
+
+
+def counted(number: float, noun: str, plural: str | None = None) -> str:
+    """Returns text like "1 step", "1,000 steps" and "2.5 epochs"."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"

@@ -22,7 +22,7 @@ ROOMS = {
     "text": set(),
     "errors": {"text"},
     "arguments": {"errors", "text"},
-    "nn": {"errors"},
+    "nn": {"errors", "text"},
     "io": {"errors", "text"},
     "training": {"errors", "io", "nn", "text"},
     "functional": {"nn"},

@@ -35,8 +35,8 @@ from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata, are_text_columns
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
-from loralib.io.console import counted
 from loralib.io.tensors import check_is_whole, read_tensors
+from loralib.text import counted
 from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig

@@ -30,7 +30,7 @@ from formatted import Row, read_formatted
 from json_lines import read_json_lines, read_lines
 from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
-from loralib.io.console import counted
+from loralib.text import counted
 from script import add_log_level, run, set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -51,7 +51,8 @@ from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, check_same_flags, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
-from loralib.io.console import Pace, counted, devices_in_words, in_words, steps_in_words, table
+from loralib.io.console import Pace, devices_in_words, in_words, steps_in_words, table
+from loralib.text import counted
 from loralib.training import watch
 from loralib.training.agreement import check_same_weights
 from loralib.training.compiled import compile_layers

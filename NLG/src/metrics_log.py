@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from json_lines import write_json_lines
-from loralib.io.console import counted
+from loralib.text import counted
 from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
 from loralib.training.reports import check_installed, check_none_is_alone, is_installed
 

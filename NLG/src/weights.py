@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from family import GPT2
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
-from loralib.io.console import counted
 from loralib.lora_layer import lora_layers
-from loralib.text import listed
+from loralib.text import counted, listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}

@@ -48,10 +48,9 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
-from loralib.io.console import counted
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
-from loralib.text import in_short
+from loralib.text import counted, in_short
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import choose_device
 from loralib.training.precision import Precision, cast_frozen, check_precision

@@ -21,7 +21,6 @@ from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
-from ..io.console import counted
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
@@ -33,7 +32,7 @@ from ..model_checks import (
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
 from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
-from ..text import listed
+from ..text import counted, listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers

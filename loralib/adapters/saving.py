@@ -17,7 +17,6 @@ from ..errors import CheckpointError, NeedsMergingError
 from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..initialization import starts_from_weight
-from ..io.console import counted
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
@@ -31,7 +30,7 @@ from ..quantized_layers import QuantizedLayer, check_unpacked
 from ..stacks import stacked_weights
 from ..steps import trained_along, was_trained_along
 from ..targets import first_names, other_places
-from ..text import in_short, module_label
+from ..text import counted, in_short, module_label
 from ..trained import is_never_frozen, noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes

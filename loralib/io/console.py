@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TextIO
 
+from ..text import counted
+
 # The ANSI codes of the styles in use.
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "yellow": 33, "cyan": 36}
 _LEVELS = {
@@ -80,12 +82,6 @@ def in_words(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds // size:,.0f} {unit} {seconds % size // part:.0f} {smaller}"
     return f"{seconds:.3g} s"
-
-
-def counted(number: float, noun: str, plural: str | None = None) -> str:
-    """Returns text like "1 step", "1,000 steps" and "2.5 epochs"."""
-    shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
-    return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def steps_in_words(steps: int, examples: int) -> str:

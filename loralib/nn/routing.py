@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..io.console import counted
+from ..text import counted
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..io.command_line import check_bounds
-from ..io.console import counted, in_words, table
+from ..io.console import in_words, table
+from ..text import counted
 from .product_choices import choose_products, frozen_weights
 
 if TYPE_CHECKING:  # otherwise imported where it is used: it takes a second, and few runs use it

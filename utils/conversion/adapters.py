@@ -12,7 +12,7 @@ from loralib.adapters.adapter import Adapter, in_words, lora_metadata
 from loralib.adapters.deltas import rank_of
 from loralib.adapters.families import family_of
 from loralib.errors import CheckpointError
-from loralib.io.console import counted
+from loralib.text import counted
 from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
 
 # What messages call the format of an adapter that was extracted from a full checkpoint.

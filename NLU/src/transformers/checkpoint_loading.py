@@ -16,8 +16,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.names import more_layers
 from loralib.errors import CheckpointError, MissingLayersError
 from loralib.initialization import deferring_start
-from loralib.io.console import counted
-from loralib.text import listed
+from loralib.text import counted, listed
 from loralib.utils import start_from_weights
 
 from .adapter_kinds import BOTTLENECK

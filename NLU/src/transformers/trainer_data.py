@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from loralib.errors import TrainingError
-from loralib.io.console import counted
+from loralib.text import counted
 from loralib.training.determinism import rng_state, set_rng_state
 
 from .trainer_pt_utils import sorted_by_length

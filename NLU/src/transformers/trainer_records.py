@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from loralib.adapters.summary import lora_in_words, trained_in_words
-from loralib.io.console import counted, devices_in_words, in_words, steps_in_words, table
+from loralib.io.console import devices_in_words, in_words, steps_in_words, table
+from loralib.text import counted
 from loralib.training.distributed import share_warnings, sum_over_processes
 
 from .adapter_kinds import BITFIT, BOTTLENECK

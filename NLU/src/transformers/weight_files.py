@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError
-from loralib.io.console import counted
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors
-from loralib.text import listed
+from loralib.text import counted, listed
 
 from .file_utils import (
     SAFE_WEIGHTS_INDEX_NAME,

@@ -12,7 +12,7 @@ from torch import nn
 import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.errors import CheckpointError, NeedsMergingError, WrongBaseError
-from loralib.io.console import counted
+from loralib.text import counted
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from loralib.io import console
 from loralib.io.console import (
     ConsoleHandler,
     Pace,
-    counted,
     devices_in_words,
     has_colors,
     in_words,
@@ -23,6 +22,7 @@ from loralib.io.console import (
     steps_in_words,
     table,
 )
+from loralib.text import counted
 
 
 class Terminal(io.StringIO):
