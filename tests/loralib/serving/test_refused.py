@@ -169,7 +169,7 @@ def test_a_path_is_not_an_adapter(model):
 
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "a"], ["a"], ["b"] * 4])
 def test_another_number_of_rows(bank, model, names):
-    with refuses(ValueError, "3", str(len(names)), "rows"), bank.use(names):
+    with refuses(ValueError, "3", str(len(names)), "row"), bank.use(names):
         model(**make_batch([2, 4, 1]))
     assert in_effect() is None
 
