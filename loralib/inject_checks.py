@@ -18,7 +18,7 @@ from .in_place import is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import DTYPES, DTYPES_OF_BUFFERS
+from .model_checks import DTYPES, kind_not_held
 from .nn.products import Linear
 from .quantized_layers import (
     check_unpacked,
@@ -38,9 +38,7 @@ from .stacks import (
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import listed, module_label
 from .wrappers import (
-    has_own_dispatch,
     has_own_forward,
-    is_dense,
     is_distributed_or_compiled,
     is_fake,
     own_forward_message,
@@ -330,22 +328,15 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
             )
     owners = {name.rpartition(".")[0] for name in parameters}
     for name, tensor in part.state_dict().items():
-        is_buffer = name not in parameters and isinstance(tensor, Tensor)
-        if not is_buffer or name.rpartition(".")[0] not in owners:
+        if name in parameters or name.rpartition(".")[0] not in owners:
             continue
-        kind = _kind_not_held(tensor)
+        if not isinstance(tensor, Tensor):
+            reason = f"not a tensor (its get_extra_state gives a {type(tensor).__name__})"
+            raise _not_held(trained, name, reason, "train it without that state")
+        kind = kind_not_held(tensor)
         if kind is not None:
             reason = f"a buffer of {kind}, which adapters cannot hold"
             raise _not_held(trained, name, reason, "register the buffer with persistent=False")
-
-
-def _kind_not_held(buffer: Tensor) -> object | None:
-    """Returns the layout, class or dtype that keeps a buffer out of adapters; None if none does."""
-    if not is_dense(buffer):
-        return "nested tensors" if buffer.is_nested else buffer.layout
-    if has_own_dispatch(buffer):
-        return type(buffer).__name__
-    return None if buffer.dtype in (*DTYPES, *DTYPES_OF_BUFFERS) else buffer.dtype
 
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
@@ -453,9 +444,11 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
         if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        slices = rows.any(dim=1).chunk(len(settings.enable_lora))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+        slices = norms.chunk(len(settings.enable_lora))
         adapted = zip(slices, settings.enable_lora, strict=True)
-        if not all(rows.all() for rows, enabled in adapted if enabled) and initializes():
+        if not all(norms.all() for norms, enabled in adapted if enabled) and initializes():
             raise ValueError(
                 f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
                 f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"

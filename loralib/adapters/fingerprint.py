@@ -81,6 +81,8 @@ def has_no_fingerprint(model: nn.Module, state: Mapping[str, Any]) -> bool:
     """
     if has_float16(state) or _has_packed_weights(model):
         return True
+    if not all(is_lazy(each) or is_dense(each) for each in model.parameters()):
+        return True
     return not all(is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor))
 
 

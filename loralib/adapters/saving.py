@@ -20,6 +20,7 @@ from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
+    can_be_held,
     check_no_peft_layers,
     check_there,
     check_unsharded,
@@ -398,11 +399,12 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
     )
 
 
-def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
+def _trained_besides(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Returns the names of what is or was trained besides LoRA, and of what goes with it.
 
-    All other tensors of a module go with its trained parameters, unless only its bias is trained. A
-    weight that modules share is listed under all of its names.
+    All other tensors of a module go with its trained parameters, unless only its bias is trained.
+    In a module of which all parameters are trained, such as a head, so do the buffers of modules
+    without parameters. A weight that modules share is listed under all of its names.
     """
     earlier, second = noted(model), _second_names(model)
     parameters = {
@@ -414,9 +416,35 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
     trained = {name for name, p in parameters.items() if id(p) in meant}
     biases = base_biases(trained)
     owners = {name.rpartition(".")[0] for name in trained - biases}
+    whole = _trained_as_a_whole(model, trained, second)
     return biases | {
-        name for name in state if name.rpartition(".")[0] in owners and LORA.part not in name
+        name
+        for name, tensor in state.items()
+        if LORA.part not in name
+        and (
+            name.rpartition(".")[0] in owners
+            or (not whole.isdisjoint(_modules_around(name)) and can_be_held(tensor))
+        )
     }
+
+
+def _trained_as_a_whole(
+    model: nn.Module, trained: Collection[str], second: Collection[str]
+) -> set[str]:
+    """Returns the names of the modules that have parameters, all of which are trained."""
+    modules, partly = set[str](), set[str]()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.rpartition(".")[0] not in second:
+            around = _modules_around(name)
+            modules.update(around)
+            partly.update(around if name not in trained else ())
+    return modules - partly
+
+
+def _modules_around(name: str) -> list[str]:
+    """Returns the names of the modules that contain a tensor, but for the model itself."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -150,6 +150,14 @@ def test_a_compiled_layer_whose_sizes_or_scaling_change():
     torch.testing.assert_close(compiled(x), model(x))
 
 
+def test_rows_whose_norm_is_zero_in_float32_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9))
+    with torch.no_grad():
+        model[0].weight[3] = 1e-30
+    with pytest.raises(ValueError, match="module 0 has rows of zeros in its weight"):
+        lora.add_lora(model, "0", r=RANK, variant="dora")
+
+
 @pytest.mark.parametrize("row", range(9))
 def test_rows_of_zeros_matter_where_they_are_adapted(row):
     model = torch.nn.Sequential(torch.nn.Linear(6, 9))

@@ -498,10 +498,11 @@ def test_a_head_with_a_scripted_function_and_a_buffer_of_another_class_is_traine
     assert torch.equal(loaded["head"][1].weight, model["head"][1].weight)
 
 
-def test_buffers_of_modules_without_parameters_are_not_held(tmp_path):
+def test_some_buffers_of_modules_without_parameters_are_not_held(tmp_path):
     """Such as rotations of positions, complex in some models, in a block that is trained."""
     block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
     block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    block[1].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
     lora.add_lora(model, "a", r=R, modules_to_train="block")
     lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -710,6 +711,28 @@ def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packe
             caplog.clear()
             load(with_packed_experts(**trained))
             assert bool(caplog.records) == (trained is packed)
+
+
+def test_a_base_with_sparse_weights_has_no_fingerprint(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.edges = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+    lora.add_lora(model, "0", r=R)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is None
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state):
+        assert state == {"scale": 1.0}
+
+
+def test_a_part_with_a_state_besides_tensors_is_not_trained():
+    model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
+    message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
+    unchanged_by(model, message, "0", r=R, modules_to_train="1")
 
 
 class Settings(dict):

@@ -455,7 +455,7 @@ def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
             "leave the row out"
         )
     # pandas before 3 keeps a column as text if a number in it is too large, such as 1e999.
-    if words and all(map(is_number, words)):
+    if path.endswith(".csv") and words and all(map(is_number, words)):
         for row, value in enumerate(values, start=1):
             _check_finite(float(value), row, path, name)
     if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
