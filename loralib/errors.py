@@ -75,7 +75,7 @@ class WrongBaseError(CheckpointError):
         self.base, self.expected, self.found = base, expected, found
         theirs, way_out = "one of unknown name", "give the base that it was trained on"
         if base:
-            theirs, way_out = f"'{base}'", "give that one"
+            theirs, way_out = f"'{base}'", f"give '{base}'"
         super().__init__(
             f"{source}: was trained on another base than the one given: {theirs} "
             f"(fingerprint {expected}), not one of fingerprint {found}; {way_out}"

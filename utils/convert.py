@@ -17,7 +17,7 @@ is, with --to merged and without --base. --to says what OUT is:
     merged    a new folder of the base with the adapter merged, which upstream Transformers loads
 
 For lora and release OUT may also be a folder. Without --to, the suffix of OUT chooses one of these
-two, so `convert.py old.bin new.bin` gives the tensors in the release's first DeBERTa files their
+two. `convert.py old.bin new.bin` renames the tensors of the release's first DeBERTa files to their
 later names. What the format cannot hold is listed. Existing files are never overwritten.
 """
 

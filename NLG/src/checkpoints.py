@@ -69,11 +69,11 @@ def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.
         help="the base's weights: a published GPT-2 (pytorch_model.bin, model.safetensors), or a "
         "whole model.<step>.pt",
     )
-    add("--lora_dim", type=int, help="LoRA's rank; default: the LoRA file's, or 0 for none")
+    add("--lora_dim", type=int, help="LoRA's rank; default: that of the weights given, or 0")
     add(
         "--lora_alpha",
         type=float,
-        help="LoRA's update is scaled by alpha / rank; default: the file's, or "
+        help="LoRA's update is scaled by alpha / rank; default: that of the weights given, or "
         f"{_FLAGS['lora_alpha'][1]}",
     )
 

@@ -73,7 +73,12 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     )
     add("--clip", type=float, default=0.0, help="largest norm of an update's gradient; 0: no limit")
     add("--seq_len", type=int, default=512, help="longer examples are cut to this many tokens")
-    add("--obj", default="clm", choices=["jlm", "clm"], help="learn completions, or contexts too")
+    add(
+        "--obj",
+        default="clm",
+        choices=["jlm", "clm"],
+        help="the loss: completions, or contexts too",
+    )
     add("--lora_dropout", type=float, default=0.0, help="dropout on the input of LoRA's update")
     add("--label_smooth", type=float, default=0.0, help="probability spread over the vocabulary")
     add("--random_seed", type=int, default=10, help="seed of weights, data order and dropout")

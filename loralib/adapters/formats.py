@@ -179,7 +179,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
         others = _files_of_weights(source, kind)
         if kind == LORA and not others and _is_model_without_lora(source):
             raise ModelAsAdapterError(source)
-        hint = f"; if it is one of {listed(others)}, name that file" if others else ""
+        hint = f"; if you mean {listed(others)}, give that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
     if foreign and theirs and not os.path.isdir(source):
         _fetch_first(source, foreign.others, where)

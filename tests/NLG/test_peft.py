@@ -32,7 +32,7 @@ WITH_LAYERS = {
     "gpt2_attention_output": "attn.c_proj",
 }
 # Those that a format cannot hold, and why.
-NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn does not have one block"
+NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn does not have the one block"
 NO_LAYERS = {
     **{("gpt2_c_attn", format): NOT_BLOCKS for format in ("lora", "release")},
     **{("gpt2_all_targets", format): NOT_BLOCKS for format in ("lora", "release")},
