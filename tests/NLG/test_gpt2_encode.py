@@ -200,7 +200,7 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
     ("asked", "message"),
     [
         ([], "data holds none of the corpora"),
-        (["webnlg"], "webnlg does not exist"),
+        (["webnlg"], "the data of webnlg is missing"),
         (["squad"], "unknown corpus 'squad'"),
     ],
 )

@@ -37,7 +37,7 @@ def test_pickling(error):
 @pytest.mark.parametrize(
     ("base", "theirs", "way_out"),
     [
-        ("roberta-base", "'roberta-base'", "give that one"),
+        ("roberta-base", "'roberta-base'", "give 'roberta-base'"),
         (None, "one of unknown name", "give the base that it was trained on"),
     ],
 )

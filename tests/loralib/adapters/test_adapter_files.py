@@ -125,7 +125,7 @@ def test_folders_that_hold_no_adapter(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     torch.save({"a.lora_A": torch.zeros(2, 3), "a.lora_B": torch.zeros(3, 2)}, tmp_path / "5.pt")
     write_adapter(tmp_path / "model.10.safetensors", adapter_of("roberta"))
-    says = "; if it is one of 5.pt, model.10.safetensors, name that file"
+    says = "; if you mean 5.pt, model.10.safetensors, give that file"
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter", says)
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()

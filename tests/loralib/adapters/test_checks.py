@@ -58,7 +58,7 @@ def test_another_base(theirs, ours, fits):
     if fits:
         assert load_into(model, adapter, base_fingerprint=ours) == []
     else:
-        parts = ("'some/base' (fingerprint a)", "not one of fingerprint b", "give that one")
+        parts = ("'some/base' (fingerprint a)", "not one of fingerprint b", "give 'some/base'")
         refuses(model, adapter, *parts, base_fingerprint=ours)
         with pytest.raises(WrongBaseError) as caught:
             load_into(model, adapter, base_fingerprint=ours)
