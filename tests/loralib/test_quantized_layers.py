@@ -11,12 +11,12 @@ import torch
 from any_models import unchanged_by
 from compare import assert_close_to_rounding
 from quantized_linears import LAYERS, Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
-from loralib.errors import CheckpointError, UnsupportedLayerError, WrongBaseError
+from loralib.errors import CheckpointError, UnsupportedLayerError
 from loralib.in_place import merged_copy
 from loralib.quantized_layers import QuantizedLayer
 
@@ -383,140 +383,6 @@ def test_it_is_not_trained_as_it_is(package):
     unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
-def with_head(**tables):
-    """A quantized layer and a head, with parameters and buffers of its own. (batch, 8) -> 3."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Linear4bit(8, 8), nn.Linear(8, 3))
-    for name, table in tables.items():
-        if isinstance(table, nn.Parameter):
-            model[1].register_parameter(name, table)
-        else:
-            model[1].register_buffer(name, table)
-    return model
-
-
-def as_nested(matrix):
-    return torch.nested.nested_tensor(list(matrix), layout=torch.jagged)
-
-
-def frozen(tensor):
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-class OwnWay(nn.Parameter):
-    """A parameter that sees each operation on it."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize(
-    ("table", "reason"),
-    [
-        (
-            frozen(torch.ones(3).to(torch.float8_e4m3fn)),
-            r"quantized \(torch.float8_e4m3fn\); leave",
-        ),
-        (torch.ones(3).to(torch.float8_e4m3fn), "a buffer of torch.float8_e4m3fn, which ad"),
-        (
-            frozen(torch.ones(3).to(torch.complex64)),
-            "a parameter of torch.complex64, which adapters",
-        ),
-        (
-            frozen(torch.arange(3)),
-            "a parameter of torch.int64, .*, or make the parameter a buffer w",
-        ),
-        (frozen(torch.ones(3, dtype=torch.uint8)), "a parameter of torch.uint8, which adap"),
-        (torch.ones(3, dtype=torch.uint8), "a buffer of torch.uint8, .* with persistent=False$"),
-        (torch.eye(3).to_sparse(), "a buffer of torch.sparse_coo, which adapters cannot hold"),
-        (
-            as_nested(torch.eye(3)),
-            "a buffer of nested tensors, which adapters cannot hold",
-        ),
-        (
-            Int8Tensor(torch.ones(3).to(torch.int8), torch.tensor(1.0)),
-            r"a buffer of Int8Tensor, which adapters cannot hold",
-        ),
-        (
-            OwnWay(torch.ones(3)),
-            r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
-        ),
-    ],
-)
-def test_what_no_adapter_holds_is_not_trained(table, reason):
-    message = rf"module 1 cannot be trained as it is: its table is {reason}"
-    unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_what_is_trained_is_held(tmp_path, dtype):
-    def make():
-        table = nn.Parameter(torch.zeros(3, dtype=dtype))
-        return with_head(
-            table=table, again=table, mask=torch.ones(3) > 0, count=torch.zeros(3).long()
-        )
-
-    model = make()
-    model[1].register_buffer("cache", torch.ones(3, dtype=torch.uint8), persistent=False)
-    lora.add_lora(model, "0", r=R, modules_to_train="1")
-    assert model[1].table.requires_grad
-    with torch.no_grad():
-        for name, tensor in model[1].state_dict().items():
-            tensor.copy_(torch.arange(3) if tensor.dim() == 1 else 1)
-            assert name != "cache"
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    loaded = make()
-    lora.load_adapter(loaded, tmp_path / "a.safetensors")
-    for name, tensor in model[1].state_dict().items():
-        assert torch.equal(loaded[1].state_dict()[name], tensor)
-
-
-class SeenBuffer(torch.Tensor):
-    """A tensor that sees each operation on it."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_a_head_with_a_scripted_function_and_a_buffer_of_another_class_is_trained(tmp_path):
-    def make():
-        torch.manual_seed(0)
-        head = nn.Sequential(torch.jit.script(nn.GELU()), nn.Linear(8, 3))
-        head[1].register_buffer("seen", torch.ones(3).as_subclass(SeenBuffer))
-        return nn.ModuleDict({"a": nn.Linear(8, 8), "head": head})
-
-    model = make()
-    lora.add_lora(model, "a", r=R, modules_to_train="head")
-    with torch.no_grad():
-        model["head"][1].weight.add_(1)
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    loaded = make()
-    lora.load_adapter(loaded, tmp_path / "a.safetensors")
-    assert torch.equal(loaded["head"][1].weight, model["head"][1].weight)
-
-
-def test_some_buffers_of_modules_without_parameters_are_not_held(tmp_path):
-    """Such as rotations of positions, complex in some models, in a block that is trained."""
-    block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
-    block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
-    block[1].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
-    lora.add_lora(model, "a", r=R, modules_to_train="block")
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
-    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_part_that_is_scripted_is_not_trained():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
-    message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
-    unchanged_by(model, message, "0", r=R, modules_to_train="1")
-
-
 @EACH
 def test_a_quantized_embedding_is_not_trained(package):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "embed": nn.Embedding(8, 8)})
@@ -524,12 +390,6 @@ def test_a_quantized_embedding_is_not_trained(package):
     model["embed"].weight = weight if package == "torchao" else Params4bit(torch.ones(8, 8))
     message = r"embed cannot be trained as it is: its weight is quantized \(a .*\); leave it out of"
     unchanged_by(model, message, "a", r=R, modules_to_train="embed")
-
-
-def test_a_layer_that_is_quantized_is_not_trained_itself():
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
-    message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
-    unchanged_by(model, message, "a", r=R, modules_to_train="head")
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
@@ -648,149 +508,6 @@ def test_a_part_without_a_shape_yet_is_not_called_quantized():
     model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.LazyLinear(3)})
     message = "head has no shape yet: call the model once before add_lora"
     unchanged_by(model, message, "a", r=R, modules_to_train="head")
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.complex64])
-def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
-    plain_one, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
-    other.load_state_dict(plain_one.state_dict())
-    other[0].table = nn.Parameter(torch.ones(8, 8, dtype=dtype), requires_grad=False)
-    found = []
-    for name, model in (("a", plain_one), ("b", other)):
-        lora.add_lora(model, "0", r=R)
-        lora.save_adapter(model, tmp_path / f"{name}.safetensors")
-        adapter = lora.read_adapter(tmp_path / f"{name}.safetensors")
-        found.append(adapter.lora.base_fingerprint)
-    assert found[0] == found[1] is not None
-
-
-def with_packed_experts(is_packed, config=None):
-    """A layer, and experts whose weights another package holds in integers, or not."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "experts": nn.Module(), "head": nn.Linear(8, 3)})
-    experts = model["experts"]
-    experts.bias = nn.Parameter(torch.zeros(8))
-    experts.act = nn.Sequential(nn.PReLU())
-    if is_packed == "buffer":
-        experts.register_buffer("packed", torch.ones(2, 8, 4, dtype=torch.int32))
-    elif is_packed:
-        dtype = torch.uint8 if is_packed is True else is_packed
-        experts.packed = nn.Parameter(torch.ones(2, 8, 4).to(dtype), requires_grad=False)
-        experts.scales = nn.Parameter(torch.ones(2, 8, dtype=torch.uint8), requires_grad=False)
-    else:
-        experts.weight = nn.Parameter(torch.ones(2, 8, 8))
-    model.config = types.SimpleNamespace(**config or {})
-    return model
-
-
-@pytest.mark.parametrize(
-    "packed",
-    [
-        {"is_packed": True},
-        {"is_packed": torch.uint32},
-        {"is_packed": "buffer", "config": {"quantization_config": object()}},
-    ],
-)
-def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packed, caplog):
-    """Without it these have other names, and LoRA of other layers is the same on both bases."""
-    plain = {"is_packed": False, "config": {"quantization_config": None}}
-    for trained, base in ((plain, packed), (packed, plain)):
-        model = with_packed_experts(**trained)
-        lora.add_lora(model, "a", r=R)
-        lora.save_adapter(model, tmp_path / "a.safetensors")
-        adapter = lora.read_adapter(tmp_path / "a.safetensors")
-        assert (adapter.lora.base_fingerprint is None) == (trained is packed)
-        for load in (
-            lambda model: lora.load_adapter(model, tmp_path / "a.safetensors"),
-            lambda model, adapter=adapter: lora.AdapterBank(model).add("a", adapter),
-        ):
-            caplog.clear()
-            load(with_packed_experts(**base))
-            assert len(caplog.records) == 1
-            assert "cannot check that" in caplog.text
-            caplog.clear()
-            load(with_packed_experts(**trained))
-            assert bool(caplog.records) == (trained is packed)
-
-
-def test_a_base_with_sparse_weights_has_no_fingerprint(tmp_path):
-    model = nn.Sequential(nn.Linear(8, 8))
-    model.edges = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
-    lora.add_lora(model, "0", r=R)
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is None
-
-
-class WithState(nn.Linear):
-    def get_extra_state(self):
-        return {"scale": 1.0}
-
-    def set_extra_state(self, state):
-        assert state == {"scale": 1.0}
-
-
-def test_a_part_with_a_state_besides_tensors_is_not_trained():
-    model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
-    message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
-    unchanged_by(model, message, "0", r=R, modules_to_train="1")
-
-
-class Settings(dict):
-    """A config of one's own, whose items are attributes."""
-
-    __getattr__ = dict.__getitem__
-
-
-class OtherSettings:
-    """A config whose settings are properties."""
-
-    quantization_config = property(lambda self: None)
-    _name_or_path = property(lambda self: "the base")
-
-
-@pytest.mark.parametrize("kind", [Settings, OtherSettings, type(None)])
-def test_what_a_config_says_is_read_in_any_class(tmp_path, kind):
-    model = nn.Sequential(nn.Linear(8, 8))
-    model.config = kind()
-    model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
-    lora.add_lora(model, "0", r=R)
-    lora.save_adapter(model, tmp_path / "a")  # for PEFT
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    metadata = lora.read_adapter(tmp_path / "a.safetensors").lora
-    assert metadata.base == ("the base" if kind is OtherSettings else None)
-    assert metadata.base_fingerprint is not None
-
-
-@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
-def test_buffers_that_are_not_dense_are_left_out_of_the_fingerprint(tmp_path, convert, caplog):
-    plain_one = nn.Sequential(nn.Linear(8, 8))
-    model = copy.deepcopy(plain_one)
-    model.register_buffer("adjacency", convert(torch.eye(8)))
-    lora.add_lora(model, "0", r=R)
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    lora.remove_lora(model)
-    caplog.clear()
-    for base in (model, plain_one):
-        lora.AdapterBank(base).add("a", lora.read_adapter(tmp_path / "a.safetensors"))
-        lora.load_adapter(base, tmp_path / "a.safetensors")
-        assert not caplog.records
-    with pytest.raises(WrongBaseError):
-        lora.load_adapter(nn.Sequential(nn.Linear(8, 8)), tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("has_tables", [True, False])
-def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path, has_tables):
-    model = nn.Sequential(nn.Linear(8, 8))
-    model.config = Settings() if has_tables else types.SimpleNamespace(quantization_config={})
-    if has_tables:
-        model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
-        model.table = nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False)
-        model.append(nn.ParameterList([model.table]))
-    model.places = nn.Parameter(torch.arange(4), requires_grad=False)
-    lora.add_lora(model, "0", r=R)
-    lora.save_adapter(model, tmp_path / "a.safetensors")
-    assert lora.read_adapter(tmp_path / "a.safetensors").lora.base_fingerprint is not None
 
 
 @EACH

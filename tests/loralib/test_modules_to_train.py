@@ -1,0 +1,165 @@
+"""Which modules can be trained besides LoRA, and which of their tensors adapters hold."""
+
+import pytest
+import torch
+from any_models import unchanged_by
+from quantized_linears import Int8Tensor, Linear4bit
+from torch import nn
+
+import loralib as lora
+
+R = 2
+
+
+def with_head(**tables):
+    """A quantized layer and a head, with parameters and buffers of its own. (batch, 8) -> 3."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear4bit(8, 8), nn.Linear(8, 3))
+    for name, table in tables.items():
+        if isinstance(table, nn.Parameter):
+            model[1].register_parameter(name, table)
+        else:
+            model[1].register_buffer(name, table)
+    return model
+
+
+def as_nested(matrix):
+    return torch.nested.nested_tensor(list(matrix), layout=torch.jagged)
+
+
+def frozen(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class OwnWay(nn.Parameter):
+    """A parameter that sees each operation on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (
+            frozen(torch.ones(3).to(torch.float8_e4m3fn)),
+            r"quantized \(torch.float8_e4m3fn\); leave",
+        ),
+        (torch.ones(3).to(torch.float8_e4m3fn), "a buffer of torch.float8_e4m3fn, which ad"),
+        (
+            frozen(torch.ones(3).to(torch.complex64)),
+            "a parameter of torch.complex64, which adapters",
+        ),
+        (
+            frozen(torch.arange(3)),
+            "a parameter of torch.int64, .*, or make the parameter a buffer w",
+        ),
+        (frozen(torch.ones(3, dtype=torch.uint8)), "a parameter of torch.uint8, which adap"),
+        (torch.ones(3, dtype=torch.uint8), "a buffer of torch.uint8, .* with persistent=False$"),
+        (torch.eye(3).to_sparse(), "a buffer of torch.sparse_coo, which adapters cannot hold"),
+        (
+            as_nested(torch.eye(3)),
+            "a buffer of nested tensors, which adapters cannot hold",
+        ),
+        (
+            Int8Tensor(torch.ones(3).to(torch.int8), torch.tensor(1.0)),
+            r"a buffer of Int8Tensor, which adapters cannot hold",
+        ),
+        (
+            OwnWay(torch.ones(3)),
+            r"quantized \(a .*OwnWay\); leave it out of modules_to_train, or l",
+        ),
+    ],
+)
+def test_what_no_adapter_holds_is_not_trained(table, reason):
+    message = rf"module 1 cannot be trained as it is: its table is {reason}"
+    unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_trained_is_held(tmp_path, dtype):
+    def make():
+        table = nn.Parameter(torch.zeros(3, dtype=dtype))
+        return with_head(
+            table=table, again=table, mask=torch.ones(3) > 0, count=torch.zeros(3).long()
+        )
+
+    model = make()
+    model[1].register_buffer("cache", torch.ones(3, dtype=torch.uint8), persistent=False)
+    lora.add_lora(model, "0", r=R, modules_to_train="1")
+    assert model[1].table.requires_grad
+    with torch.no_grad():
+        for name, tensor in model[1].state_dict().items():
+            tensor.copy_(torch.arange(3) if tensor.dim() == 1 else 1)
+            assert name != "cache"
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = make()
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    for name, tensor in model[1].state_dict().items():
+        assert torch.equal(loaded[1].state_dict()[name], tensor)
+
+
+class SeenBuffer(torch.Tensor):
+    """A tensor that sees each operation on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_head_with_a_scripted_function_and_a_buffer_of_another_class_is_trained(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        head = nn.Sequential(torch.jit.script(nn.GELU()), nn.Linear(8, 3))
+        head[1].register_buffer("seen", torch.ones(3).as_subclass(SeenBuffer))
+        return nn.ModuleDict({"a": nn.Linear(8, 8), "head": head})
+
+    model = make()
+    lora.add_lora(model, "a", r=R, modules_to_train="head")
+    with torch.no_grad():
+        model["head"][1].weight.add_(1)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = make()
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    assert torch.equal(loaded["head"][1].weight, model["head"][1].weight)
+
+
+def test_some_buffers_of_modules_without_parameters_are_not_held(tmp_path):
+    """Such as rotations of positions, complex in some models, in a block that is trained."""
+    block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
+    block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    block[1].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
+    lora.add_lora(model, "a", r=R, modules_to_train="block")
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_scripted_is_not_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
+    message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
+    unchanged_by(model, message, "0", r=R, modules_to_train="1")
+
+
+def test_a_layer_that_is_quantized_is_not_trained_itself():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
+    message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
+    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state):
+        assert state == {"scale": 1.0}
+
+
+def test_a_part_with_a_state_besides_tensors_is_not_trained():
+    model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
+    message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
+    unchanged_by(model, message, "0", r=R, modules_to_train="1")
