@@ -120,7 +120,7 @@ def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[T
 
 
 @torch.no_grad()
-def orthogonal(A: Tensor, B: Tensor, r: int) -> None:
+def orthogonal(A: Tensor, B: Tensor) -> None:
     """Initializes the stacked A (r·e, …) and B (width·e, …) so that the product of each pair is 0.
 
     The rows of a random orthogonal r × r matrix go to two halves in turn. The columns of A lie in

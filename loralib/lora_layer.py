@@ -318,7 +318,7 @@ class LoRALayer:
                 return
             self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
             if self.initialization == "orthogonal":
-                orthogonal(self.lora_A, self.lora_B, self.r)
+                orthogonal(self.lora_A, self.lora_B)
             else:
                 self._reset_factors()
             self.start_from_weight()

@@ -42,6 +42,7 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
+from .names import with_outer
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
 
 logger = logging.getLogger(__name__)
@@ -423,7 +424,7 @@ def _trained_besides(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
         if LORA.part not in name
         and (
             name.rpartition(".")[0] in owners
-            or (not whole.isdisjoint(_modules_around(name)) and can_be_held(tensor))
+            or (not whole.isdisjoint(with_outer([name])) and can_be_held(tensor))
         )
     }
 
@@ -434,17 +435,12 @@ def _trained_as_a_whole(
     """Returns the names of the modules that have parameters, all of which are trained."""
     modules, partly = set[str](), set[str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name.rpartition(".")[0] not in second:
-            around = _modules_around(name)
+        owner = name.rpartition(".")[0]
+        if owner not in second:
+            around = with_outer([owner])
             modules.update(around)
             partly.update(around if name not in trained else ())
     return modules - partly
-
-
-def _modules_around(name: str) -> list[str]:
-    """Returns the names of the modules that contain a tensor, but for the model itself."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -300,6 +300,16 @@ class PeftsLinear(nn.Module):
         self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(8, 2)})
 
 
+class PeftsScaling(nn.Module):
+    """What PEFT makes of a linear layer for IA³."""
+
+    __module__ = "peft.tuners.ia3.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.ia3_l = base_layer, nn.ParameterDict({"default": torch.ones(8, 1)})
+
+
 def test_a_model_that_has_lora_of_pefts(saved):
     model = WORDS.build()
     model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
@@ -315,31 +325,13 @@ def test_a_model_that_has_lora_of_pefts(saved):
 # ---- saving ----
 
 
-class PeftsScaling(nn.Module):
-    """What PEFT makes of a linear layer for IA³."""
-
-    __module__ = "peft.tuners.ia3.layer"
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer, self.ia3_l = base_layer, nn.ParameterDict({"default": torch.ones(8, 1)})
-
-
-def test_a_model_that_has_got_another_adapter_of_pefts_since(tmp_path):
+@pytest.mark.parametrize(("kind", "called"), [(PeftsLinear, "lora"), (PeftsScaling, "ia3")])
+def test_a_model_that_has_got_an_adapter_of_pefts_since(tmp_path, kind, called):
     model = WORDS.build()
     lora.add_lora(model, "out", r=2)
-    model.layers[1]["out"] = PeftsScaling(model.layers[1]["out"])
-    with pytest.raises(ValueError, match=r"already has an adapter of PEFT's \(ia3\): "):
-        lora.save_adapter(model, tmp_path / "a")
-
-
-def test_a_model_that_has_got_lora_of_pefts_since(tmp_path):
-    model = WORDS.build()
-    lora.add_lora(model, "out", r=2)
-    model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.out already has an adapter of PEFT's \(lora\): .*unload\(\)"
-    ):
+    model.layers[1]["out"] = kind(model.layers[1]["out"])
+    message = rf"layers\.1\.out already has an adapter of PEFT's \({called}\): .*unload\(\)"
+    with pytest.raises(ValueError, match=message):
         lora.save_adapter(model, tmp_path / "a")
 
 
