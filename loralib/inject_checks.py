@@ -18,7 +18,7 @@ from .in_place import is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import DTYPES, kind_not_held
+from .model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .nn.products import Linear
 from .quantized_layers import (
     check_unpacked,
@@ -38,7 +38,9 @@ from .stacks import (
 from .targets import Target, matches, means, shortest_target, text_of
 from .text import listed, module_label
 from .wrappers import (
+    has_own_dispatch,
     has_own_forward,
+    is_dense,
     is_distributed_or_compiled,
     is_fake,
     own_forward_message,
@@ -333,10 +335,19 @@ def _check_trainable(model: nn.Module, trained: str) -> None:
         if not isinstance(tensor, Tensor):
             reason = f"not a tensor (its get_extra_state gives a {type(tensor).__name__})"
             raise _not_held(trained, name, reason, "train it without that state")
-        kind = kind_not_held(tensor)
+        kind = _kind_not_held(tensor)
         if kind is not None:
             reason = f"a buffer of {kind}, which adapters cannot hold"
             raise _not_held(trained, name, reason, "register the buffer with persistent=False")
+
+
+def _kind_not_held(buffer: Tensor) -> object | None:
+    """Returns the layout, class or dtype that keeps a buffer out of adapters; None if none does."""
+    if not is_dense(buffer):
+        return "nested tensors" if buffer.is_nested else buffer.layout
+    if has_own_dispatch(buffer):
+        return type(buffer).__name__
+    return None if buffer.dtype in (*DTYPES, *DTYPES_OF_BUFFERS) else buffer.dtype
 
 
 def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:

@@ -6,28 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from .lora_layer import lora_layers
-from .wrappers import has_own_dispatch, is_dense, is_managed, is_sharded, unreadable
+from .wrappers import is_managed, is_sharded, unreadable
 from .zero3 import check_gathered
 
 # The dtypes that adapters hold. Buffers may also be counters, such as BatchNorm's, or masks.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
-
-
-def kind_not_held(buffer: Tensor) -> object | None:
-    """Returns the layout, class or dtype that keeps a buffer out of adapters; None if none does."""
-    if not is_dense(buffer):
-        return "nested tensors" if buffer.is_nested else buffer.layout
-    if has_own_dispatch(buffer):
-        return type(buffer).__name__
-    return None if buffer.dtype in (*DTYPES, *DTYPES_OF_BUFFERS) else buffer.dtype
-
-
-def can_be_held(buffer: object) -> bool:
-    """Returns whether an adapter can hold a buffer; it holds no infinities, such as a mask's."""
-    if not isinstance(buffer, Tensor) or buffer.is_meta or kind_not_held(buffer) is not None:
-        return False
-    return bool(buffer.isfinite().all())
 
 
 def weights_with_updates(

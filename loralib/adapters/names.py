@@ -1,4 +1,4 @@
-"""What names of modules tell: targets, numbers of layers, and the modules around one."""
+"""Derives targets from the names of adapted modules, and numbers of layers from any names."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -56,9 +56,3 @@ def _layer(name: str) -> int:
 
 def _in_any_layer(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name, count=1)
-
-
-def with_outer(modules: Iterable[str]) -> dict[str, None]:
-    """Returns these modules and those around them, without the model itself."""
-    parts = [module.split(".") for module in modules if module]
-    return dict.fromkeys(".".join(x[:count]) for x in parts for count in range(1, len(x) + 1))

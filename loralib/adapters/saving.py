@@ -20,7 +20,6 @@ from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import (
-    can_be_held,
     check_no_peft_layers,
     check_there,
     check_unsharded,
@@ -42,7 +41,6 @@ from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .names import with_outer
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
 
 logger = logging.getLogger(__name__)
@@ -400,12 +398,11 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
     )
 
 
-def _trained_besides(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
     """Returns the names of what is or was trained besides LoRA, and of what goes with it.
 
-    All other tensors of a module go with its trained parameters, unless only its bias is trained.
-    In a module of which all parameters are trained, such as a head, so do the buffers of modules
-    without parameters. A weight that modules share is listed under all of its names.
+    All other tensors of a module go with its trained parameters, unless only its bias is trained. A
+    weight that modules share is listed under all of its names.
     """
     earlier, second = noted(model), _second_names(model)
     parameters = {
@@ -417,30 +414,9 @@ def _trained_besides(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     trained = {name for name, p in parameters.items() if id(p) in meant}
     biases = base_biases(trained)
     owners = {name.rpartition(".")[0] for name in trained - biases}
-    whole = _trained_as_a_whole(model, trained, second)
     return biases | {
-        name
-        for name, tensor in state.items()
-        if LORA.part not in name
-        and (
-            name.rpartition(".")[0] in owners
-            or (not whole.isdisjoint(with_outer([name])) and can_be_held(tensor))
-        )
+        name for name in state if name.rpartition(".")[0] in owners and LORA.part not in name
     }
-
-
-def _trained_as_a_whole(
-    model: nn.Module, trained: Collection[str], second: Collection[str]
-) -> set[str]:
-    """Returns the names of the modules that have parameters, all of which are trained."""
-    modules, partly = set[str](), set[str]()
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        if owner not in second:
-            around = with_outer([owner])
-            modules.update(around)
-            partly.update(around if name not in trained else ())
-    return modules - partly
 
 
 def _second_names(model: nn.Module) -> set[str]:

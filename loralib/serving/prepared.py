@@ -25,7 +25,7 @@ from ..adapters.fingerprint import (
 )
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
-from ..model_checks import can_be_held, check_there, tensors_of
+from ..model_checks import check_there, tensors_of
 from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
 
@@ -295,9 +295,8 @@ def _head(
     brought = {id(state[name]) for name in theirs.keys() & ours}
     # A file may lack a tensor that is tied to another, as a projection to the vocabulary may be.
     tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
-    held = {n for n in ours if isinstance(state[n], nn.Parameter) or can_be_held(state[n])}
     for what, names, which in (
-        ("lacks", held - theirs.keys() - tied, "which the model's head has"),
+        ("lacks", ours - theirs.keys() - tied, "which the model's head has"),
         ("has", theirs.keys() - ours, "which the model's head lacks"),
     ):
         if names:

@@ -1,13 +1,12 @@
 """Records the state of a bank's model, and checks that it has not changed since."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..adapters.fingerprint import is_readable, sampled
 from ..adapters.loading import same_when_rounded
-from ..adapters.names import with_outer
 from ..nn.fast_paths import is_transformed
 from ..text import module_label
 from ..wrappers import is_sharded
@@ -23,7 +22,7 @@ class ModelSnapshot:
 
     def note(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Notes the modules that an adapter changes, right after it was prepared for the model."""
-        for name in with_outer(_changed(prepared)):
+        for name in _around(_changed(prepared)):
             if name not in self._places:
                 self._places[name] = _Place(model, name)
         for module, delta in prepared.deltas.items():
@@ -32,7 +31,7 @@ class ModelSnapshot:
 
     def forget_unused(self, adapters: Collection[PreparedAdapter]) -> None:
         """Drops all but what these adapters change."""
-        places = with_outer({name for adapter in adapters for name in _changed(adapter)})
+        places = _around({name for adapter in adapters for name in _changed(adapter)})
         weights = {module for adapter in adapters for module in adapter.deltas}
         self._places = {name: x for name, x in self._places.items() if name in places}
         self._weights = {module: x for module, x in self._weights.items() if module in weights}
@@ -68,7 +67,13 @@ def _needs(adapter: PreparedAdapter, name: str, found: nn.Module | None) -> bool
     """
     is_taken_out = name in adapter.heads and isinstance(found, nn.Identity)
     needed = adapter.deltas if is_taken_out else _changed(adapter)
-    return name in with_outer(needed)
+    return name in _around(needed)
+
+
+def _around(modules: Iterable[str]) -> dict[str, None]:
+    """Returns these modules and those around them, without the model itself."""
+    parts = [module.split(".") for module in modules if module]
+    return dict.fromkeys(".".join(x[:count]) for x in parts for count in range(1, len(x) + 1))
 
 
 _REPLACED = (
