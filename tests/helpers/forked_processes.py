@@ -43,33 +43,33 @@ def serve(path: str) -> list[str]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
+    # The end of a fork only wakes `select`. A handler that looked for the status itself could be
+    # interrupted by the end of another fork, and the two would take the same status.
+    woken, wakes = socket.socketpair()
+    for side in (woken, wakes):
+        side.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, socket.socket] = {}
-
-    def answer_for_ended(*_) -> None:
-        for number in list(running):
-            ended, status = os.waitpid(number, os.WNOHANG)
-            if ended:
-                _answer(running[number], os.waitstatus_to_exitcode(status))
-                running.pop(number).close()
-
-    signal.signal(signal.SIGCHLD, answer_for_ended)
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        ready, _, _ = select.select([listener, sys.stdin, woken], [], [])
         if sys.stdin in ready:
             os._exit(0)
+        if woken in ready:
+            woken.recv(4096)
+            _answer_for_ended(running)
+        if listener not in ready:
+            continue
         caller, _ = listener.accept()
-        said, streams, _, _ = socket.recv_fds(caller, 1, 3)
-        if not said:  # it has only seen that somebody is there
+        call, streams = _receive(caller)
+        if call is None:
             caller.close()
             continue
-        with caller.makefile("rb") as lines:
-            call = json.loads(lines.readline())
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is in `running`
         number = os.fork()
         if number == 0:
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            for connection in (listener, caller, *running.values()):
+            for connection in (listener, woken, wakes, caller, *running.values()):
                 connection.close()
             _take(call, streams)
             return call["arguments"]
@@ -77,7 +77,31 @@ def serve(path: str) -> list[str]:
             os.close(stream)
         _answer(caller, number)
         running[number] = caller
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _receive(caller: socket.socket) -> tuple[dict | None, list[int]]:
+    """A call and its streams; None where the caller has only seen that somebody is there, or has
+    been killed before its call was complete."""
+    streams: list[int] = []
+    try:
+        said, streams, _, _ = socket.recv_fds(caller, 1, 3)
+        with caller.makefile("rb") as lines:
+            line = lines.readline() if said else b""
+    except ConnectionResetError:
+        line = b""
+    if line.endswith(b"\n"):
+        return json.loads(line), streams
+    for stream in streams:
+        os.close(stream)
+    return None, []
+
+
+def _answer_for_ended(running: dict[int, socket.socket]) -> None:
+    for number in list(running):
+        ended, status = os.waitpid(number, os.WNOHANG)
+        if ended:
+            _answer(running[number], os.waitstatus_to_exitcode(status))
+            running.pop(number).close()
 
 
 def _answer(caller: socket.socket, number: int) -> None:
