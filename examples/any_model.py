@@ -64,8 +64,7 @@ def loss_of(model: nn.Module, blocks: Tensor) -> float:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=defaults)
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
 
     def add(name: str, default: Any, text: str, **more: Any) -> None:
         parser.add_argument(f"--{name}", default=default, help=text, **more)

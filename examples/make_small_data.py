@@ -19,7 +19,6 @@ No sentence of one split is in another, and none of dev.tsv or test.tsv is in th
 as part of a line. The same seed gives the same bytes.
 """
 
-import argparse
 import logging
 import random
 from collections.abc import Callable
@@ -217,9 +216,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Makes and writes the data."""
-    parser = ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other data")
     args = parser.parse_args(argv)

@@ -11,7 +11,6 @@ hundred tokens. Two have the ids that GPT-2's scripts rely on: 628 for the blank
 end of a text. The same seed gives the same bytes.
 """
 
-import argparse
 import json
 import logging
 import random
@@ -151,9 +150,7 @@ def _write(path: Path, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Makes the files that this module's docstring lists."""
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes another corpus")
     args = parser.parse_args(argv)

@@ -122,8 +122,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=defaults)
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--r", type=int, default=8, help="rank of the update")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the data, each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")

@@ -73,9 +73,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: a value is out of its range.
     """
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
         "--quickstart_dir",

@@ -197,9 +197,7 @@ def convert(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("source", metavar="IN", help="an adapter: file, folder, or name on the hub")
     add("target", metavar="OUT", nargs="?", type=Path, help="what to write")

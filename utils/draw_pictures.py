@@ -9,7 +9,6 @@ quickstart.sh writes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,9 +43,7 @@ PICTURES: Mapping[str, Callable[[Path], Path]] = {"lora": draw_lora, "speed": dr
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draws the pictures asked for, and prints the files' paths."""
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("pictures", nargs="+", choices=PICTURES, help="which ones")
     parser.add_argument(
         "--output_dir", type=Path, default=FOLDER, help="folder for them (default: docs/pictures)"

@@ -59,9 +59,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ValueError: arguments exclude each other, or a flag after -- is one that this program sets.
     """
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
         "names",

@@ -12,7 +12,6 @@ Existing files are overwritten only with --overwrite. As an exception, the relea
 above, may be repeated: it replaces a .bin or .pt that holds only LoRA and a head.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,9 +287,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, splits the checkpoint, and prints what was written."""
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file or folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="file, .bin or .safetensors")
     parser.add_argument(

@@ -56,9 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         ValueError: a number is out of its bounds.
     """
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     _add_data_params(parser)
     _add_search_params(parser)
     _add_precision_params(parser)

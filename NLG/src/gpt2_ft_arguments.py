@@ -36,9 +36,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     Raises:
         ValueError: a number is out of its range, or --report_to names what is not installed.
     """
-    parser = ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=description)
     _add_training_params(parser)
     _add_output_params(parser)
     _add_estimate_params(parser)

@@ -19,6 +19,24 @@ _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNO
 _EMPTY = "the value is empty (an unset shell variable?): give one, or leave it out"
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that help texts do not state, and keeps the lines of long descriptions.
+
+    argparse has no public methods for either.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_switch = action.nargs == 0
+        if is_switch or action.default in (None, "") or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated flags, has one-line errors, and takes negative numbers.
 
@@ -36,6 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, takes_empty: bool = False, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
+        arguments.setdefault("formatter_class", HelpFormatter)
         super().__init__(**arguments)
         self._takes_empty = takes_empty
         self.given: set[str] = set()

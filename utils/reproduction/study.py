@@ -91,11 +91,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: a row is unknown, or a value is out of its range.
     """
-    parser = ArgumentParser(
-        prog="reproduce.py --study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(prog="reproduce.py --study", description=__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="ROW", help="some rows of the tables (default: all)")
     add(

@@ -6,7 +6,7 @@ import os
 import sys
 import types
 import typing
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentError, ArgumentTypeError
+from argparse import Action, ArgumentError, ArgumentTypeError
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -43,13 +43,6 @@ def string_to_bool(text: str | bool) -> bool:
     return value
 
 
-class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None, whose meaning is in the help texts."""
-
-    def _get_help_string(self, action: Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 class HfArgumentParser(ArgumentParser):
     """A parser whose flags are the fields of dataclasses.
 
@@ -65,8 +58,7 @@ class HfArgumentParser(ArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
-        arguments = {"formatter_class": _HelpFormatter, "takes_empty": True, **arguments}
-        super().__init__(**arguments)
+        super().__init__(**{"takes_empty": True, **arguments})
         types_ = [dataclass_types] if dataclasses.is_dataclass(dataclass_types) else dataclass_types
         self.dataclass_types = list(types_)
         for type_ in self.dataclass_types:

@@ -175,3 +175,40 @@ def test_bounds_of_a_number(bounds, within, outside, rule):
         says = re.escape(f"--number must {rule}, not {value}")
         with pytest.raises(ValueError, match=f"^{says}$"):
             check_bounds("--number", value, **bounds)
+
+
+def test_help_states_each_default_once(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = ArgumentParser(prog="run.py", usage="run.py")
+    parser.add_argument("path", help="the data")
+    for flag, options in {
+        "--steps": {"type": int, "default": 7, "help": "how many"},
+        "--seed": {"type": int, "default": 0, "help": "the seed"},
+        "--folder": {"default": "here", "help": "where; default: the data's"},
+        "--name": {"default": "", "help": "a name"},
+        "--base": {"help": "a model"},
+        "--half": {"action": "store_true", "help": "half precision"},
+    }.items():
+        parser.add_argument(flag, **options)
+    lines = [re.split(r"\s{2,}", line)[-1] for line in parser.format_help().splitlines()]
+    texts = ["how many (default: 7)", "the seed (default: 0)", "where; default: the data's"]
+    assert lines[-6:] == [*texts, "a name", "a model", "half precision"]
+
+
+@pytest.mark.parametrize(
+    ("description", "lines"),
+    [
+        ("Many words. " * 20, None),
+        (
+            "A line.\n\n    a long command" + " x" * 99,
+            ["A line.", "", "    a long command" + " x" * 99],
+        ),
+    ],
+)
+def test_help_keeps_the_lines_of_a_description_that_has_several(monkeypatch, description, lines):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = ArgumentParser(prog="run.py", usage="run.py", description=description).format_help()
+    if lines is None:
+        assert max(map(len, said.splitlines())) <= 80
+    else:
+        assert said.splitlines()[2:5] == lines
