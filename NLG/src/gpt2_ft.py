@@ -51,7 +51,7 @@ from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, check_same_flags, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
-from loralib.io.console import Pace, devices_in_words, in_words, steps_in_words, table
+from loralib.io.console import Pace, devices_in_words, steps_in_words, table, training_in_words
 from loralib.text import counted
 from loralib.training import watch
 from loralib.training.agreement import check_same_weights
@@ -180,13 +180,14 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     if dist_env.is_main:
         warn_of_rate(args)
         show_beginning(run, progress.step)
+    resumed_from = progress.step
     best_ppl = take_steps(run, ddp_model, progress, metrics)
     write_model(run, run.last_step, lora_only=args.save_lora_only)
     curves = metrics.draw()  # before the run counts as finished, since --resume then does nothing
     write_finished(work_dir, dist_env, run.identity, run.last_step)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
-        show_end(run, best_ppl, begun, curves)
+        show_end(run, resumed_from, best_ppl, begun, curves)
 
 
 def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, FT_Dataset]:
@@ -568,18 +569,20 @@ def show_evaluation(step: int, last_step: int, loss: float, ppl: float, best_ppl
     logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
 
 
-def show_end(run: Run, best_ppl: float, begun: float, curves: Path | None) -> None:
+def show_end(
+    run: Run, resumed_from: int, best_ppl: float, begun: float, curves: Path | None
+) -> None:
     """Logs the results of a run, and where its files are.
 
     Args:
         run: a run that has ended.
+        resumed_from: the step that it resumed from, or 0.
         best_ppl: the best perplexity of its evaluations; infinite if there was none.
         begun: when the run began, by `time.perf_counter`.
         curves: the path of the learning curves' picture, if there is one.
     """
-    took = in_words(time.perf_counter() - begun)
-    steps = counted(run.last_step, "step")
-    rows = [("trained", f"{trained_in_words(run.model)}; {steps} in {took}")]
+    steps = training_in_words(run.last_step, resumed_from, time.perf_counter() - begun)
+    rows = [("trained", f"{trained_in_words(run.model)}; {steps}")]
     if best_ppl < math.inf:
         rows.append(("best", f"valid_ppl {best_ppl:.3f}"))
     rows.append(("model", os.path.abspath(model_path(run, run.last_step))))

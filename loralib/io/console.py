@@ -89,6 +89,22 @@ def steps_in_words(steps: int, examples: int) -> str:
     return f"{steps:,} of {counted(examples, 'example')}{' each' if steps != 1 else ''}"
 
 
+def training_in_words(steps: int, resumed_from: int, seconds: float) -> str:
+    """Returns text like "10 steps in 4 s" or, of a resumed run, "10 steps, the last 3 in 2 s".
+
+    Args:
+        steps: the run's steps, including those before it was interrupted.
+        resumed_from: the step that it resumed from, or 0.
+        seconds: how long the steps since then took.
+    """
+    all_steps = counted(steps, "step")
+    if not resumed_from:
+        return f"{all_steps} in {in_words(seconds)}"
+    if resumed_from >= steps:
+        return f"{all_steps}, all before this start"
+    return f"{all_steps}, the last {steps - resumed_from:,} in {in_words(seconds)}"
+
+
 def devices_in_words(device: object, processes: int) -> str:
     """Returns text like "cpu" and "cuda, 4 processes". The device is the main process's."""
     kind = str(device).partition(":")[0]

@@ -232,6 +232,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
     assert wrote == f"wrote {tmp_path / 'model.2.pt'}"
     assert after.startswith("finished\n  trained  ")
     assert f"  model    {tmp_path / 'model.2.pt'}" in after
+    assert "; 2 steps in " in after
 
 
 @pytest.mark.parametrize(

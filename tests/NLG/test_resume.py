@@ -483,6 +483,7 @@ def test_no_model_of_a_later_step_is_left_by_a_longer_run(tiny, tmp_path, monkey
     assert f"removed {later}: the run is resumed from step 5" in caplog.text
     models = {path.name for path in (tmp_path / "run").glob("model.*.pt")}
     assert models == {"model.4.pt", "model.5.pt", "model.7.pt", own.name}
+    assert "; 7 steps, the last 2 in " in caplog.text
 
 
 def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypatch, error_of):

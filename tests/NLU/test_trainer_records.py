@@ -207,6 +207,15 @@ def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, cap
     (before,) = (text for text in caplog.messages if text.startswith("training\n"))
     folder = tmp_path / "out" / "checkpoint-10"
     assert rows_of(before)["resuming from"] == f"{folder}, step 10"
+    again.log_end()
+    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
+    assert "; 15 steps, the last 5 in " in rows_of(after)["trained"]
+
+    caplog.clear()
+    again.train(resume_from_checkpoint=True)
+    again.log_end()
+    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
+    assert rows_of(after)["trained"].endswith("; 15 steps, all before this start")
 
 
 def rows_of(text: str) -> dict[str, str]:

@@ -246,6 +246,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             compile_layers(self.model.base_model.encoder.layer, args.device)
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
+        self._resumed_from = 0  # the step that the last training resumed from, or 0
         self.callback_handler.model = self.model
 
     use_apex = False  # training steps written for transformers 4.4.2 read it
@@ -415,11 +416,11 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             check_not_beyond(checkpoint, self.state.global_step, max_steps, NEW_RUN)
             warn_of_length(checkpoint, self.state.max_steps, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
-        steps_before = self.state.global_step
+        self._resumed_from = self.state.global_step
         self._log_beginning(passes.examples, max_steps, checkpoint)
 
         self._call("on_train_begin")
-        if steps_before >= max_steps:
+        if self._resumed_from >= max_steps:
             self.control.should_training_stop = True
             # The last step's checkpoint was written before the end of its epoch was processed.
             if not self._progress.has_ended:
@@ -429,7 +430,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 break
             self._train_epoch(epoch, passes)
         self._end_training()
-        return self._summary(start, steps_before)
+        return self._summary(start)
 
     def _forget_last_run(self, trial: Any) -> None:
         """Resets the state for a new run and, with a `model_init`, makes a new model."""
@@ -451,7 +452,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if self.args.load_best_model_at_end:
             self._load_best()
 
-    def _summary(self, start: float, steps_before: int) -> TrainOutput:
+    def _summary(self, start: float) -> TrainOutput:
         """Logs and returns the run's result; its speed counts only the steps since it resumed."""
         args, steps = self.args, self.state.global_step
         progress = self._progress
@@ -459,7 +460,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             *(progress.loss_total, max(steps, 1)), progress.weight_total, progress.empty_total
         )
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        metrics = speed_metrics("train", start, (steps - steps_before) * an_update)
+        metrics = speed_metrics("train", start, (steps - self._resumed_from) * an_update)
         self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loralib.adapters.summary import lora_in_words, trained_in_words
-from loralib.io.console import devices_in_words, in_words, steps_in_words, table
+from loralib.io.console import devices_in_words, steps_in_words, table, training_in_words
 from loralib.text import counted
 from loralib.training.distributed import share_warnings, sum_over_processes
 
@@ -125,9 +125,9 @@ class TrainerRecords:
         runs = [record for record in history if "train_runtime" in record]
         if not runs:
             return []
-        time = in_words(runs[-1]["train_runtime"])
-        took = f"{counted(self.state.global_step, 'step')} in {time}"
-        rows = [("trained", f"{trained_in_words(self.model)}; {took}")]
+        seconds = runs[-1]["train_runtime"]
+        steps = training_in_words(self.state.global_step, self._resumed_from, seconds)
+        rows = [("trained", f"{trained_in_words(self.model)}; {steps}")]
         metric = self.args.eval_metric_name or "eval_loss"
         during = [r for r in history[: history.index(runs[-1])] if metric in r]
         if during:

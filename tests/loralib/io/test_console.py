@@ -21,6 +21,7 @@ from loralib.io.console import (
     share_in_words,
     steps_in_words,
     table,
+    training_in_words,
 )
 from loralib.text import counted
 
@@ -119,6 +120,9 @@ def test_figures_in_words():
     assert [counted(n, "epoch") for n in (1.0, 2.5)] == ["1 epoch", "2.5 epochs"]
     assert steps_in_words(2000, 4) == "2,000 of 4 examples each"
     assert steps_in_words(1, 1) == "1 of 1 example"
+    assert training_in_words(1, 0, 4) == "1 step in 4 s"
+    assert training_in_words(1000, 997, 4) == "1,000 steps, the last 3 in 4 s"
+    assert training_in_words(10, 10, 4) == "10 steps, all before this start"
     assert devices_in_words("cuda:0", 1) == "cuda:0"
     assert devices_in_words("cuda:0", 4) == "cuda, 4 processes"
 
