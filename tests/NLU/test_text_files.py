@@ -323,6 +323,12 @@ def classes_of(labels, texts=None):
             ["numbers (0) and words (good): each is a class; if some mean the same, write"],
         ),
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
+        (
+            ["3,8", "2,5"],
+            ["2,5, 3,8 are words, so each is a class: if they are scores, write a de"],
+        ),
+        (["3,8", "5"], ["3,8 are words, so each is a class: if they are scores, write a decimal"]),
+        (["3,8", "5", "1,2,3"], ["numbers (5) and words (1,2,3, 3,8): each is a class"]),
         (["inf", "up"], []),
         (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which counts as a class: if"]),
         (

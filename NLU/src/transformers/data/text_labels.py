@@ -87,7 +87,13 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
         logger.warning("%s: %s; is %s its label?", path, counts, columns.label)
     numbers = [label for label in labels if _is_finite(label)]
     words = [label for label in labels if not _is_finite(label)]
-    if numbers and words:
+    commas = [word for word in words if _is_finite(word.replace(",", ".", 1))]
+    if commas and commas == words:
+        logger.warning(
+            "%s: %s are words, so each is a class: if they are scores, write a decimal point, no comma",
+            *(path, in_short(commas, width=70)),
+        )
+    elif numbers and words:
         logger.warning(
             "%s: labels are numbers (%s) and words (%s): each is a class; if some mean the same, "
             "write them alike",
