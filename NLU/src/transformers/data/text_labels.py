@@ -90,7 +90,8 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
     commas = [word for word in words if _is_finite(word.replace(",", ".", 1))]
     if commas and commas == words:
         logger.warning(
-            "%s: %s are words, so each is a class: if they are scores, write a decimal point, no comma",
+            "%s: %s are words, so each is a class: if they are scores, write a decimal point, "
+            "no comma",
             *(path, in_short(commas, width=70)),
         )
     elif numbers and words:
