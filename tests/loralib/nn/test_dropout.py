@@ -39,7 +39,7 @@ def test_every_lane_of_a_random_number_has_the_same_probability(lane, p):
     assert stats.binomtest(int((mask != 0).sum()), len(mask), 1 - p).pvalue > 1e-3
 
 
-def test_lanes_and_neighbours_are_independent():
+def test_lanes_and_neighbors_are_independent():
     torch.manual_seed(2)
     kept = keep_mask((50_000, 4), 0.3).double()
     correlation = torch.corrcoef(torch.cat([kept[1:], kept[:-1]], dim=1).t())
