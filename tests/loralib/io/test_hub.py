@@ -25,7 +25,7 @@ COPY_IT = "without internet, copy its folder here and give the path instead of t
 UNCACHED = "'{}' is not a local folder and cannot be fetched: offline mode is on and it is not in "
 PRIVATE = "'{}' is neither a local folder nor a model on the hub (a private one needs `hf auth"
 
-# Prints one line of JSON per call of show(): a file's content, None, or the error's type and message.
+# show() prints one line of JSON: a file's content, None, or an error's type and message.
 PRELUDE = """
 import json, time
 time.sleep = lambda seconds: None  # between attempts to reach a hub that is not there
