@@ -1,4 +1,4 @@
-"""Tests of what `load_adapter` and `save_adapter` accept, and refuse before they change anything."""
+"""Tests of what `load_adapter` and `save_adapter` accept, and what they refuse without changes."""
 
 import logging
 import re

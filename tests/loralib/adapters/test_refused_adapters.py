@@ -45,7 +45,7 @@ def test_a_full_model_of_a_registered_family_is_refused(tmp_path):
     refused_file(tmp_path, {"model_state_dict": tensors}, "full model", "with save_adapter")
 
 
-def test_a_full_model_of_no_registered_family_is_refused(tmp_path):
+def test_a_whole_model_of_no_registered_family_is_refused(tmp_path):
     """Its frozen weights would replace those to which the update belongs."""
     torch.save(user_model().state_dict(), tmp_path / "x.bin")
     refused(lambda: read_adapter(tmp_path / "x.bin", lora_alpha=8), tmp_path / "x.bin", "whole")
