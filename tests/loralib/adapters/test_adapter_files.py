@@ -77,7 +77,7 @@ def test_a_sidecar_with_other_tensors_is_not_used(tmp_path, other):
     assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
 
 
-def test_a_damaged_sidecar_is_an_error(tmp_path):
+def test_a_sidecar_with_a_wrong_checksum_is_an_error(tmp_path):
     write_adapter(tmp_path, adapter_of("roberta"), "release")
     write_adapter(tmp_path, adapter_of("roberta"), "lora")
     sidecar = tmp_path / "pytorch_model_lora.safetensors"

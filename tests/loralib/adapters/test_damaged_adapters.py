@@ -361,7 +361,7 @@ class Hang(BaseException):
 
 @contextmanager
 def time_limit():
-    """Ends a variant that hangs: by a signal or, if that has no effect, with the process."""
+    """Ends a variant that hangs: by a signal or, if that has no effect, by ending the process."""
     faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=sys.__stderr__)
     try:
         if not hasattr(signal, "SIGALRM"):

@@ -187,7 +187,7 @@ def test_pefts_lora_on_parameters_of_unknown_modules_is_refused(tmp_path, size):
 
 
 @pytest.mark.parametrize("what", ["an embedding", "a kernel", "one expert"])
-def test_pefts_lora_on_a_parameter_is_not_taken_for_its_modules(tmp_path, what):
+def test_pefts_lora_on_a_parameter_is_not_taken_for_lora_on_its_module(tmp_path, what):
     """Embeddings and kernels have LoRA in other layouts, and a single matrix has none."""
 
     class Experts(nn.Module):
@@ -225,7 +225,7 @@ def test_pefts_lora_on_a_parameter_is_not_taken_for_its_modules(tmp_path, what):
 
 
 @pytest.mark.parametrize("stacks", [["conv.weight"], ["conv.weight", "experts.weight"]])
-def test_pefts_lora_on_a_kernel_is_not_taken_for_a_stacks(tmp_path, stacks):
+def test_pefts_lora_on_a_kernel_is_not_taken_for_lora_on_a_stack(tmp_path, stacks):
     class Stacked(nn.Module):
         def __init__(self):
             super().__init__()

@@ -247,7 +247,7 @@ def test_why_not_expressible_returns_a_reason_or_none():
     )
     assert (
         why_not_expressible(with_initialization, "release") is None
-    )  # training does not depend on it afterwards
+    )  # a trained update does not depend on it
     adapter = adapter_of("gpt2")
     magnitudes = {f"{module}.lora_magnitude_vector": torch.ones(12) for module in MODULES["gpt2"]}
     info = replace(adapter.lora, variant="dora")

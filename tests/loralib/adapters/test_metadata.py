@@ -82,7 +82,7 @@ def test_damaged_metadata_is_refused(tmp_path, changed, message):
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
-def test_an_alpha_that_is_not_a_finite_number_above_0_is_refused(tmp_path, alpha):
+def test_metadata_need_a_finite_positive_alpha(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     path = tmp_path / "lora.safetensors"
     info = LoraMetadata(rank=2, alpha=alpha, targets=("query",))

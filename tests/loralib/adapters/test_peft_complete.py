@@ -187,7 +187,7 @@ TARGETED = [
         False,
     ),
     ({"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": ["h"]}, "h.1.q", True),
-    # Without a pattern, the first number counts, if its list is not at the top of the name.
+    # Without a pattern, the first number counts whose list is itself within a module.
     ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.0.q", False),
     ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.1.experts.0.q", True),
     ({"target_modules": None}, "a.q", False),

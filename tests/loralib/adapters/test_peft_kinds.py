@@ -247,7 +247,7 @@ def test_an_attentions_tensors_have_pefts_names(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "times"), [("0.18.1", 2), ("0.21.2", 2), ("0.22.0", 1)])
-def test_out_projs_B_is_read_by_the_version_that_wrote_it(tmp_path, version, times):
+def test_how_often_out_proj_counts_depends_on_the_version_that_wrote_it(tmp_path, version, times):
     _, config, tensors = saved(tmp_path, "attention")
     folder = peft_folder(
         tmp_path / "b",

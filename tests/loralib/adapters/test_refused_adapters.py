@@ -307,7 +307,7 @@ def test_an_adapter_that_could_not_be_read_again_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["a module of a layer", "the head"])
-def test_a_peft_folder_that_lacks_tensors_is_refused(tmp_path, missing):
+def test_a_peft_folder_without_some_tensors_is_refused(tmp_path, missing):
     tensors = as_peft(tensors_of("roberta"))
     start = (
         f"base_model.model.{QUERY}." if missing == "a module of a layer" else "base_model.model.cl"
@@ -320,7 +320,7 @@ def test_a_peft_folder_that_lacks_tensors_is_refused(tmp_path, missing):
 
 @pytest.mark.parametrize("change", ["rank", "alpha", "task", "digest", "name", "value"])
 @pytest.mark.parametrize("format", ["lora", "peft"])
-def test_the_checksum_covers_names_values_and_metadata(tmp_path, format, change):
+def test_changed_names_values_or_metadata_are_detected(tmp_path, format, change):
     write_adapter(tmp_path / TARGETS[format], adapter_of("roberta"), format)
     path = tmp_path / TARGETS[format]
     path = path if format == "lora" else path / "adapter_model.safetensors"

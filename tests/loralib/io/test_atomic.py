@@ -200,7 +200,7 @@ def test_replacing_folder_replaces_a_folder_at_the_end(tmp_path, there):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_replacing_folder_works_after_a_kill_during_replacement(tmp_path, there):
-    """The old folder had been renamed, and the new one had taken its place or not yet."""
+    """The old folder had been renamed; the new one may have taken its place already."""
     path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
     for folder in (tmp_path / ".a.replaced", *([path] if there else [])):
         folder.mkdir()

@@ -39,7 +39,7 @@ def test_the_same_figure_makes_the_same_bytes(tmp_path, suffix):
     assert first.read_bytes() == second.read_bytes()
     assert (
         b"matplotlib" not in first.read_bytes().lower() or suffix == ".svg"
-    )  # in whose comment it is
+    )  # which names it in a comment
 
 
 def test_a_png_keeps_its_description(tmp_path):

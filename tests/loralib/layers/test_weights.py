@@ -316,7 +316,7 @@ def test_no_copy_is_kept_if_tensors_are_supplied_for_each_call(case):
 
 
 def test_no_copy_is_kept_of_tensor_subclasses(case):
-    """Those that wrap other tensors, such as DTensor and quantized ones, have no own address."""
+    """DTensor and quantized tensors, for example, wrap others and have no address themselves."""
 
     class Other(torch.Tensor):
         pass

@@ -56,7 +56,7 @@ def literal(query, key, value, keep=None, c2p=None, p2c=None, lengths=LENGTHS):
 
 
 def draw(dtype, terms, one_query, lengths=LENGTHS):
-    """Query, key, value and these distance vectors, by name."""
+    """Random queries, keys, values and vectors of distances, by name."""
     generator = torch.Generator().manual_seed(0)
     tokens, distances = sum(lengths), 2 * max(lengths) - 1
     counts = {"query": len(lengths) if one_query else tokens, "key": tokens, "value": tokens}

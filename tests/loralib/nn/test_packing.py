@@ -131,7 +131,7 @@ def test_rows_are_computed_one_by_one_if_padding_would_cost_more(
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recorded_attention_computes_rows_in_groups(monkeypatch, dtype, recorded):
-    """Without autograd, PyTorch's has scores in float32, and never holds all of long rows."""
+    """Otherwise PyTorch's is used, with scores in float32, but never all of long rows."""
     called = []
     monkeypatch.setattr("loralib.nn.packing.attend_rows", lambda *_: called.append("groups"))
     monkeypatch.setattr("loralib.nn.packing._attention", lambda q, *_: called.append("SDPA") or q)
@@ -341,7 +341,7 @@ def test_pytorchs_own_attention_is_used_for_inference_and_with_fast_paths_off(
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 200, 3)], ids=["padded", "one by one"])
 @pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
 def test_probabilities_are_dropped_on_every_path(lengths, is_off):
-    """If all values are 1 and no probability is dropped, so is every output."""
+    """If all values are 1 and no probability is dropped, every output is 1."""
     rows, value = PackedRows.from_lengths(lengths), torch.ones(sum(lengths), 4)
     with fast_paths_off(is_off):
         kept, dropped = (attend(value, value, value, rows, 2, p) for p in (0.0, 0.5))

@@ -162,7 +162,7 @@ def test_float32_is_float32_whatever_was_set(device_settings, place, value, tf32
     target = operator.attrgetter(place)(backends) if place else backends
     target.fp32_precision = value
     set_up_device(tf32=tf32)
-    device_settings.expect(tf32)  # PyTorch raises if its two settings contradict
+    device_settings.expect(tf32)  # PyTorch raises if its two settings contradict each other
     assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     on_gpu = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     assert {kind.fp32_precision == "tf32" for kind in on_gpu} == {tf32}

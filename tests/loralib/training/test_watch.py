@@ -11,7 +11,9 @@ from loralib.training.watch import Watch
 
 
 class Watched:
-    """The watches of several processes on a clock that the test advances; `lines` has their ends.
+    """The watches of several processes, on a clock that the test advances.
+
+    `lines` holds, by process, the line with which it has ended.
 
     Args:
         count: how many processes there are.
@@ -28,7 +30,7 @@ class Watched:
             watch.interval = 0.01  # real seconds that a process waits before it ends silently
 
     def pass_time(self, seconds, working=(), alive=None):
-        """Lets time pass, second by second: the working make progress, the live ones look."""
+        """Lets time pass, second by second; working processes make progress, live ones look."""
         alive = range(len(self.watches)) if alive is None else alive
         for _ in range(seconds):
             self.now += 1
