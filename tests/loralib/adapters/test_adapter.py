@@ -1,4 +1,4 @@
-"""An adapter: what it holds, and that its files give it back to the bit."""
+"""Tests of what an adapter holds, and that its files are bit-exact."""
 
 import copy
 import os
@@ -23,14 +23,14 @@ from loralib.io.tensors import read_tensors, write_tensors
     ("others", "of_base"),
     [
         ((), {"a.bias", "a.k_bias_k"}),
-        (("a.weight",), {"a.k_bias_k"}),  # a head of one layer
+        (("a.weight",), {"a.k_bias_k"}),  # a.bias is of a head with one layer
         (("a.dense.weight", "a.norm.weight"), {"a.k_bias_k"}),  # a head that ends in a bias
         (("a.dense.lora_A", "a.dense.lora_B"), {"a.bias", "a.k_bias_k"}),
         (("a.x.lora_A", "a.out.weight"), {"a.bias", "a.k_bias_k"}),  # a base with a head in it
         (("ab.weight",), {"a.bias", "a.k_bias_k"}),
     ],
 )
-def test_the_biases_of_a_base_of_no_known_family(others, of_base):
+def test_biases_of_a_base_of_no_registered_family_are_recognized(others, of_base):
     assert base_biases(["a.bias", "a.k_bias_k", *others]) == of_base
 
 
@@ -38,7 +38,7 @@ def test_the_biases_of_a_base_of_no_known_family(others, of_base):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
+def test_only_a_views_part_of_its_storage_is_saved(tmp_path, name):
     large = torch.randn(1000, 64)
     tensors = {"a.lora_A": large[:2], "a.lora_B": large[5:9].t(), "b.lora_A": large[:2]}
     write_tensors(tmp_path / name, tensors)
@@ -46,7 +46,7 @@ def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
     assert (tmp_path / name).stat().st_size < 10_000
 
 
-def test_the_format_is_told_by_content(tmp_path):
+def test_a_files_content_decides_its_format(tmp_path):
     adapter = tiny_adapter()
     write_adapter(tmp_path / "a.safetensors", adapter)
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
@@ -55,7 +55,7 @@ def test_the_format_is_told_by_content(tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_copy_of_an_adapter_is_written_after_the_same_checks(tmp_path, name):
+def test_a_deep_copy_of_an_adapter_is_checked_before_writing(tmp_path, name):
     adapter = copy.deepcopy(tiny_adapter())
     write_adapter(tmp_path / name, adapter)
     assert_same_bits(read_adapter(tmp_path / name, lora_alpha=4).tensors, adapter.tensors)
@@ -67,7 +67,7 @@ def test_a_copy_of_an_adapter_is_written_after_the_same_checks(tmp_path, name):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
+def test_tensors_saved_on_a_gpu_are_read_to_the_cpu(monkeypatch, tmp_path, zipped):
     tensors, path = tiny_adapter().tensors, tmp_path / "gpu.bin"
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -77,7 +77,7 @@ def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
+def test_a_file_may_be_overwritten_while_its_tensors_are_in_use(tmp_path, name):
     first, second = tiny_adapter(seed=1), tiny_adapter(seed=2)
     write_adapter(tmp_path / name, first)
     loaded = read_adapter(tmp_path / name)
@@ -87,7 +87,7 @@ def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
     assert_same_bits(read_adapter(tmp_path / name).tensors, first.tensors)
 
 
-def test_wrapped_tensors(tmp_path):
+def test_wrapped_tensors_can_be_read(tmp_path):
     tensors = tiny_adapter().tensors
     torch.save({"model_state_dict": tensors}, tmp_path / "wrapped.pt")
     assert_same_bits(read_adapter(tmp_path / "wrapped.pt").tensors, tensors)
@@ -105,13 +105,13 @@ def test_wrapped_tensors(tmp_path):
         (nn.Linear(2, 2), "not loaded for safety"),
     ],
 )
-def test_files_that_hold_no_adapter(tmp_path, content, message):
+def test_files_without_an_adapter_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=f"x.bin: .*{message}"):
         read_adapter(tmp_path / "x.bin")
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_missing_files_are_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"none.bin: no such checkpoint file"):
         read_adapter(tmp_path / "none.bin")
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_files_that_are_not_there(tmp_path):
         read_tensors(tmp_path)
 
 
-def test_a_checkpoints_folder(tmp_path):
+def test_in_a_folder_safetensors_are_preferred(tmp_path):
     write_adapter(tmp_path / "pytorch_model_lora.bin", tiny_adapter(seed=1))
     assert read_adapter(tmp_path).metadata is None
     write_adapter(tmp_path / "pytorch_model_lora.safetensors", tiny_adapter(seed=2))
@@ -136,7 +136,7 @@ def test_a_checkpoints_folder(tmp_path):
 # ---- names ----
 
 
-def test_old_deberta_names():
+def test_debertas_earlier_names_become_canonical():
     layer = "deberta.encoder.layer.3.attention.self"
     old = {
         f"{layer}.query_lora_a.weight": torch.tensor(1.0),
@@ -159,7 +159,7 @@ def test_old_deberta_names():
     assert adapter_tensors(canonical_names(old, "old.bin")).keys() == new.keys()
 
 
-def test_what_an_adapter_holds():
+def test_an_adapter_holds_lora_and_all_but_the_backbone():
     state = Tiny().state_dict()
     names = set(adapter_tensors(state))
     assert names == {name for name in state if "lora_" in name} | {
@@ -173,7 +173,7 @@ def test_what_an_adapter_holds():
 # ---- writing ----
 
 
-def test_a_file_that_cannot_be_made_leaves_the_old_one(tmp_path):
+def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.safetensors"
     write_adapter(path, tiny_adapter())
     content = path.read_bytes()
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_made_leaves_the_old_one(tmp_path):
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 @pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
-def test_files_have_the_mode_of_new_files(tmp_path, umask, mode, name):
+def test_files_have_the_permissions_of_new_files(tmp_path, umask, mode, name):
     old = os.umask(umask)
     try:
         write_adapter(tmp_path / name, tiny_adapter())
@@ -195,6 +195,6 @@ def test_files_have_the_mode_of_new_files(tmp_path, umask, mode, name):
     assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
         write_adapter(tmp_path / "none" / "a.bin", tiny_adapter())

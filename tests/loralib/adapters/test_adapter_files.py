@@ -1,4 +1,4 @@
-"""An adapter's files and folders: sidecars, two in one place, writing that fails."""
+"""Tests of an adapter's files and folders: sidecars, refused folders, and failed writes."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from loralib.io.tensors import read_tensors
 
 
 @pytest.mark.parametrize("name", ["pytorch_model_lora.safetensors", "pytorch_model_lora.bin"])
-def test_a_folder_gets_the_file_of_a_run(tmp_path, name):
+def test_in_a_folder_an_adapters_file_has_the_name_of_a_runs_file(tmp_path, name):
     format = "lora" if name.endswith("safetensors") else "release"
     write_adapter(tmp_path / "new" / "folder", adapter_of("roberta"), format)
     assert listing(tmp_path / "new" / "folder") == {name}
@@ -37,7 +37,7 @@ def test_a_folder_gets_the_file_of_a_run(tmp_path, name):
         ("a", None),
     ],
 )
-def test_a_name_that_does_not_fit_the_format(tmp_path, name, format):
+def test_a_name_that_does_not_fit_the_format_is_refused(tmp_path, name, format):
     refused(lambda: write_adapter(tmp_path / name, adapter_of("roberta"), format), tmp_path / name)
     assert listing(tmp_path) == set()
 
@@ -77,7 +77,7 @@ def test_a_sidecar_with_other_tensors_is_not_used(tmp_path, other):
     assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
 
 
-def test_a_damaged_sidecar_is_not_passed_over(tmp_path):
+def test_a_sidecar_with_a_wrong_checksum_is_an_error(tmp_path):
     write_adapter(tmp_path, adapter_of("roberta"), "release")
     write_adapter(tmp_path, adapter_of("roberta"), "lora")
     sidecar = tmp_path / "pytorch_model_lora.safetensors"
@@ -88,7 +88,7 @@ def test_a_damaged_sidecar_is_not_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["lora", "release"])
-def test_two_adapters_in_one_folder(tmp_path, format):
+def test_in_a_folder_with_two_adapters_one_must_be_named(tmp_path, format):
     folder = peft_folder(tmp_path / "both", base_model_name_or_path="theirs")
     write_adapter(folder, adapter_of("roberta"), format)
     (own,) = (path for path in folder.iterdir() if path.name.startswith("pytorch_model_lora"))
@@ -98,7 +98,7 @@ def test_two_adapters_in_one_folder(tmp_path, format):
 
 
 @pytest.mark.parametrize("name", ["a.pth", "a.ckpt", "a.safetensor", "a.SAFETENSORS", "a.json"])
-def test_a_model_s_adapter_is_not_written_into_a_folder_that_is_called_as_a_file(tmp_path, name):
+def test_a_folder_with_a_files_suffix_is_refused(tmp_path, name):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     lora.add_lora(model, "0", r=2)
     refused(lambda: lora.save_adapter(model, tmp_path / name), tmp_path / name, "has to end in")
@@ -109,7 +109,7 @@ def test_a_model_s_adapter_is_not_written_into_a_folder_that_is_called_as_a_file
         assert (tmp_path / folder / "adapter_config.json").is_file()
 
 
-def test_folders_that_hold_no_adapter(tmp_path):
+def test_folders_without_an_adapter_are_refused(tmp_path):
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
     others = {
         "optimizer.pt": {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": []},
@@ -125,8 +125,8 @@ def test_folders_that_hold_no_adapter(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     torch.save({"a.lora_A": torch.zeros(2, 3), "a.lora_B": torch.zeros(3, 2)}, tmp_path / "5.pt")
     write_adapter(tmp_path / "model.10.safetensors", adapter_of("roberta"))
-    says = "; if you mean 5.pt, model.10.safetensors, give that file"
-    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter", says)
+    hint = "; if you mean 5.pt, model.10.safetensors, give that file"
+    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter", hint)
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()
     for source in (folder, folder / "adapter_config.json"):
@@ -140,7 +140,7 @@ def test_folders_that_hold_no_adapter(tmp_path):
     refused(lambda: read_adapter(folder / "other.safetensors"), folder, "weights of PEFT")
 
 
-def test_a_part_of_a_model_is_not_taken_for_an_adapter(tmp_path):
+def test_a_shard_of_a_model_is_not_an_adapter(tmp_path):
     write_adapter(tmp_path / "model-1.bin", adapter_of("roberta"))
     index = {"weight_map": {"roberta.x": "model-1.bin", "roberta.y": "model-2.bin"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
@@ -149,7 +149,10 @@ def test_a_part_of_a_model_is_not_taken_for_an_adapter(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         read_adapter(tmp_path)
     assert "model-1" not in str(raised.value)
-    for content in ("{", json.dumps({"weight_map": {"roberta.x": "model-1.bin"}})):  # whole in one
+    for content in (
+        "{",
+        json.dumps({"weight_map": {"roberta.x": "model-1.bin"}}),
+    ):  # not one of several
         (tmp_path / "pytorch_model.bin.index.json").write_text(content)
         read_adapter(shard)
 
@@ -189,7 +192,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, name, there
 
 
 @pytest.mark.parametrize("there", ["peft", "file", "other"])
-def test_an_existing_folder_is_not_written_over(tmp_path, there):
+def test_an_existing_folder_is_not_overwritten(tmp_path, there):
     path = tmp_path / "a"
     if there == "peft":
         write_adapter(path, adapter_of("deberta"), "peft")

@@ -1,4 +1,4 @@
-"""What is checked before an adapter is loaded: settings, tensors, the base."""
+"""Tests of the checks before an adapter is loaded: of its settings, tensors and base."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from transformers.adapter_kinds import BITFIT, BiasMetadata
         ({"targets": ()}, ["no LoRA layers to take it", "apply_lora"]),
     ],
 )
-def test_a_model_of_other_settings(settings, parts):
+def test_a_model_with_other_settings_is_refused(settings, parts):
     refuses(Tiny(**settings), tiny_adapter(), *parts)
 
 
@@ -53,7 +53,7 @@ def test_a_file_without_metadata_is_checked_by_its_tensors(settings, parts):
     ("theirs", "ours", "fits"),
     [("a", "a", True), ("a", None, True), (None, "a", True), (None, None, True), ("a", "b", False)],
 )
-def test_another_base(theirs, ours, fits):
+def test_another_base_is_refused_if_both_fingerprints_are_known(theirs, ours, fits):
     model, adapter = Tiny(), tiny_adapter(replace(INFO, base_fingerprint=theirs))
     if fits:
         assert load_into(model, adapter, base_fingerprint=ours) == []
@@ -65,7 +65,7 @@ def test_another_base(theirs, ours, fits):
         assert (caught.value.expected, caught.value.found) == (theirs, ours)
 
 
-def test_adapters_that_were_trained_together_are_given_together():
+def test_adapters_that_were_trained_together_must_be_given_together():
     with_biases = tiny_adapter(replace(INFO, trained_with=("apply_bitfit",)))
     biases = {"roberta.layer.0.query.bias": torch.ones(8)}
     biases["classifier.bias"] = with_biases.tensors["classifier.bias"]
@@ -84,7 +84,7 @@ def test_adapters_that_were_trained_together_are_given_together():
         check_together([with_biases, other])
 
 
-def test_more_layers_than_the_model_has():
+def test_the_error_says_if_the_adapters_base_has_more_layers():
     adapter = tiny_adapter()
     more = {f"roberta.layer.4.query.lora_{part}": torch.ones(2, 2) for part in "AB"}
     message = (
@@ -96,9 +96,9 @@ def test_more_layers_than_the_model_has():
 def change(**tensors):
     def changed(info):
         adapter = tiny_adapter(info)
-        kept = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
-        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
-        return replace(adapter, tensors=kept)
+        remaining = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
+        remaining = {name: tensor for name, tensor in remaining.items() if tensor is not None}
+        return replace(adapter, tensors=remaining)
 
     return changed
 
@@ -109,13 +109,13 @@ def many_extra(info):
     return replace(adapter, tensors={**adapter.tensors, **extra})
 
 
-def elsewhere(info):
+def in_other_modules(info):
     adapter = tiny_adapter(info)
-    moved = {n.replace("layer.", "block."): t for n, t in adapter.tensors.items()}
-    return replace(adapter, tensors=moved)
+    renamed = {n.replace("layer.", "block."): t for n, t in adapter.tensors.items()}
+    return replace(adapter, tensors=renamed)
 
 
-def wider(info):
+def for_a_wider_base(info):
     adapter = tiny_adapter(info)
     wide = {
         n: torch.zeros(2, 16) if n.endswith("lora_A") else t for n, t in adapter.tensors.items()
@@ -135,9 +135,11 @@ def wider(info):
          ["has 1 tensor that the model does not have: roberta.layer.2.value.lora_B"]),
         (change(pooler__bias=torch.zeros(1)), ["that the model does not have: pooler.bias"]),
         (many_extra, ["6 tensors that the model does not have: extra.0, extra.1, extra.2, "]),
-        (elsewhere, ["matches no layer of the model", "roberta.block.0.query.lora_A",
-                     "roberta.layer.0.query.lora_A"]),
-        (wider, ["lora_A is (2, 16) in the file, (2, 8) in the model: a base of another size"]),
+        (in_other_modules,
+         ["matches no layer of the model", "roberta.block.0.query.lora_A",
+          "roberta.layer.0.query.lora_A"]),
+        (for_a_wider_base,
+         ["lora_A is (2, 16) in the file, (2, 8) in the model: a base of another size"]),
         (change(roberta__layer__0__query__lora_B=torch.zeros(9, 2)),
          ["roberta.layer.0.query.lora_B is (9, 2) in the file, (8, 2) in the model"]),
         (change(roberta__layer__1__query__lora_B=torch.full((8, 2), torch.nan)),
@@ -146,5 +148,5 @@ def wider(info):
          ["classifier.bias holds values that are not finite"]),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit(info, make, parts):
+def test_adapters_whose_tensors_do_not_fit_are_refused(info, make, parts):
     refuses(Tiny(seed=3), make(info), *parts)

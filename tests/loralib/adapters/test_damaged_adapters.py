@@ -1,17 +1,17 @@
-"""Damaged adapters of every format: each is refused in one line, or loads as if it were whole.
+"""Tests that damaged adapters of every format are refused in one line or load correctly.
 
-Two properties, by what a format has to check itself with:
+What correctly means depends on whether a format has checksums:
 
-- This project's safetensors and PEFT folders carry a checksum of their tensors and metadata, and
-  torch's archives one of each record. A damaged one raises `CheckpointError`, or gives the very
-  tensors and info that were written. One exception: the base's name and revision in a PEFT folder,
-  which users may change, are what its config says now.
-- Torch's older files, folders that PEFT itself wrote, and archives whose checksums were made anew
-  after the damage (as no accident does) have nothing to tell a number from another. A damaged one
-  raises `CheckpointError`, from the reader or from `load_into` a model of the right shape; or it
-  gives the right names and shapes, and finite values, which may be others.
+- This project's safetensors and PEFT folders have a checksum of their tensors and metadata, and
+  torch's archives one of each record. A damaged one raises `CheckpointError`, or gives exactly the
+  tensors and metadata that were written. One exception: the base's name and revision in a PEFT
+  folder, which users may change, are those of its config.
+- Torch's older files, folders that PEFT itself wrote, and archives whose checksums were recomputed
+  after the damage (as no accident does) cannot show that a number has changed. A damaged one raises
+  `CheckpointError`, from the reader or from `load_into` a model of the right shape; or it gives the
+  right names and shapes, and finite values, which may be wrong.
 
-Never is there another exception, a hang, or a tensor that the file is too small for.
+There is never another exception, a hang, or a tensor for which the file is too small.
 """
 
 import faulthandler
@@ -41,10 +41,10 @@ from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 
-VARIANTS = 450  # of each format
-SECONDS = 10  # for one of them, which takes a hundredth of one
+VARIANTS = 450  # damaged ones of each format
+SECONDS = 10  # limit for reading one variant, which takes about 0.01 s
 
-# A damaged pickle makes torch warn of all kinds of things before it fails.
+# With a damaged pickle, torch shows various warnings before it fails.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 Random = random.Random
@@ -57,7 +57,7 @@ Damage = Callable[[bytes, Random], bytes]
 
 
 class Tiny(nn.Module):
-    """Two layers under `roberta.`, and a head outside."""
+    """Two layers under `roberta.`, and a head outside of it."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -113,7 +113,7 @@ def write_legacy(folder: Path) -> None:
 
 
 def write_foreign(folder: Path) -> None:
-    """PEFT's own: other settings beside those that this project writes, no metadata."""
+    """Writes a folder as PEFT does: with more settings, and without this project's metadata."""
     write_peft(folder)
     config = folder / "peft" / "adapter_config.json"
     settings = json.loads(config.read_text())
@@ -163,7 +163,7 @@ def insert(content: bytes, rng: Random) -> bytes:
 
 
 def move(content: bytes, rng: Random) -> bytes:
-    """A stretch copied over another, as when blocks of a disk are mixed up."""
+    """Copies one part over another, as if blocks of a disk were mixed up."""
     damaged, size = bytearray(content), rng.choice((4, 16, 64, 512))
     source, target = (rng.randrange(max(1, len(damaged) - size)) for _ in range(2))
     damaged[target : target + size] = content[source : source + size]
@@ -174,7 +174,7 @@ BYTES = (cut, flip, flip, flip, overwrite, delete, insert, move)
 
 
 # ------------------------------------------------------------------------------------------------
-# Damage of a safetensors header: it stays JSON of the length that it says
+# Damage of a safetensors header, which stays JSON of the stated length
 # ------------------------------------------------------------------------------------------------
 
 DEEP = "[" * 5000 + "]" * 5000
@@ -209,7 +209,7 @@ def edit_name(header: dict, rng: Random) -> None:
 
 
 def edit_dtype(header: dict, rng: Random) -> None:
-    """To another dtype; in most cases with a shape that fits into the same bytes."""
+    """Changes a dtype; in most cases with a shape that takes the same number of bytes."""
     entry = header[rng.choice(sorted(header))]
     dtype = rng.choice((*SIZES, *JUNK))
     if isinstance(dtype, str) and dtype in SIZES and rng.random() < 0.8:
@@ -265,7 +265,7 @@ def edit_offsets(header: dict, rng: Random) -> None:
 
 
 def edit_metadata(metadata: dict, rng: Random) -> None:
-    """One field, as text. (Without any of them, a file is a whole one of somebody else's.)"""
+    """Changes one field. (Without any field, a file would be a valid one of another program.)"""
     key = rng.choice(sorted(metadata))
     text = metadata[key]
     where = rng.randrange(len(text))
@@ -293,7 +293,7 @@ def edit_header(content: bytes, rng: Random) -> bytes:
     header = json.loads(content[8:end])
     metadata = header.pop("__metadata__")
     edits = (edit_name, edit_dtype, edit_dtype, edit_shape, edit_offsets)
-    # What is in the metadata of others is no one's business.
+    # Metadata of other programs is ignored, so that damage of it would have no effect.
     edit = rng.choice((*edits, *(edit_metadata,) * (4 if "digest" in metadata else 0)))
     edit(metadata if edit is edit_metadata else header, rng)
     text = json.dumps({"__metadata__": metadata, **header}, ensure_ascii=rng.random() < 0.8)
@@ -324,7 +324,7 @@ def edit_settings(settings: dict, rng: Random, more: tuple[str, ...]) -> str:
     elif kind == "twice":
         return json.dumps(settings)[:-1] + f", {json.dumps(key)}: {json.dumps(rng.choice(JUNK))}}}"
     else:
-        digits = "9" * 5000  # more than Python makes a number of
+        digits = "9" * 5000  # more than Python converts to an integer
         return rng.choice((json.dumps(list(settings)), "", "null", f'{{"r": {digits}}}', DEEP))
     return json.dumps(settings)
 
@@ -338,7 +338,7 @@ def edit_config(*more: str) -> Damage:
 
 
 def edit_pickle(content: bytes, rng: Random) -> bytes:
-    """The archive with its pickle damaged, and all checksums right."""
+    """Damages the pickle in an archive, and recomputes all checksums."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     pickled = next(name for name in records if name.endswith("data.pkl"))
@@ -356,12 +356,12 @@ def edit_pickle(content: bytes, rng: Random) -> bytes:
 
 
 class Hang(BaseException):
-    """No `except Exception` swallows it."""
+    """Raised after the time limit. No `except Exception` catches it."""
 
 
 @contextmanager
 def time_limit():
-    """Ends a variant that hangs: by a signal, or, within a library, by ending the process."""
+    """Ends a variant that hangs: by a signal or, if that has no effect, by ending the process."""
     faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=sys.__stderr__)
     try:
         if not hasattr(signal, "SIGALRM"):
@@ -398,8 +398,8 @@ def is_same(adapter: Adapter, whole: Adapter, base_may_differ: bool) -> bool:
     )
 
 
-def is_sound(adapter: Adapter, size: int) -> None:
-    """What holds for all that is read, whatever happened to the file."""
+def check_sound(adapter: Adapter, size: int) -> None:
+    """Checks what must hold for anything that is read, whatever happened to the file."""
     total = 0
     for tensor in adapter.tensors.values():
         assert tensor.is_floating_point()
@@ -414,10 +414,10 @@ def is_sound(adapter: Adapter, size: int) -> None:
 
 
 def outcome(source: Path, whole: Adapter, checked: bool, base_may_differ: bool, size: int) -> str:
-    """ "refused", "right" or, for a format that is not checked, "other values"."""
+    """Returns "refused", "right" or, for a format without checksums, "other values"."""
     try:
         adapter = read_adapter(source)
-        is_sound(adapter, size)
+        check_sound(adapter, size)
         if checked:
             assert is_same(adapter, whole, base_may_differ)
             return "right"
@@ -432,7 +432,7 @@ def outcome(source: Path, whole: Adapter, checked: bool, base_may_differ: bool, 
     return "right" if is_same(adapter, whole, base_may_differ) else "other values"
 
 
-# format: what writes it, the files to damage and how, whether it has checksums
+# By format: its writer, the kinds of damage by file, and whether it has checksums.
 CONFIG, WEIGHTS = "peft/adapter_config.json", "peft/adapter_model.safetensors"
 MORE = ("alpha_pattern", "rank_pattern", "use_dora", "use_rslora", "lora_bias", "of\ntomorrow")
 FORMATS = {
@@ -441,7 +441,7 @@ FORMATS = {
     "wrapped": (write_wrapped, {"lora.pt": BYTES}, True),
     "peft": (
         write_peft,
-        # Not alpha_pattern: it would say, in PEFT's way, that another adapter is wanted.
+        # Not alpha_pattern, which would make it a valid folder of another adapter.
         {
             WEIGHTS: (*BYTES, *(edit_header,) * 4),
             CONFIG: (*BYTES, *(edit_config(*MORE[1:]),) * 6),
@@ -460,8 +460,8 @@ FORMATS = {
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("format", FORMATS)
-def test_damaged(tmp_path, format):
-    """Each variant is refused or loads rightly; where nothing is checked, see the file's head."""
+def test_damaged_adapters_are_refused_or_load_correctly(tmp_path, format):
+    """What correctly means is at the top of this file."""
     write, targets, checked = FORMATS[format]
     write(tmp_path)
     paths = [tmp_path / name for name in targets]
@@ -486,7 +486,7 @@ def test_damaged(tmp_path, format):
         counts[result] += 1
         path.write_bytes(contents[path])
     assert not failures, "\n".join([f"{len(failures)} of {VARIANTS}", *failures[:20]])
-    # The damage is neither too great nor too small to tell a reader's quality.
+    # The damage was neither too small nor too great for a meaningful test.
     assert counts["refused"] > VARIANTS / 4
     assert counts["refused"] < VARIANTS
     assert not checked or counts["other values"] == 0

@@ -1,4 +1,4 @@
-"""What an adapter adds to its base, against the dense sum W + alpha / r · B A written out."""
+"""Tests of what an adapter adds to its base, against the dense sum W + alpha / r · B A."""
 
 import math
 from dataclasses import replace
@@ -25,12 +25,12 @@ from loralib.errors import CheckpointError
 
 RANK, ALPHA = 2, 3
 INFO = LoraMetadata(rank=RANK, alpha=ALPHA, targets=("query",))
-# At most 12 columns of a weight, and the update's.
+# Rounded sums: over up to 12 columns of a weight, and those of the update.
 TERMS = 12 + 2 * RANK
 
 
 class Conv1D(nn.Module):
-    """A linear layer that holds its weight as (in, out), as GPT-2's first implementation does."""
+    """A linear layer with its weight as (in, out), as in GPT-2's first implementation."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -88,7 +88,7 @@ def refused(call, *parts: str) -> None:
 
 
 def stacked_reference(A: Tensor, B: Tensor, width: int) -> Tensor:
-    """(3·width, in): what the pair adds to query and value, nothing to key."""
+    """The dense delta, (3·width, in): B A for query and for value, zeros for key."""
     return torch.cat([B[:width] @ A[:RANK], torch.zeros(width, A.shape[1]), B[width:] @ A[RANK:]])
 
 
@@ -101,8 +101,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5), (6, 6)])
-def test_fold_is_the_dense_sum(layer, inputs, outputs):
-    """In a square weight, too, whose orientation its shape does not tell."""
+def test_merging_is_the_dense_sum(layer, inputs, outputs):
+    """In square weights too, whose shape does not show their orientation."""
     model = nn.ModuleDict({"query": drawn(LAYERS[layer](inputs, outputs))})
     A, B = pair(outputs, inputs)
     x = torch.randn(4, inputs)
@@ -119,8 +119,8 @@ def test_fold_is_the_dense_sum(layer, inputs, outputs):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_fold_agrees_with_the_layer_that_was_trained(layer):
-    """With loralib's own layers, which say in their own way how a weight is held."""
+def test_merging_agrees_with_the_trained_layer(layer):
+    """In whichever layout the trained layer and the base hold the weight."""
     trained = lora.Linear(6, 6, r=RANK, lora_alpha=ALPHA, fan_in_fan_out=layer != "Linear")
     drawn(trained, seed=3)
     base = LAYERS[layer](6, 6)
@@ -133,8 +133,8 @@ def test_fold_agrees_with_the_layer_that_was_trained(layer):
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("inputs", [4, 12, 5])
-def test_stacked_updates(layer, inputs):
-    """GPT-2's query and value: the first and the last third of the output; 12 makes W square."""
+def test_stacked_updates_reach_gpt2s_query_and_value(layer, inputs):
+    """The first and the last third of the output; with 12 inputs, W is square."""
     model = below_gpt2(drawn(LAYERS[layer](inputs, 12)))
     A, B = pair(8, inputs, stacked=2)
     adapter = adapter_for(C_ATTN, A, B)
@@ -152,7 +152,7 @@ def test_stacked_updates(layer, inputs):
     torch.testing.assert_close(added[:, 4:8], torch.zeros(3, 4), rtol=0, atol=0)
 
 
-def test_stacked_updates_are_those_of_the_layer_that_was_trained():
+def test_merging_stacked_updates_agrees_with_the_trained_layer():
     trained = lora.MergedLinear(
         6, 12, r=RANK, lora_alpha=ALPHA, enable_lora=[True, False, True], fan_in_fan_out=True
     )
@@ -164,8 +164,8 @@ def test_stacked_updates_are_those_of_the_layer_that_was_trained():
     close(model.get_submodule(C_ATTN)(x), trained(x))
 
 
-def test_an_update_of_all_of_c_attn():
-    """One pair of the whole output's height, as PEFT makes it, is one update."""
+def test_an_update_of_all_of_c_attn_is_not_stacked():
+    """A pair with the height of the whole output, as in PEFT, is one update."""
     model = below_gpt2(drawn(Conv1D(5, 12)))
     A, B = pair(12, 5)
     update = deltas_of(adapter_for(C_ATTN, A, B))[C_ATTN]
@@ -192,7 +192,7 @@ def test_each_module_gets_its_own_update():
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_base_is_rounded_once(layer, dtype):
-    """To the bit: the sum is a float32 one of the weights' values, then rounded."""
+    """The sum is computed in float32, then rounded."""
     model = nn.ModuleDict({"query": drawn(LAYERS[layer](64, 48), dtype=dtype)})
     A, B = pair(48, 64)
     wide = model["query"].weight.detach().float()
@@ -205,7 +205,7 @@ def test_a_half_precision_base_is_rounded_once(layer, dtype):
     assert result.dtype == dtype
     result = result if layer == "Linear" else result.t()
     exact = view.double() + ALPHA / RANK * B.double() @ A.double()
-    # Float32's own error may tip a value that lies between two of the narrow dtype.
+    # Near the middle of two values of the dtype, float32's error may decide the rounding.
     assert (result != exact.to(dtype)).sum() <= 12
     assert (result != twice).sum() > 100
 
@@ -228,7 +228,7 @@ def test_a_float64_base_is_summed_in_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_adapter_in_half_precision_is_taken_at_its_values(dtype):
+def test_an_adapter_in_half_precision_is_multiplied_in_float32(dtype):
     model = nn.ModuleDict({"query": drawn(nn.Linear(6, 5))})
     A, B = (tensor.to(dtype) for tensor in pair(5, 6))
     expected = model["query"].weight.detach() + ALPHA / RANK * B.float() @ A.float()
@@ -236,12 +236,12 @@ def test_an_adapter_in_half_precision_is_taken_at_its_values(dtype):
     close(model["query"].weight.detach(), expected)
 
 
-# ---- what is left alone ----
+# ---- what merging does not change ----
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_old_tensors_keep_their_bits(layer):
-    """They may be mapped from a file that is not to be written."""
+def test_merging_does_not_write_to_the_old_tensors(layer):
+    """They may be memory-mapped from a file that must not change."""
     model = nn.ModuleDict({"query": drawn(LAYERS[layer](6, 6)), "head": drawn(nn.Linear(6, 2))})
     old = dict(model.named_parameters())
     copies = {name: tensor.detach().clone() for name, tensor in old.items()}
@@ -265,21 +265,21 @@ def test_the_old_tensors_keep_their_bits(layer):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_is_trained_stays_so(trained):
+def test_merging_keeps_requires_grad(trained):
     model = nn.ModuleDict({"query": nn.Linear(4, 4).requires_grad_(trained)})
     merge_into(model, adapter_for("query", *pair(4, 4), query__bias=torch.zeros(4)))
     assert [parameter.requires_grad for parameter in model.parameters()] == [trained] * 2
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
-def test_a_head_takes_the_models_dtype():
+def test_a_head_is_cast_to_the_models_dtype():
     model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2)}).bfloat16()
     merge_into(model, adapter_for("query", *pair(4, 4), head__weight=torch.full((2, 4), 1 / 3)))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
 
 
-def test_no_trace_of_low_rank_layers_is_left():
+def test_a_merged_model_is_a_plain_model():
     model = nn.ModuleDict({"query": nn.Linear(4, 4)})
     names = list(model.state_dict())
     merge_into(model, adapter_for("query", *pair(4, 4)))
@@ -293,8 +293,8 @@ def test_no_trace_of_low_rank_layers_is_left():
 GOOD = pair(4, 4)
 
 
-def many(**tensors: Tensor) -> Adapter:
-    """A sound update of ``query``, and more."""
+def with_query(**tensors: Tensor) -> Adapter:
+    """A valid update of ``query``, and other tensors."""
     return adapter_for("query", *GOOD, **tensors)
 
 
@@ -304,35 +304,47 @@ def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str
 
 
 FAILING = {
-    "alpha": (replace(many(), metadata=None), ["give it as lora_alpha"]),
-    "unknown module": (many(**named("zz")), ["no zz to adapt"]),
-    "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
-    "a parameter": (many(**named("query__weight")), ["query.weight"]),
-    "no linear": (many(**named("norm")), ["norm is not a linear layer"]),
-    "an embedding": (many(**named("words", 4, 9)), ["words is not a linear layer"]),
-    "a container": (many(**named("transformer")), ["transformer is not a linear layer"]),
-    "a convolution": (many(**named("conv")), ["conv is not a linear layer"]),
-    "another width": (many(**named("value", 4, 5)), ["value is (4, 5)", "(4, 4)", "base"]),
-    "another height": (many(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
-    "turned": (many(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
-    "turned Conv1D": (many(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
-    "another rank": (many(**named("value", rank=1)), ["value has rank 1, but its metadata says 2"]),
-    "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked blocks"]),
+    "alpha": (replace(with_query(), metadata=None), ["give it as lora_alpha"]),
+    "unknown module": (with_query(**named("zz")), ["no zz to adapt"]),
+    "deep unknown module": (with_query(**named("query__weight__zz")), ["query.weight.zz"]),
+    "a parameter": (with_query(**named("query__weight")), ["query.weight"]),
+    "no linear": (with_query(**named("norm")), ["norm is not a linear layer"]),
+    "an embedding": (with_query(**named("words", 4, 9)), ["words is not a linear layer"]),
+    "a container": (with_query(**named("transformer")), ["transformer is not a linear layer"]),
+    "a convolution": (with_query(**named("conv")), ["conv is not a linear layer"]),
+    "another width": (with_query(**named("value", 4, 5)), ["value is (4, 5)", "(4, 4)", "base"]),
+    "another height": (with_query(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
+    "turned": (with_query(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
+    "turned Conv1D": (with_query(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
+    "another rank": (
+        with_query(**named("value", rank=1)),
+        ["value has rank 1, but its metadata says 2"],
+    ),
+    "stacked": (with_query(**named("value", stacked=2)), ["value has 2 stacked blocks"]),
     "stacked thrice": (
-        many(**named("transformer__h__0__attn__c_attn", 9, stacked=3)),
+        with_query(**named("transformer__h__0__attn__c_attn", 9, stacked=3)),
         ["transformer.h.0.attn.c_attn has 3 stacked blocks"],
     ),
     "no halves": (
-        many(**named("transformer__h__0__attn__c_attn", 7, stacked=2)),
+        with_query(**named("transformer__h__0__attn__c_attn", 7, stacked=2)),
         ["transformer.h.0.attn.c_attn has 2 stacked blocks"],
     ),
-    "no A": (many(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
-    "no B": (many(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
-    "unknown head": (many(other__weight=torch.ones(1)), ["has other.weight, which the model"]),
-    "a buffer's shape": (many(batch__running_mean=torch.ones(3)), ["running_mean is (3,)", "(4,)"]),
-    "head's shape": (many(head__weight=torch.ones(3, 4)), ["head.weight is (3, 4)", "(2, 4)"]),
-    "bias's shape": (many(query__bias=torch.ones(3)), ["query.bias is (3,)", "(4,)"]),
-    "the weight itself": (many(query__weight=torch.ones(4, 4)), ["query.weight"]),
+    "no A": (with_query(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
+    "no B": (with_query(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
+    "unknown head": (
+        with_query(other__weight=torch.ones(1)),
+        ["has other.weight, which the model"],
+    ),
+    "a buffer's shape": (
+        with_query(batch__running_mean=torch.ones(3)),
+        ["running_mean is (3,)", "(4,)"],
+    ),
+    "head's shape": (
+        with_query(head__weight=torch.ones(3, 4)),
+        ["head.weight is (3, 4)", "(2, 4)"],
+    ),
+    "bias's shape": (with_query(query__bias=torch.ones(3)), ["query.bias is (3,)", "(4,)"]),
+    "the weight itself": (with_query(query__weight=torch.ones(4, 4)), ["query.weight"]),
     "no update": (
         Adapter({"head.bias": torch.ones(2)}, INFO, "lora file"),
         ["holds no LoRA", "lora_A"],
@@ -359,7 +371,7 @@ def model_of_all() -> nn.Module:
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_all_or_nothing(case):
+def test_a_refused_adapter_changes_nothing(case):
     adapter, parts = FAILING[case]
     model = model_of_all()
     before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
@@ -371,18 +383,18 @@ def test_all_or_nothing(case):
         assert torch.equal(tensor, copy)
 
 
-def test_the_sound_part_of_what_is_refused_is_taken_alone():
-    """So that the cases above fail for what they name."""
+def test_the_valid_part_of_refused_adapters_is_merged_by_itself():
+    """It shows that the cases above are refused for what they add to it."""
     model = model_of_all()
     before = model["query"].weight.detach()
-    merge_into(model, many())
+    merge_into(model, with_query())
     assert not torch.equal(model["query"].weight, before)
 
 
-# ---- the parts ----
+# ---- the parts of merging ----
 
 
-def test_lora_pairs():
+def test_lora_pairs_are_sorted_by_module_and_have_one_rank():
     A, B = pair(4, 5)
     tensors = {"b.lora_B": B, "a.b.lora_A": A, "b.lora_A": A, "a.b.lora_B": B, "head.weight": A}
     pairs = lora_pairs(tensors, "lora file")
@@ -409,7 +421,7 @@ def test_lora_pairs():
         ((2, 4), (0, 2)),
     ],
 )
-def test_pairs_that_cannot_be_multiplied(A, B):
+def test_pairs_that_cannot_be_multiplied_are_refused(A, B):
     tensors = {"m.lora_A": torch.ones(A), "m.lora_B": torch.ones(B)}
     for call in (lora_pairs, rank_of):
         refused(lambda call=call: call(tensors, "lora file"), str(A), str(B), "of m do not")
@@ -444,9 +456,11 @@ def test_out_in_is_a_view(module, held_in_out):
     assert (weight == -1).any()
 
 
-def test_updated_modules():
+def test_adapted_modules_are_found_with_their_deltas():
     model = model_of_all()
-    found = adapted_modules(model, many(**named("transformer__h__0__attn__c_attn", 8, stacked=2)))
+    found = adapted_modules(
+        model, with_query(**named("transformer__h__0__attn__c_attn", 8, stacked=2))
+    )
     assert {name: adapted.module for name, adapted in found.items()} == {
         "query": model["query"],
         "transformer.h.0.attn.c_attn": model.get_submodule(C_ATTN),

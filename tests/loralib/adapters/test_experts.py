@@ -1,4 +1,4 @@
-"""Adapters with LoRA on stacks of matrices: files of all formats, and PEFT's folders."""
+"""Tests of adapters with LoRA on stacks of matrices: files of all formats, and PEFT's folders."""
 
 import copy
 import json
@@ -38,11 +38,11 @@ KINDS = [
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("file", ["adapter.safetensors", "adapter"])
-def test_adapters_are_saved_and_loaded(tmp_path, is_transposed, kind, file):
+def test_saved_adapters_can_be_loaded_merged_and_written_again(tmp_path, is_transposed, kind, file):
     base, x = build("bmm", is_transposed), tokens()
     plain = base(x)
-    lora.add_lora(base, ["down_proj"], r=R, lora_alpha=ALPHA, **pattern(kind, "down"))
-    lora.add_lora(base, ["q", "gate_up_proj"], r=R, lora_alpha=ALPHA, **pattern(kind, "gate"))
+    lora.add_lora(base, ["down_proj"], r=R, lora_alpha=ALPHA, **settings_for(kind, "down"))
+    lora.add_lora(base, ["q", "gate_up_proj"], r=R, lora_alpha=ALPHA, **settings_for(kind, "gate"))
     close(base(x), plain)
     with torch.no_grad():
         for name, parameter in base.named_parameters():
@@ -63,11 +63,11 @@ def test_adapters_are_saved_and_loaded(tmp_path, is_transposed, kind, file):
     third = build("bmm", is_transposed)
     lora.load_adapter(third, tmp_path / "again.safetensors")
     close(third(x), expected)
-    lora.load_adapter(third, tmp_path / "again.safetensors")  # into the layers that it has
+    lora.load_adapter(third, tmp_path / "again.safetensors")  # into its existing LoRA layers
 
 
-def pattern(kind, part):
-    """The settings without the patterns that are of other parts."""
+def settings_for(kind, part):
+    """The settings without patterns for other parts."""
     return {
         name: value
         for name, value in kind.items()
@@ -75,8 +75,8 @@ def pattern(kind, part):
     }
 
 
-def test_pefts_tensors(tmp_path):
-    """The first parameter is wrapped first; of B the columns are the ranks', then the experts'."""
+def test_tensors_in_pefts_folder_have_its_names_and_layout(tmp_path):
+    """PEFT wraps the first parameter first. B's columns are ordered by rank, then by expert."""
     model = adapted(targets=STACKS, layers=1)
     lora.save_adapter(model, tmp_path / "a")
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
@@ -92,7 +92,7 @@ def test_pefts_tensors(tmp_path):
 
 
 def as_peft_writes(folder, change=lambda tensors, config: None):
-    """A folder without what this project says of itself, and with what a test changes."""
+    """Removes this project's metadata from a folder, and applies a change."""
     weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors, config = load_file(weights), json.loads(settings.read_text(encoding="utf-8"))
     change(tensors, config)
@@ -120,7 +120,7 @@ def without_inner(tensors, config):
 
 
 def without_outermost(tensors, config):
-    """As if another parameter had been adapted after these, whose update is gone."""
+    """As if another parameter had been adapted after these, and its update were missing."""
     inner_first = sorted((n for n in tensors if "layers.1.experts." in n), key=len, reverse=True)
     for name in inner_first:
         tensors[name.replace(".lora_", ".base_layer.lora_")] = tensors.pop(name)
@@ -135,13 +135,13 @@ def without_half(tensors, config):
     del tensors["base_model.model.layers.1.experts.lora_B.weight"]
 
 
-def with_names_that_are_none(tensors, config):
+def with_invalid_names(tensors, config):
     config["target_parameters"] = "experts.*"
 
 
 @pytest.mark.parametrize("change", [lambda tensors, config: None, with_short_names])
-def test_pefts_folders_are_for_a_model(tmp_path, change):
-    """Which update is whose depends on the order of a model's parameters."""
+def test_pefts_folders_of_several_stacks_need_the_model(tmp_path, change):
+    """The order of its parameters decides to which of them each update belongs."""
     model = adapted(targets=("q", *STACKS))
     lora.save_adapter(model, tmp_path / "a")
     folder = as_peft_writes(tmp_path / "a", change)
@@ -154,14 +154,14 @@ def test_pefts_folders_are_for_a_model(tmp_path, change):
     again = build()
     lora.load_adapter(again, folder)
     close(again(tokens()), model(tokens()))
-    lora.save_adapter(again, tmp_path / "said.safetensors")
-    assert lora.read_adapter(tmp_path / "said.safetensors").lora.stacks
+    lora.save_adapter(again, tmp_path / "recorded.safetensors")
+    assert lora.read_adapter(tmp_path / "recorded.safetensors").lora.stacks
     close(lora.merge(again)(tokens()), model(tokens()))
 
 
 @pytest.mark.parametrize("size", [WIDTH, 4], ids=["square", "wide"])
-def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
-    """PEFT adapts any parameter; what such a module computes with it is unknown here."""
+def test_pefts_lora_on_parameters_of_unknown_modules_is_refused(tmp_path, size):
+    """PEFT adapts any parameter, but what such a module computes with it is unknown here."""
 
     class Router(nn.Module):
         def __init__(self, width):
@@ -187,8 +187,8 @@ def test_pefts_lora_on_parameters_of_other_modules_is_not_read(tmp_path, size):
 
 
 @pytest.mark.parametrize("what", ["an embedding", "a kernel", "one expert"])
-def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path, what):
-    """Embeddings and kernels have LoRA of other layouts; what is not a stack has none."""
+def test_pefts_lora_on_a_parameter_is_not_taken_for_lora_on_its_module(tmp_path, what):
+    """Embeddings and kernels have LoRA in other layouts, and a single matrix has none."""
 
     class Experts(nn.Module):
         def __init__(self):
@@ -225,7 +225,7 @@ def test_pefts_lora_on_a_parameter_by_itself_is_not_that_of_its_module(tmp_path,
 
 
 @pytest.mark.parametrize("stacks", [["conv.weight"], ["conv.weight", "experts.weight"]])
-def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_path, stacks):
+def test_pefts_lora_on_a_kernel_is_not_taken_for_lora_on_a_stack(tmp_path, stacks):
     class Stacked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -248,7 +248,7 @@ def test_pefts_lora_on_a_kernel_of_three_dimensions_is_not_that_of_a_stack(tmp_p
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
+def test_pefts_folders_of_one_stack_can_be_read_without_a_model(tmp_path, stack):
     model, merged = adapted(targets=("q", stack)), build()
     lora.save_adapter(model, tmp_path / "a")
     merge_into(merged, lora.read_adapter(as_peft_writes(tmp_path / "a")))
@@ -264,10 +264,10 @@ def test_pefts_folders_of_one_stack_are_read_without_a_model(tmp_path, stack):
         (without_outermost, r"lacks the update of layers\.1\.experts\.down_proj, which adapter_"),
         (without_any, r"lacks the update of layers\.1\.experts\.gate_up_proj, which"),
         (without_half, r"lacks layers\.1\.experts\.\w+, the other half|lacks one half of"),
-        (with_names_that_are_none, "target_parameters is 'experts"),
+        (with_invalid_names, "target_parameters is 'experts"),
     ],
 )
-def test_damaged_folders_of_pefts_are_refused(tmp_path, change, message):
+def test_damaged_peft_folders_are_refused(tmp_path, change, message):
     lora.save_adapter(adapted(targets=STACKS), tmp_path / "a")
     model = build()
     with pytest.raises(CheckpointError, match=message):
@@ -275,8 +275,8 @@ def test_damaged_folders_of_pefts_are_refused(tmp_path, change, message):
     assert not lora_layers(model)
 
 
-def test_experts_that_are_in_several_places(tmp_path):
-    """They have one update, under the first name; PEFT would wrap one place alone."""
+def test_shared_experts_have_one_update_which_peft_cannot_hold(tmp_path):
+    """The update has the first name. PEFT would wrap the experts in only one of their places."""
     model, other = build(), build()
     for each in (model, other):
         each.layers[1]["experts"] = each.layers[0]["experts"]
@@ -288,22 +288,22 @@ def test_experts_that_are_in_several_places(tmp_path):
         lora.save_adapter(model, tmp_path / "a")
 
 
-def test_dropout_of_other_modules_is_not_pefts(tmp_path):
+def test_in_pefts_folder_dropout_of_other_modules_is_only_in_our_metadata(tmp_path):
     model = adapted(targets=STACKS)
     lora.add_lora(model, "q", r=R, lora_alpha=ALPHA, lora_dropout=0.1)
     for file in ("a", "a.safetensors"):
-        said = lora.save_adapter(randomised(model), tmp_path / file)
-        assert any("PEFT takes no dropout" in line for line in said) is (file == "a")
+        remarks = lora.save_adapter(randomised(model), tmp_path / file)
+        assert any("PEFT takes no dropout" in line for line in remarks) is (file == "a")
         again = build()
-        lora.load_adapter(again, tmp_path / file)  # which has our own metadata
+        lora.load_adapter(again, tmp_path / file)  # the folder has our own metadata too
         assert again.layers[0]["q"].lora_dropout.p == 0.1
         close(again.eval()(tokens()), model.eval()(tokens()))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
     assert config["lora_dropout"] == 0
 
 
-class Beside(nn.Module):
-    """A linear layer that is called as the LoRA layer of the stack beside it is."""
+class WithLinearNamedLikeLora(nn.Module):
+    """Has a linear layer with the name that the LoRA layer of its stack would have."""
 
     def __init__(self):
         super().__init__()
@@ -316,9 +316,9 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["a", "a.safetensors"])
-def test_a_linear_layer_that_is_called_as_a_stack_s(tmp_path, name):
+def test_a_linear_layer_may_have_the_name_of_a_stacks_lora_layer(tmp_path, name):
     torch.manual_seed(0)
-    model = nn.ModuleDict({"beside": Beside()})
+    model = nn.ModuleDict({"beside": WithLinearNamedLikeLora()})
     plain = copy.deepcopy(model)
     names = lora.add_lora(model, "beside.w_lora", r=R, lora_dropout=0.1)
     lora.save_adapter(randomised(model), tmp_path / name)
@@ -331,12 +331,12 @@ def test_a_linear_layer_that_is_called_as_a_stack_s(tmp_path, name):
     if name == "a":
         return
     lora.add_lora(model, "beside.v", r=R)
-    said = lora.save_adapter(randomised(model), tmp_path / name)
-    assert not any("dropouts from" in line for line in said)
+    remarks = lora.save_adapter(randomised(model), tmp_path / name)
+    assert not any("dropouts from" in line for line in remarks)
     assert lora.read_adapter(tmp_path / name).lora.stacks == ("beside.v_lora",)
 
 
-def test_a_bank_refuses_what_it_cannot_see(tmp_path):
+def test_a_bank_refuses_stacks(tmp_path):
     lora.save_adapter(adapted(), tmp_path / "a.safetensors")
     bank = lora.AdapterBank(build())
     with pytest.raises(CheckpointError, match=r"adapts layers\.0\.experts\.\w+, a stack of matr"):
@@ -371,7 +371,7 @@ def test_adapters_of_other_models_are_refused(tmp_path, model, message):
     assert not lora_layers(model)
 
 
-def test_the_release_has_no_place_for_them(tmp_path):
+def test_the_releases_format_cannot_record_stacks(tmp_path):
     with pytest.raises(CheckpointError, match=r"of the stacks .*, which this format cannot record"):
         lora.save_adapter(adapted(), tmp_path / "a.bin")
     torch.save(lora.lora_state_dict(adapted()), tmp_path / "b.bin")

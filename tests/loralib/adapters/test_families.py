@@ -1,4 +1,4 @@
-"""Families: what is registered, and what becomes of adapters of those that are not."""
+"""Tests of families: how they are registered, and how adapters of unregistered ones are handled."""
 
 import json
 import logging
@@ -27,11 +27,11 @@ from loralib.errors import CheckpointError, NeedsMergingError, adding_ways_out
 
 @pytest.fixture
 def unregistered(monkeypatch):
-    """No family is known, as where the library is used alone."""
+    """No family is registered, as if the library were used alone."""
     monkeypatch.setattr(families, "_REGISTERED", {})
 
 
-def test_both_trees_register_theirs():
+def test_nlu_and_nlg_register_their_families():
     names = {family: family_of(MODULES[family]) for family in FAMILIES}
     assert {name: family and family.title for name, family in names.items()} == {
         "roberta": "RoBERTa",
@@ -41,20 +41,20 @@ def test_both_trees_register_theirs():
     }
 
 
-def test_which_tensors_are_one_with_the_backbones():
-    """Not those that are one with the head's own."""
+def test_untied_in_finds_tensors_that_are_tied_to_the_backbone():
+    """Not those that are tied within the head."""
     family = family_of(MODULES["roberta"])
     names = {"lm_head.decoder.weight", "lm_head.decoder.bias", "lm_head.bias"}
     assert family.untied_in(names) == {"lm_head.decoder.weight"}
 
 
-def test_earlier_names_are_known_in_a_model_of_another_prefix():
+def test_earlier_names_become_canonical_under_any_prefix():
     tensors = {"body.0.query_lora_a.weight": torch.ones(2, 4)}
     assert canonical_names(tensors, "a").keys() == {"body.0.query_proj.lora_A"}
 
 
 @pytest.mark.slow
-def test_the_library_alone_knows_none():
+def test_the_library_itself_registers_no_family():
     code = "import loralib; loralib.read_adapter; from loralib.adapters import families as f"
     code = f"{code}; print(f.registered())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -70,8 +70,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("prefix", ["transformer.h.", "h."])
-def test_models_whose_layers_are_called_as_gpt2s(tmp_path, modules, prefix):
-    """They are any model: their names stay, and their head is theirs."""
+def test_models_with_names_like_gpt2s_are_not_taken_for_gpt2(tmp_path, modules, prefix):
+    """Their names stay as they are, and their head is their own."""
     tensors = {"lm_head.weight": torch.ones(7, 6)} if prefix.startswith("transformer") else {}
     for module in modules:
         names = [f"base_model.model.{prefix}0.{module}.lora_{half}.weight" for half in "AB"]
@@ -114,7 +114,7 @@ def test_a_family_is_registered_once(unregistered):
 
 
 def test_a_new_family_needs_nothing_else(unregistered, tmp_path):
-    """Its old names, its tied tensor, its stacked projections."""
+    """Its earlier names, tied tensor and stacked projections work once it is registered."""
     register(
         Family(
             name="new",
@@ -180,16 +180,16 @@ def with_heads(unregistered):
         ((), None),
     ],
 )
-def test_the_head_that_tensors_are(with_heads, names, head):
+def test_the_head_is_derived_from_names_unless_metadata_record_it(with_heads, names, head):
     assert with_heads.head_of([*LAYER, *names]) == head
     tensors = dict.fromkeys([*LAYER, *names], torch.ones(1))
     assert Adapter(tensors, None).head == head
-    said = LoraMetadata(rank=1, alpha=1, targets=("up",), head="other")
-    assert Adapter(tensors, said).head == "other"
+    metadata = LoraMetadata(rank=1, alpha=1, targets=("up",), head="other")
+    assert Adapter(tensors, metadata).head == "other"
 
 
-def test_a_heads_part_of_the_backbone(with_heads):
-    """It is trained and saved with its head, and no other head has a use for it."""
+def test_a_head_may_have_modules_within_the_backbone(with_heads):
+    """They are trained and saved with their head, and no other head uses them."""
     assert [families.in_known_backbone(name) for name in (*LAYER, *POOL)] == [True, True, False]
     assert [families.top_module(name) for name in (LAYER[0], *POOL, *OUT)] == [
         *("model", "model.pool", "out", "out")
@@ -209,8 +209,8 @@ def test_a_heads_part_of_the_backbone(with_heads):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, family, format):
-    """With the tensors that they hold; PEFT's folder says which slices stacked updates reach."""
+def test_files_of_a_family_can_be_read_without_it(request, tmp_path, caplog, family, format):
+    """With the same tensors; PEFT's folder records which slices stacked updates reach."""
     adapter = adapter_of(family)
     write_adapter(tmp_path / TARGETS[format], adapter, format)
     known = read_adapter(tmp_path / TARGETS[format], lora_alpha=3)
@@ -224,8 +224,8 @@ def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, fam
         assert all(delta.starts == (0, 12) for delta in deltas_of(found).values())
 
 
-def test_stacked_updates_in_an_earlier_peft_folder(request, tmp_path):
-    """It does not say which slices they reach: each is the one update that it is there."""
+def test_stacked_updates_in_a_peft_folder_of_an_earlier_version_become_one(request, tmp_path):
+    """It does not record which slices they reach, so they stay as PEFT holds them."""
     folder, adapter = tmp_path / "a", adapter_of("gpt2")
     write_adapter(folder, adapter, "peft")
     known, earlier = read_adapter(folder), tmp_path / "earlier"
@@ -248,8 +248,8 @@ def test_stacked_updates_in_an_earlier_peft_folder(request, tmp_path):
         assert delta.scaling == 3 / 2
 
 
-def test_what_cannot_be_known_is_refused(unregistered, tmp_path):
-    """Stacked updates, and the release's first names, which are not those of low-rank updates."""
+def test_adapters_that_need_their_family_are_refused_without_it(unregistered, tmp_path):
+    """Such as stacked updates, and the release's first names, which are not LoRA's usual ones."""
     refused(lambda: deltas_of(adapter_of("gpt2")), "this adapter", "register its family")
     name = "deberta.encoder.layer.0.attention.self.query_lora_a.weight"
     torch.save({name: torch.ones(2, 6), **tensors_of("deberta")}, tmp_path / "old.bin")
@@ -257,7 +257,7 @@ def test_what_cannot_be_known_is_refused(unregistered, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_what_is_written_of_them_says_so(unregistered, tmp_path, family):
+def test_writing_an_adapter_of_no_registered_family_has_a_remark(unregistered, tmp_path, family):
     for format in ("lora", "peft"):
         remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
         assert any("belongs to no registered family" in remark for remark in remarks)
@@ -265,18 +265,18 @@ def test_what_is_written_of_them_says_so(unregistered, tmp_path, family):
     assert config["task_type"] == "SEQ_CLS"
 
 
-def test_a_full_model_is_told_by_its_adapted_weights(unregistered, tmp_path):
+def test_a_full_model_is_recognized_by_its_adapted_weights(unregistered, tmp_path):
     weight = f"{MODULES['roberta'][0]}.weight"
     torch.save({**tensors_of("roberta"), weight: torch.ones(6, 6)}, tmp_path / "full.bin")
     refused(lambda: read_adapter(tmp_path / "full.bin"), tmp_path / "full.bin", "a full model")
 
 
-# ---- what scripts add ----
+# ---- advice that scripts add to errors ----
 
 
 @pytest.mark.parametrize("way_out", ["--flag", lambda error: f"--{error.reason}"])
-def test_ways_out(way_out):
-    """Of the error's class and those above it; it stays the error that it is."""
+def test_scripts_add_their_advice_to_errors(way_out):
+    """It depends on the error's class; the error stays the same object."""
     error = NeedsMergingError("a.bin", "flag")
     with pytest.raises(NeedsMergingError) as caught, adding_ways_out({NeedsMergingError: way_out}):
         raise error
@@ -289,7 +289,7 @@ def test_ways_out(way_out):
 
 
 def test_stacked_updates_of_an_unknown_family_have_no_release_format(unregistered, tmp_path):
-    """Each family's scripts wrap them in a way of their own."""
+    """Each family's scripts wrap them in their own way."""
     refused(
         lambda: write_adapter(tmp_path / "a.bin", adapter_of("gpt2")), "this adapter", "register"
     )

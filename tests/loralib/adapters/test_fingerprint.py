@@ -1,4 +1,4 @@
-"""A base's fingerprint: of its weight matrices alone, and of all of each."""
+"""Tests of a base's fingerprint."""
 
 import re
 
@@ -9,7 +9,7 @@ from tiny_adapters import Tiny
 from loralib.adapters.fingerprint import fingerprint, fingerprint_without, possible_fingerprints
 
 
-def test_fingerprint():
+def test_a_fingerprint_depends_on_names_shapes_and_rounded_values_of_matrices():
     base = Tiny().state_dict()
     expected = fingerprint(base)
     assert re.fullmatch("[0-9a-f]{16}", expected)
@@ -38,7 +38,7 @@ def test_fingerprint():
     assert fingerprint(base, ["roberta.layer.0"]) != expected
 
 
-def test_fingerprint_sees_all_over_a_large_matrix():
+def test_a_fingerprint_samples_all_parts_of_a_large_matrix():
     base = {"roberta.weight": torch.randn(256, 512)}
     expected = fingerprint(base)
     for rows in (slice(0, 4), slice(100, 104), slice(252, 256)):
@@ -47,8 +47,8 @@ def test_fingerprint_sees_all_over_a_large_matrix():
         assert fingerprint(changed) != expected
 
 
-def test_a_fingerprint_is_of_weight_matrices_alone():
-    """Not of position ids and poolers, which some files of a base hold and others do not."""
+def test_position_ids_and_poolers_do_not_change_a_fingerprint():
+    """Some files of a base have them and others do not."""
     base = {
         "roberta.layer.query.weight": torch.randn(4, 4),
         "roberta.layer.query.bias": torch.ones(4),
@@ -61,7 +61,7 @@ def test_a_fingerprint_is_of_weight_matrices_alone():
     assert fingerprint(base) != fingerprint({"roberta.layer.query.weight": torch.zeros(4, 4)})
 
 
-def test_what_is_tied_to_a_trained_weight_is_no_part_of_the_base():
+def test_a_weight_tied_to_a_trained_one_is_not_in_the_fingerprint():
     model = tied()
     expected = fingerprint({"up.weight": model.up.weight})
     for trained in ("last.weight", "words.weight"):
@@ -69,5 +69,5 @@ def test_what_is_tied_to_a_trained_weight_is_no_part_of_the_base():
         assert expected in possible_fingerprints(model, {"up"}, {trained})
 
 
-def test_a_base_without_matrices_has_no_fingerprint_to_be_known_by():
+def test_the_fingerprint_of_a_base_without_matrices_is_not_used():
     assert fingerprint({}) not in possible_fingerprints(tied(), (), {"up.weight", "last.weight"})

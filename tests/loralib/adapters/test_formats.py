@@ -1,4 +1,4 @@
-"""The formats of an adapter: each is recognised, and none loses a bit."""
+"""Tests of an adapter's formats: each is recognized, and tensors stay bit-exact."""
 
 import json
 import math
@@ -37,7 +37,7 @@ from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, Bottlen
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_the_releases_format_for_roberta(tmp_path, zipped):
+def test_the_releases_format_for_roberta_can_be_read(tmp_path, zipped):
     path = tmp_path / "roberta_base_lora_mnli.bin"
     torch.save(tensors_of("roberta"), path, _use_new_zipfile_serialization=zipped)
     adapter = read_adapter(path)
@@ -47,7 +47,7 @@ def test_the_releases_format_for_roberta(tmp_path, zipped):
 
 @pytest.mark.parametrize("generation", ["today's", "first"])
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_the_releases_format_for_deberta(tmp_path, generation, prefix):
+def test_the_releases_formats_for_deberta_can_be_read(tmp_path, generation, prefix):
     tensors, path = tensors_of("deberta"), tmp_path / "deberta.bin"
     if generation == "first":
         first = {f"_proj.lora_{ab}": f"_lora_{ab.lower()}.weight" for ab in "AB"}
@@ -71,17 +71,19 @@ def test_the_releases_format_for_deberta(tmp_path, generation, prefix):
 @pytest.mark.parametrize("prefix", ["module.", "", "module.transformer."])
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("head", [True, False])
-def test_the_releases_format_for_gpt2(tmp_path, prefix, wrapped, head):
-    """A head that is not seen to be the embedding would be lost: GPT-2's are one tensor here."""
+def test_the_releases_format_for_gpt2_can_be_read_unless_it_has_a_head(
+    tmp_path, prefix, wrapped, head
+):
+    """A head that is not known to be the embedding would be lost: here the two are one tensor."""
     tensors, path = tensors_of("gpt2"), tmp_path / "GPT2_M.lora.pt"
-    held = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     start = prefix if prefix.endswith("transformer.") else f"{prefix}transformer."
     if prefix == "":
         start = ""  # names that begin with the layers, "h."
-    held = {f"{start}{name}": tensor for name, tensor in held.items()}
+    renamed = {f"{start}{name}": tensor for name, tensor in renamed.items()}
     if head:
-        held["module.lm_head.weight" if prefix else "lm_head.decoder.weight"] = drawn(9, 6)
-    torch.save({"model_state_dict": held} if wrapped else held, path)
+        renamed["module.lm_head.weight" if prefix else "lm_head.decoder.weight"] = drawn(9, 6)
+    torch.save({"model_state_dict": renamed} if wrapped else renamed, path)
     if head:
         refused(
             lambda: read_adapter(path, lora_alpha=3), path, "lm_head", "as a separate head weight"
@@ -96,7 +98,7 @@ def test_the_releases_format_for_gpt2(tmp_path, prefix, wrapped, head):
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_users_own_model(tmp_path, bias, format):
+def test_lora_state_dict_of_any_model_can_be_read_and_converted(tmp_path, bias, format):
     state, path = lora.lora_state_dict(user_model(), bias), tmp_path / "lora.pt"
     torch.save(state, path)
     adapter = read_adapter(path)
@@ -111,8 +113,8 @@ def test_a_users_own_model(tmp_path, bias, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_users_own_head_is_no_bias_of_the_base(tmp_path, format):
-    """A bias whose weight is there as well was not trained in the base, but with the head."""
+def test_a_heads_bias_is_not_taken_for_a_bias_of_the_base(tmp_path, format):
+    """A bias whose weight is in the file too belongs to a head."""
     head = {"head.weight": drawn(3, 4), "head.bias": drawn(3)}
     tensors = {**lora.lora_state_dict(user_model()), **head}
     torch.save(tensors, tmp_path / "lora.pt")
@@ -126,16 +128,15 @@ def test_a_users_own_head_is_no_bias_of_the_base(tmp_path, format):
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
-def test_a_users_convolution(tmp_path, bias):
+def test_a_convolutions_rank_is_r_times_the_kernel_width(tmp_path, bias):
     model = nn.ModuleDict({"conv": lora.Conv2d(3, 4, 3, r=2), "norm": nn.BatchNorm2d(4)})
     torch.save(lora.lora_state_dict(model, bias), tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
-    # The convolution's rank is r times its kernel's width.
     assert (adapter.metadata.rank, adapter.metadata.bias, adapter.format) == (6, bias, "plain")
 
 
-def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
-    """Which slices they belong to is not known, so that only files are read and written."""
+def test_stacked_updates_of_unknown_slices_are_kept_but_not_converted(tmp_path):
+    """It is unknown which slices they reach, so PEFT's format cannot hold them."""
     layer = lora.MergedLinear(4, 6, r=2, enable_lora=[True, True, False])
     torch.save(lora.lora_state_dict(nn.ModuleDict({"qkv": layer})), tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
@@ -165,7 +166,7 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
         ),
     ],
 )
-def test_the_baselines_files(tmp_path, kind, tensors, info):
+def test_adapters_of_other_kinds_can_be_written_and_read(tmp_path, kind, tensors, info):
     adapter = Adapter(tensors, info, "theirs", kind)
     write_adapter(tmp_path / "a.safetensors", adapter)
     assert read_adapter(tmp_path / "a.safetensors", kind).metadata == info
@@ -177,8 +178,8 @@ def test_the_baselines_files(tmp_path, kind, tensors, info):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_parameters_are_as_good_as_tensors(tmp_path, format):
-    """A user may have saved `named_parameters()`."""
+def test_files_may_hold_parameters(tmp_path, format):
+    """They may have been saved from `named_parameters()`."""
     tensors = {name: nn.Parameter(tensor) for name, tensor in tensors_of("gpt2").items()}
     torch.save(tensors, tmp_path / "x.pt")
     write_adapter(tmp_path / TARGETS[format], read_adapter(tmp_path / "x.pt", lora_alpha=3), format)
@@ -188,7 +189,7 @@ def test_parameters_are_as_good_as_tensors(tmp_path, format):
 # ---- names ----
 
 
-def test_two_tensors_of_one_name(tmp_path):
+def test_two_tensors_with_one_canonical_name_are_refused(tmp_path):
     name = f"{MODULES['roberta'][0]}.lora_A"
     tensors = {**tensors_of("roberta"), f"module.{name}": drawn(2, 6)}
     refused(lambda: without_ddp_prefix(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
@@ -210,16 +211,16 @@ LOST = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_each_format_cannot_hold(tmp_path, family):
+def test_remarks_name_the_fields_that_a_format_cannot_hold(tmp_path, family):
     adapter = adapter_of(family)
-    told = write_adapter(tmp_path / "a.safetensors", adapter)
-    assert [remark for remark in told if "modules are assumed to be linear" not in remark] == []
-    said = write_adapter(tmp_path / "a.bin", adapter)
+    own = write_adapter(tmp_path / "a.safetensors", adapter)
+    assert [remark for remark in own if "modules are assumed to be linear" not in remark] == []
+    losses = write_adapter(tmp_path / "a.bin", adapter)
     of_head = ("task", "labels", "text_columns")
     lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in of_head}
     expected = {f"not in this format: {key} {value.format(family)}" for key, value in lost.items()}
-    assert set(said) == (set() if family == "gpt2" else expected)
-    assert len(said) == len(set(said))
+    assert set(losses) == (set() if family == "gpt2" else expected)
+    assert len(losses) == len(set(losses))
     remarks = write_adapter(tmp_path / "a", adapter, "peft")
     unseen = "base_fingerprint, task, labels, text_columns" if HEADS[family] else "base_fingerprint"
     assert remarks[-1] == f"in the metadata, where PEFT does not look: {unseen}"
@@ -227,28 +228,32 @@ def test_what_each_format_cannot_hold(tmp_path, family):
     if family == "gpt2":
         for part in ("2 updates of rank 2", "c_attn", "one of rank 4 and alpha 6"):
             assert part in remarks[0]
-    assert all(len(line.splitlines()) == 1 for line in [*said, *remarks])
+    assert all(len(line.splitlines()) == 1 for line in [*losses, *remarks])
 
 
-def test_nothing_is_said_where_nothing_is_lost(tmp_path):
+def test_there_are_no_remarks_if_nothing_is_lost(tmp_path):
     bare = replace(adapter_of("roberta"), metadata=None)
     assert write_adapter(tmp_path / "a.bin", bare) == []
     info = LoraMetadata(rank=2, alpha=3, targets=("query", "value"))
-    said = write_adapter(tmp_path / "a.bin", replace(bare, metadata=info))
-    assert said == ["not in this format: alpha 3"]
+    losses = write_adapter(tmp_path / "a.bin", replace(bare, metadata=info))
+    assert losses == ["not in this format: alpha 3"]
     assert write_adapter(tmp_path / "a", replace(bare, metadata=info), "peft") == []
 
 
-def test_what_each_format_forbids():
+def test_why_not_expressible_returns_a_reason_or_none():
     adapter = adapter_of("roberta")
-    begun = replace(adapter, metadata=replace(adapter.lora, initialization="orthogonal"))
-    assert why_not_expressible(begun, "release") is None  # it is trained as from any other A and B
+    with_initialization = replace(
+        adapter, metadata=replace(adapter.lora, initialization="orthogonal")
+    )
+    assert (
+        why_not_expressible(with_initialization, "release") is None
+    )  # a trained update does not depend on it
     adapter = adapter_of("gpt2")
     magnitudes = {f"{module}.lora_magnitude_vector": torch.ones(12) for module in MODULES["gpt2"]}
     info = replace(adapter.lora, variant="dora")
     dora = replace(adapter, tensors={**adapter.tensors, **magnitudes}, metadata=info)
     assert "c_attn has DoRA's magnitudes for slices" in str(why_not_expressible(dora, "peft"))
-    # Of an attention that is no target, PEFT saves all.
+    # PEFT saves an attention that is not a target as a whole.
     pool = nn.MultiheadAttention(6, 1).state_dict(prefix="pool.")
     adapter = adapter_of("plain")
     with_head = replace(adapter, tensors={**adapter.tensors, **pool})
@@ -259,7 +264,7 @@ def test_what_each_format_forbids():
     ("head", "task"),
     [(None, "SEQ_CLS"), ("multiple_choice", None), ("token_classification", "TOKEN_CLS")],
 )
-def test_pefts_task_of_a_classifier(tmp_path, head, task):
+def test_pefts_task_type_depends_on_the_head(tmp_path, head, task):
     adapter = adapter_of("plain")
     tensors = {**adapter.tensors, "classifier.weight": torch.ones(2, 6)}
     metadata = replace(adapter.lora, head=head)
@@ -268,7 +273,7 @@ def test_pefts_task_of_a_classifier(tmp_path, head, task):
 
 
 def test_the_releases_format_is_plain_tensors(tmp_path):
-    """What the release's own scripts load: for GPT-2 wrapped, with DDP's names."""
+    """The release's scripts load such files: for GPT-2 wrapped, and with DDP's names."""
     write_adapter(tmp_path / "a.bin", adapter_of("roberta"))
     assert_same_bits(torch.load(tmp_path / "a.bin", weights_only=True), tensors_of("roberta"))
     write_adapter(tmp_path / "a.pt", adapter_of("gpt2"))
@@ -282,7 +287,7 @@ def test_the_releases_format_is_plain_tensors(tmp_path):
 
 
 @pytest.mark.skipif(not RELEASE.is_file(), reason="the release's file is absent from ../shared")
-def test_the_releases_published_file_through_all_formats(tmp_path):
+def test_the_releases_published_file_stays_bit_exact_through_all_formats(tmp_path):
     first = read_adapter(RELEASE, lora_alpha=16)
     assert first.metadata == LoraMetadata(rank=8, alpha=16, targets=("query", "value"))
     assert first.format == "release"
@@ -302,7 +307,7 @@ def test_the_releases_published_file_through_all_formats(tmp_path):
 # ---- alpha ----
 
 
-def test_alpha_has_to_be_given_where_it_is_written(tmp_path):
+def test_formats_that_record_alpha_need_it(tmp_path):
     adapter = replace(adapter_of("roberta"), metadata=None)
     for name, format in (("a.safetensors", "lora"), ("a", "lora"), ("b/c", "lora"), ("a", "peft")):
         refused(
@@ -315,7 +320,7 @@ def test_alpha_has_to_be_given_where_it_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.bin", "out"])
-def test_an_alpha_that_is_given(tmp_path, name):
+def test_a_given_alpha_must_be_the_recorded_one(tmp_path, name):
     format = {name: format for format, name in TARGETS.items()}[name]
     write_adapter(tmp_path / name, adapter_of("roberta"), format)
     assert read_adapter(tmp_path / name, lora_alpha=3.0).metadata.alpha == 3
@@ -333,10 +338,10 @@ def test_an_alpha_that_is_given(tmp_path, name):
 # ---- any model ----
 
 
-@pytest.mark.parametrize(("family", "told"), [("plain", True), ("roberta", False)])
+@pytest.mark.parametrize(("family", "is_unknown"), [("plain", True), ("roberta", False)])
 @pytest.mark.parametrize("format", ["lora", "peft"])
-def test_a_user_is_told_of_an_unknown_model(tmp_path, family, told, format):
+def test_remarks_say_what_is_assumed_of_an_unknown_model(tmp_path, family, is_unknown, format):
     remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
-    assert any("assumed to be linear layers" in remark for remark in remarks) is told
+    assert any("assumed to be linear layers" in remark for remark in remarks) is is_unknown
     of_places = [remark for remark in remarks if "in several places is adapted in all" in remark]
-    assert len(of_places) == (told and format == "peft")
+    assert len(of_places) == (is_unknown and format == "peft")

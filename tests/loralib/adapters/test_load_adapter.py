@@ -1,4 +1,4 @@
-"""What `load_adapter` and `save_adapter` refuse, before anything is changed."""
+"""Tests of what `load_adapter` and `save_adapter` accept, and what they refuse without changes."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ WORDS = CASES["head"]
 
 @pytest.fixture
 def saved(tmp_path):
-    """``saved(case, **settings)``: the file of a model's adapter."""
+    """``saved(case, **settings)`` saves the adapter of a model, and returns the file."""
 
     def save(name="head", **settings):
         path = tmp_path / f"{name}.safetensors"
@@ -47,7 +47,7 @@ def refused(model, path, *parts, kind=CheckpointError, **arguments):
 
 
 def changed(**modules):
-    """The plain model with other modules."""
+    """The plain model with some modules replaced."""
     model = WORDS.build()
     for name, module in modules.items():
         model.set_submodule(name.replace("__", "."), module)
@@ -57,14 +57,14 @@ def changed(**modules):
 # ---- another model ----
 
 
-def test_the_base_to_give_is_named(tmp_path):
+def test_the_error_names_the_base_to_give(tmp_path):
     lora.save_adapter(WORDS.adapted(), tmp_path / "a.safetensors", base="some/base")
     model = changed(layers=nn.ModuleList())
     refused(model, tmp_path / "a.safetensors", "model that it was trained in, of 'some/base'")
 
 
-def test_an_adapter_of_one_of_the_modules_that_share_a_weight(tmp_path):
-    """As other libraries adapt it: the other one keeps the weight as it is."""
+def test_an_adapter_can_be_of_one_of_two_tied_modules(tmp_path):
+    """As in other libraries, the other module does not change."""
     path, model, plain = tmp_path / "a.safetensors", tied(), tied()
     tensors = {"last.lora_A": torch.ones(2, 8), "last.lora_B": torch.ones(11, 2)}
     info = LoraMetadata(rank=2, alpha=2, targets=("last",))
@@ -77,8 +77,8 @@ def test_an_adapter_of_one_of_the_modules_that_share_a_weight(tmp_path):
     torch.testing.assert_close(model(IDS), plain(IDS) + added(x))
 
 
-def test_a_part_of_a_model_takes_its_adapter(tmp_path):
-    """As the error below says, of a model that has the adapter's as a part."""
+def test_an_adapter_can_be_loaded_into_a_part_of_the_model(tmp_path):
+    """The error for the whole model names the part."""
     lora.save_adapter(WORDS.adapted(), tmp_path / "a.safetensors")
     model = nn.ModuleDict({"inner": nn.ModuleDict({"0": WORDS.build()})})
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_a_part_of_a_model_takes_its_adapter(tmp_path):
         (changed(layers__0__out=nn.Identity()), ["layers.0.out is not a linear layer"]),
     ],
 )
-def test_a_model_of_other_modules(saved, model, parts):
+def test_a_model_with_other_modules_is_refused(saved, model, parts):
     refused(model, saved(), *parts)
 
 
@@ -141,13 +141,13 @@ def test_a_model_of_other_modules(saved, model, parts):
         ("embedding", nn.Linear(8, 11), ["in the model, words is not an embedding"]),
     ],
 )
-def test_an_embedding_of_another_kind(saved, name, module, parts):
+def test_an_adapter_of_an_embedding_is_refused_by_other_modules(saved, name, module, parts):
     refused(changed(words=module), saved(name), *parts)
 
 
-def test_kernels_of_another_shape(saved):
+def test_convolutions_of_other_shapes_are_refused(saved):
     model = CASES["kernels"].build()
-    model.plane = nn.Conv2d(2, 6, (2, 3), stride=2, bias=False)  # of as many elements
+    model.plane = nn.Conv2d(2, 6, (2, 3), stride=2, bias=False)  # as many elements
     refused(model, saved("kernels"), "plane is (6, 2, 3, 2)", "weight is (6, 2, 2, 3)")
     model.plane = nn.Conv3d(2, 6, 3)
     refused(model, saved("kernels"), "plane is not a convolution in 2-D")
@@ -155,7 +155,7 @@ def test_kernels_of_another_shape(saved):
     refused(model, saved("kernels"), "plane is not a convolution in 2-D")
 
 
-def test_another_base(saved):
+def test_another_base_is_refused(saved):
     other = WORDS.build(seed=5)
     refused(other, saved(), "another base than the one given", kind=WrongBaseError)
     model = WORDS.build()
@@ -163,8 +163,8 @@ def test_another_base(saved):
     refused(model, saved(), "another base", kind=WrongBaseError)
 
 
-def test_the_head_may_be_another_before(saved):
-    """The adapter brings its own."""
+def test_the_models_head_is_replaced_by_the_adapters(saved):
+    """So it may differ from that of the base."""
     model, path = WORDS.build(), saved()
     nn.init.ones_(model.score.weight)
     nn.init.ones_(model.norm.running_mean)
@@ -174,14 +174,14 @@ def test_the_head_may_be_another_before(saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_base_in_another_precision(saved, caplog, dtype):
+def test_the_base_may_be_in_another_precision(saved, caplog, dtype):
     model = WORDS.build().to(dtype)
     lora.load_adapter(model, saved())
     assert not caplog.records
     assert model.layers[0]["out"].lora_A.dtype == torch.promote_types(dtype, torch.float32)
 
 
-def test_what_is_unverified_is_said(saved, tmp_path, caplog):
+def test_an_unverified_base_is_a_warning(saved, tmp_path, caplog):
     lora.load_adapter(WORDS.build().half(), saved())
     assert (
         "a model in float16, or quantized or offloaded in part, has no fingerprint" in caplog.text
@@ -214,11 +214,11 @@ def test_what_is_unverified_is_said(saved, tmp_path, caplog):
         ),
     ],
 )
-def test_layers_of_other_settings(saved, settings, parts):
+def test_lora_layers_with_other_settings_are_refused(saved, settings, parts):
     refused(WORDS.adapted(**settings), saved(), *parts)
 
 
-def test_layers_of_the_same_settings(saved):
+def test_lora_layers_with_the_same_settings_are_used(saved):
     model = WORDS.adapted()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = saved()
@@ -229,8 +229,8 @@ def test_layers_of_the_same_settings(saved):
     assert_same_bits(model.state_dict(), expected)
 
 
-def test_some_of_the_layers(saved):
-    """What has no LoRA yet gets it; what is trained besides stays so."""
+def test_lora_is_added_to_layers_that_lack_it(saved):
+    """What else is trained in the model stays trained."""
     model, path = WORDS.build(), saved()
     lora.add_lora(model, "layers.1.out", r=2, lora_alpha=3, modules_to_train="words")
     lora.load_adapter(model, path)
@@ -238,8 +238,8 @@ def test_some_of_the_layers(saved):
     assert model.words.weight.requires_grad
 
 
-def test_layers_that_were_built(tmp_path):
-    """A model made of this library's layers is as good as an adapted one."""
+def test_a_model_built_with_lora_layers_can_be_saved(tmp_path):
+    """Its adapter is the same as that of a plain model with added LoRA."""
     built = nn.Sequential(lora.Linear(4, 5, r=2, lora_alpha=3), nn.Linear(5, 2))
     lora.mark_only_lora_as_trainable(built)
     nn.init.ones_(built[0].lora_B)
@@ -253,8 +253,8 @@ def test_layers_that_were_built(tmp_path):
 # ---- files ----
 
 
-def test_layers_that_were_made_empty_keep_what_is_loaded_in_inference_mode(tmp_path):
-    """There PyTorch does not count what is written."""
+def test_start_from_weights_keeps_an_adapter_loaded_in_inference_mode(tmp_path):
+    """There, PyTorch does not count writes to tensors."""
     own = nn.Sequential(lora.Linear(4, 4, r=2))
     nn.init.normal_(own[0].lora_B)
     lora.mark_only_lora_as_trainable(own)
@@ -270,17 +270,17 @@ def test_layers_that_were_made_empty_keep_what_is_loaded_in_inference_mode(tmp_p
         assert_same_bits(model.state_dict(), own.state_dict())
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     refused(WORDS.build(), tmp_path / "a.safetensors", "no such checkpoint file")
 
 
-def test_an_unknown_alpha(saved, tmp_path):
+def test_an_unknown_alpha_must_be_given_and_a_known_one_be_equal(saved, tmp_path):
     torch.save(lora.lora_state_dict(WORDS.adapted()), tmp_path / "a.pt")
     refused(WORDS.build(), tmp_path / "a.pt", "give it as lora_alpha")
     refused(WORDS.build(), saved(), "trained with alpha 3, but lora_alpha is 4", lora_alpha=4)
 
 
-def test_a_module_that_cannot_be_adapted(saved):
+def test_a_linear_layer_with_its_own_forward_is_refused(saved):
     class Own(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
@@ -291,7 +291,7 @@ def test_a_module_that_cannot_be_adapted(saved):
 
 
 class PeftsLinear(nn.Module):
-    """What PEFT makes of a linear layer, as far as it is known by."""
+    """Stands for PEFT's LoRA layer, with the parts by which it is recognized."""
 
     __module__ = "peft.tuners.lora.layer"
 
@@ -301,7 +301,7 @@ class PeftsLinear(nn.Module):
 
 
 class PeftsScaling(nn.Module):
-    """What PEFT makes of a linear layer for IA³."""
+    """Stands for PEFT's IA³ layer, with the parts by which it is recognized."""
 
     __module__ = "peft.tuners.ia3.layer"
 
@@ -310,7 +310,7 @@ class PeftsScaling(nn.Module):
         self.base_layer, self.ia3_l = base_layer, nn.ParameterDict({"default": torch.ones(8, 1)})
 
 
-def test_a_model_that_has_lora_of_pefts(saved):
+def test_a_model_with_pefts_lora_is_refused(saved):
     model = WORDS.build()
     model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
     refused(
@@ -326,7 +326,7 @@ def test_a_model_that_has_lora_of_pefts(saved):
 
 
 @pytest.mark.parametrize(("kind", "called"), [(PeftsLinear, "lora"), (PeftsScaling, "ia3")])
-def test_a_model_that_has_got_an_adapter_of_pefts_since(tmp_path, kind, called):
+def test_saving_refuses_a_model_that_peft_has_adapted_since(tmp_path, kind, called):
     model = WORDS.build()
     lora.add_lora(model, "out", r=2)
     model.layers[1]["out"] = kind(model.layers[1]["out"])
@@ -335,7 +335,7 @@ def test_a_model_that_has_got_an_adapter_of_pefts_since(tmp_path, kind, called):
         lora.save_adapter(model, tmp_path / "a")
 
 
-def test_a_model_without_lora(tmp_path):
+def test_saving_refuses_a_model_without_lora(tmp_path):
     with pytest.raises(ValueError, match="Words has no LoRA to save"):
         lora.save_adapter(Words(), tmp_path / "a")
 
@@ -348,7 +348,7 @@ def test_a_model_without_lora(tmp_path):
         (lora.Linear(4, 4, r=2, initialization="pissa"), "of several kinds"),
     ],
 )
-def test_layers_that_no_format_describes(tmp_path, layer, message):
+def test_saving_refuses_layers_that_no_format_can_describe(tmp_path, layer, message):
     model = nn.Sequential(layer, lora.Linear(4, 4, r=2))
     with pytest.raises(CheckpointError, match=message):
         lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -367,7 +367,9 @@ def test_layers_that_no_format_describes(tmp_path, layer, message):
         ({"targets": "qkv", "enable_lora": {"qkv": [True, False, True]}}, "has slices, which"),
     ],
 )
-def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
+def test_saving_refuses_settings_that_the_releases_format_cannot_record(
+    tmp_path, settings, message
+):
     model = WORDS.adapted(**settings)
     with pytest.raises(NeedsMergingError, match=re.escape(message)):
         lora.save_adapter(model, tmp_path / "a.bin")
@@ -386,14 +388,14 @@ def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
         ("slices", {"variant": "dora"}, "layers.0.qkv has DoRA's magnitudes for slices"),
     ],
 )
-def test_what_peft_does_not_have(tmp_path, name, settings, message):
+def test_saving_refuses_what_pefts_folder_cannot_hold(tmp_path, name, settings, message):
     model = CASES[name].adapted(**settings)
     with pytest.raises(NeedsMergingError, match=re.escape(message)):
         lora.save_adapter(model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_parameter_of_the_model_itself(tmp_path):
+def test_a_parameter_of_the_top_module_is_saved_but_not_in_pefts_folder(tmp_path):
     model = WORDS.adapted()
     model.scale = nn.Parameter(torch.ones(2))
     lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -402,23 +404,23 @@ def test_a_parameter_of_the_model_itself(tmp_path):
         lora.save_adapter(model, tmp_path / "a")
 
 
-def test_a_weight_that_is_trained_and_adapted(tmp_path):
-    """It is a full model's: LoRA alone does not say what is trained."""
+def test_saving_refuses_a_weight_that_is_trained_and_adapted(tmp_path):
+    """LoRA alone would not hold all that is trained."""
     model = WORDS.adapted()
     model.layers[0]["out"].weight.requires_grad = True
     with pytest.raises(CheckpointError, match=r"weight of layers\.0\.out is trained as well"):
         lora.save_adapter(model, tmp_path / "a.safetensors")
 
 
-def test_existing_folders_are_not_written_over(tmp_path):
+def test_existing_folders_are_not_overwritten(tmp_path):
     model = WORDS.adapted()
     lora.save_adapter(model, tmp_path / "a")
     with pytest.raises((CheckpointError, OSError), match="a"):
         lora.save_adapter(model, tmp_path / "a")
 
 
-def test_halves_that_half_precision_cannot_halve(tmp_path):
-    """PEFT needs half of out_proj's B; its smallest number in float16 has none."""
+def test_saving_refuses_values_that_cannot_be_halved_for_peft(tmp_path):
+    """PEFT's folder has half of out_proj's B; half of float16's smallest number is 0."""
     model = CASES["attention"].adapted()
     lora.save_adapter(model, tmp_path / "a.safetensors")
     adapter = lora.read_adapter(tmp_path / "a.safetensors")
@@ -429,8 +431,8 @@ def test_halves_that_half_precision_cannot_halve(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_experts_of_older_models_are_said_to_be_one_parameter(tmp_path):
-    """Upstream's Transformers holds them so since version 5."""
+def test_the_error_says_if_the_models_experts_are_one_parameter(tmp_path):
+    """Transformers holds them in this way since version 5; older adapters have one per expert."""
 
     def model(experts):
         block = {"q": nn.Linear(4, 4), "experts": experts}

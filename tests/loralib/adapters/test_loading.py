@@ -1,4 +1,4 @@
-"""Loading an adapter into a model: what fits, and to the bit; what does not, and why."""
+"""Tests of `load_into`: what fits is loaded bit-exact, anything else is refused with a reason."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
 
 
-def test_layers_and_targets():
+def test_lora_layers_finds_layers_and_lora_targets_their_last_names():
     layers = lora_layers(Tiny(targets=("key",)))
     assert sorted(layers) == ["roberta.layer.0.key", "roberta.layer.1.key"]
     assert lora_targets(layers) == ("key",)
@@ -28,7 +28,7 @@ def test_layers_and_targets():
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_load_into(tmp_path, name, mode):
+def test_load_into_copies_the_adapter_bit_exact_and_nothing_else(tmp_path, name, mode):
     adapter = tiny_adapter(seed=1)
     write_adapter(tmp_path / name, adapter)
     model, x = Tiny(seed=2).train(mode), torch.randn(2, 8)
@@ -45,11 +45,11 @@ def test_load_into(tmp_path, name, mode):
     assert not torch.allclose(layer(x), before)
 
 
-def test_alpha_is_an_equal_number():
+def test_alpha_may_be_an_integer_or_a_float():
     assert load_into(Tiny(), tiny_adapter(replace(INFO, alpha=4))) == []
 
 
-def test_a_module_of_another_alpha_is_named():
+def test_the_error_names_a_module_with_another_alpha():
     model, adapter = Tiny(), tiny_adapter()
     layer = model.roberta["layer"][0].query
     layer.lora_alpha, layer.scaling = 2 * layer.lora_alpha, 2 * layer.scaling
@@ -64,16 +64,16 @@ def test_slices_of_the_same_shapes_are_compared():
     adapter = adapter_of(model)
     assert load_into(built(True, False, True), adapter, backbones=["0."]) == []
     other = built(False, True, True)
-    said, needed = r"\[True, False, True\]", r"\[False, True, True\]"
-    message = f"slices of 0 {said}, the model was built with {needed}"
+    in_file, in_model = r"\[True, False, True\]", r"\[False, True, True\]"
+    message = f"slices of 0 {in_file}, the model was built with {in_model}"
     with pytest.raises(CheckpointError, match=f"^Sequential: was trained with {message}"):
         load_into(other, adapter, backbones=["0."])
-    # A file that does not say them may be of any.
+    # Without a record of slices in the file, they are not compared.
     unknown = replace(adapter, metadata=replace(adapter.metadata, slices=None))
     assert load_into(other, unknown, backbones=["0."]) == []
 
 
-def test_new_head_keeps_the_models_own():
+def test_new_head_keeps_the_models_head_if_shapes_differ():
     model, adapter = Tiny(labels=2, seed=5), tiny_adapter()
     head = model.classifier.weight.clone()
     message = r"classifier.weight is \(3, 8\) in the file, \(2, 8\) in the model$"
@@ -91,7 +91,7 @@ def test_new_head_keeps_the_models_own():
 
 
 def damage(content, rng, header):
-    """`content` cut short, or with bits of its first `header` bytes flipped, or a part lost."""
+    """Cuts the content, removes a part, or flips bits in its first `header` bytes."""
     content = bytearray(content)
     kind = rng.choice(("cut", "flip", "flips", "hole"))
     if kind == "cut":
@@ -108,8 +108,8 @@ def damage(content, rng, header):
 @pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("format", ["a.safetensors", "a.bin", "legacy.bin"])
-def test_damaged_files(tmp_path, format):
-    """Each is refused, by the reader or by the model, or gives exactly what was saved."""
+def test_damaged_files_are_refused_or_load_bit_exact(tmp_path, format):
+    """Either the reader or `load_into` refuses them."""
     adapter, path = tiny_adapter(), tmp_path / format
     if format == "legacy.bin":
         torch.save(adapter.tensors, path, _use_new_zipfile_serialization=False)

@@ -1,4 +1,4 @@
-"""An adapter's metadata: field by field, unknown, damaged."""
+"""Tests of an adapter's metadata: its fields, unknown ones, and invalid ones."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from loralib.errors import CheckpointError
 from loralib.io.tensors import write_tensors
 
 
-def test_metadata_is_json_by_field(tmp_path):
+def test_each_field_of_metadata_is_json(tmp_path):
     write_adapter(tmp_path / "a.safetensors", tiny_adapter())
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         metadata = file.metadata()
@@ -36,7 +36,7 @@ def test_metadata_is_json_by_field(tmp_path):
     }
 
 
-def test_what_is_unknown_is_not_written(tmp_path):
+def test_unknown_fields_are_not_written(tmp_path):
     info = LoraMetadata(rank=2, alpha=16, targets=("query", "value"))
     assert info.to_metadata().keys() == {"rank", "alpha", "targets", "bias"}
     write_adapter(tmp_path / "a.safetensors", tiny_adapter(info))
@@ -44,7 +44,7 @@ def test_what_is_unknown_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "task": '"rte"', "who": "knows"}])
-def test_files_without_metadata(tmp_path, metadata):
+def test_files_without_our_metadata_have_none(tmp_path, metadata):
     save_file(tiny_adapter().tensors, tmp_path / "a.safetensors", metadata)
     assert read_adapter(tmp_path / "a.safetensors").metadata is None
 
@@ -66,7 +66,7 @@ def test_files_without_metadata(tmp_path, metadata):
         ({"alpha": '"4"'}, "invalid alpha '4' in its metadata"),
     ],
 )
-def test_damaged_metadata(tmp_path, changed, message):
+def test_damaged_metadata_is_refused(tmp_path, changed, message):
     metadata = {**INFO.to_metadata(), **changed}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
@@ -82,7 +82,7 @@ def test_damaged_metadata(tmp_path, changed, message):
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
-def test_an_alpha_that_is_not_above_0(tmp_path, alpha):
+def test_metadata_need_a_finite_positive_alpha(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     path = tmp_path / "lora.safetensors"
     info = LoraMetadata(rank=2, alpha=alpha, targets=("query",))
@@ -94,7 +94,7 @@ def test_an_alpha_that_is_not_above_0(tmp_path, alpha):
         read_adapter(path)
 
 
-# ---- what differs between modules, and between variants ----
+# ---- fields of patterns and variants ----
 
 FULL = LoraMetadata(
     rank=2,
@@ -110,7 +110,7 @@ FULL = LoraMetadata(
 )
 
 
-def test_fields_of_variants_and_patterns(tmp_path):
+def test_fields_of_patterns_and_variants_are_written_and_read(tmp_path):
     metadata = FULL.to_metadata()
     assert {key: json.loads(metadata[key]) for key in metadata.keys() - {"targets", "bias"}} == {
         "rank": 2,
@@ -127,14 +127,14 @@ def test_fields_of_variants_and_patterns(tmp_path):
     assert FULL.slices == {"layer.1.qkv": (True, False)}
 
 
-def test_ranks_and_alphas_of_modules():
+def test_rank_of_and_alpha_of_follow_the_patterns():
     assert FULL.rank_pattern == {"layer.0.query": 3}
     assert [FULL.rank_of(f"layer.0.{name}") for name in ("query", "value")] == [3, 2]
     assert [FULL.alpha_of(f"layer.0.{name}") for name in ("query", "value")] == [4, 0.5]
     assert (FULL.rank_of("layer.1.query"), FULL.alpha_of("layer.1.query")) == (2, 4)
 
 
-def test_of_two_spellings_the_shorter_is_kept():
+def test_fields_with_default_values_are_the_same_as_none():
     plain = LoraMetadata(rank=2, alpha=4, targets=("query",))
     spelled = LoraMetadata(
         rank=2,
@@ -183,7 +183,7 @@ def test_of_two_spellings_the_shorter_is_kept():
         ("variant", "qlora"),
     ],
 )
-def test_fields_of_a_wrong_type(tmp_path, field, value):
+def test_fields_of_a_wrong_type_are_refused(tmp_path, field, value):
     metadata = INFO.to_metadata() | {field: json.dumps(value)}
     path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
     save_file(tensors, path, metadata | {"digest": checksum(tensors, metadata)})
@@ -192,7 +192,7 @@ def test_fields_of_a_wrong_type(tmp_path, field, value):
     assert "\n" not in str(caught.value)
 
 
-def test_targets_in_any_order(tmp_path):
+def test_targets_may_be_in_any_order(tmp_path):
     metadata = replace(INFO, targets=INFO.targets[::-1])
     write_adapter(tmp_path / "a.safetensors", tiny_adapter(metadata))
     assert read_adapter(tmp_path / "a.safetensors").metadata == metadata
@@ -224,8 +224,8 @@ QUERY = "roberta.layer.0.query"
         ),
     ],
 )
-def test_fields_that_the_tensors_contradict(tmp_path, changes, message):
-    """Neither read nor written."""
+def test_fields_that_contradict_the_tensors_are_refused(tmp_path, changes, message):
+    """Such an adapter is neither read nor written."""
     values = {key: json.dumps(value) for key, value in changes.items()}
     metadata = INFO.to_metadata() | values
     path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
@@ -242,10 +242,10 @@ def test_fields_that_the_tensors_contradict(tmp_path, changes, message):
     "name", ["lora_magnitude_vector", "lora_A_start", "lora_B_start", "lora_C"]
 )
 @pytest.mark.parametrize("metadata", [INFO, None])
-def test_tensors_that_the_metadata_do_not_say(tmp_path, name, metadata):
+def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path, name, metadata):
     tensors = {**tiny_adapter().tensors, f"{QUERY}.{name}": torch.ones(8)}
-    said = metadata.to_metadata() if metadata else {}
-    digest = {"digest": checksum(tensors, said)} if metadata else {}
-    save_file(tensors, tmp_path / "a.safetensors", said | digest)
+    fields = metadata.to_metadata() if metadata else {}
+    digest = {"digest": checksum(tensors, fields)} if metadata else {}
+    save_file(tensors, tmp_path / "a.safetensors", fields | digest)
     with pytest.raises(CheckpointError, match=f"{QUERY}.{name}"):
         read_adapter(tmp_path / "a.safetensors")

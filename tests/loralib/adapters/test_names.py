@@ -1,4 +1,4 @@
-"""What the names of tensors tell of the model that they are of."""
+"""Tests of what tensors' names show about the layers of their model."""
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from loralib.errors import CheckpointError
         (["a.0.q", "a.1.q", "a.11.q"], ["a.0.q", "a.1.q"], (12, 2)),
         (["a.2.q"], ["a.0.q", "a.1.q", "head"], (3, 2)),
         (["2.q"], ["0.q"], (3, 1)),
-        (["a.0.q"], ["a.0.q", "a.1.q"], None),  # all of it is there
-        (["a.2.q", "a.0.k"], ["a.0.q", "a.1.q"], None),  # and another module
+        (["a.0.q"], ["a.0.q", "a.1.q"], None),  # the adapter has fewer layers
+        (["a.2.q", "a.0.k"], ["a.0.q", "a.1.q"], None),  # another module too
         (["b.2.q"], ["a.0.q", "a.1.q"], None),  # another model
         (["a.2.q", "out"], ["a.0.q"], None),
-        (["a.0.b.5.q"], ["a.0.b.0.q"], None),  # of which number it is the layer's is not known
+        (["a.0.b.5.q"], ["a.0.b.0.q"], None),  # it is unknown which number is the layer's
         (["q"], ["k"], None),
         ([], [], None),
     ],
 )
-def test_more_layers(theirs, ours, layers):
+def test_more_layers_returns_the_numbers_of_layers_if_only_those_differ(theirs, ours, layers):
     assert more_layers(theirs, ours) == layers
 
 
@@ -33,20 +33,22 @@ def stack(layers):
     return nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(4, 2)})
 
 
-def test_an_adapter_of_more_layers_says_so(tmp_path):
+def test_the_error_says_if_an_adapters_base_has_more_layers(tmp_path):
     model, path = stack(12), tmp_path / "a.safetensors"
     lora.add_lora(model, "q", r=2)
     for block in model["blocks"]:
         nn.init.ones_(block["q"].lora_B)
     lora.save_adapter(model, path)
-    says = r"no blocks\.\S+ to adapt: its base has at least 12 layers, this model has 3; give the m"
+    message = (
+        r"no blocks\.\S+ to adapt: its base has at least 12 layers, this model has 3; give the m"
+    )
     small = stack(3)
-    for refused in (
+    for load in (
         lambda: lora.load_adapter(small, path),
         lambda: lora.AdapterBank(small).add("a", lora.read_adapter(path)),
     ):
-        with pytest.raises(CheckpointError, match=says):
-            refused()
+        with pytest.raises(CheckpointError, match=message):
+            load()
     assert not any("lora_" in name for name in small.state_dict())
     other = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
     with pytest.raises(CheckpointError, match=r"to adapt: give the model that it was trained"):

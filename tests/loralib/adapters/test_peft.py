@@ -1,4 +1,4 @@
-"""PEFT's format: what it holds and where, and what it cannot hold."""
+"""Tests of PEFT's format: what its folders hold, and what they cannot hold."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ from loralib.adapters.metadata import LoraMetadata
 
 @pytest.mark.parametrize("given", ["folder", "config", "weights"])
 @pytest.mark.parametrize("torch_file", [True, False])
-def test_pefts_format(tmp_path, given, torch_file):
+def test_a_peft_folder_can_be_read(tmp_path, given, torch_file):
     folder = peft_folder(
         tmp_path / "adapter",
         torch_file=torch_file,
@@ -54,7 +54,7 @@ def test_pefts_format(tmp_path, given, torch_file):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("shape", [(2, 6), (3, 6)])
-def test_two_tensors_of_one_name_in_pefts_format(tmp_path, dtype, shape):
+def test_two_peft_tensors_with_one_canonical_name_are_refused(tmp_path, dtype, shape):
     tensors = as_peft(tensors_of("roberta"))
     name = "base_model.model.classifier.dense.modules_to_save.default.weight"
     tensors[name] = torch.ones(shape).to(dtype)
@@ -66,7 +66,7 @@ def test_two_tensors_of_one_name_in_pefts_format(tmp_path, dtype, shape):
     )
 
 
-def test_the_heads_copies_that_peft_keeps_are_no_part_of_the_adapter(tmp_path):
+def test_pefts_original_copy_of_a_head_is_ignored(tmp_path):
     tensors = as_peft(tensors_of("roberta"))
     tensors["base_model.model.classifier.original_module.dense.bias"] = torch.ones(2)
     tensors["base_model.model.classifier.modules_to_save.default.dense.bias"] = tensors[
@@ -77,7 +77,7 @@ def test_the_heads_copies_that_peft_keeps_are_no_part_of_the_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pefts_folder(tmp_path, family):
+def test_a_written_folder_has_pefts_settings_and_names(tmp_path, family):
     write_adapter(tmp_path / "a", adapter_of(family), "peft")
     assert listing(tmp_path / "a") == {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -94,8 +94,8 @@ def test_pefts_folder(tmp_path, family):
     assert {tensor.shape[0] for n, tensor in held.items() if "lora_A" in n} == {2 * parts}
 
 
-def test_gpt2s_pair_is_pefts_blocks(tmp_path):
-    """The blocks are where peft's head draws them, and the rest of B is zero."""
+def test_gpt2s_two_updates_become_blocks_of_one(tmp_path):
+    """The blocks are as drawn in peft.py, and the rest of B is zero."""
     adapter = adapter_of("gpt2")
     write_adapter(tmp_path / "a", adapter, "peft")
     held = load_file(tmp_path / "a" / "adapter_model.safetensors")
@@ -108,8 +108,8 @@ def test_gpt2s_pair_is_pefts_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("stray", [(7, 0), (7, 3), (0, 2), (17, 1)])
-def test_an_update_of_all_of_c_attn_stays_one(tmp_path, stray):
-    """One value outside the blocks is enough; this project's layers cannot hold such an update."""
+def test_an_update_of_all_of_c_attn_stays_one_update(tmp_path, stray):
+    """One value outside of the blocks makes it one. This project's layers cannot hold it."""
     write_adapter(tmp_path / "a", adapter_of("gpt2"), "peft")
     held = load_file(tmp_path / "a" / "adapter_model.safetensors")
     held[f"base_model.model.{MODULES['gpt2'][1]}.lora_B.weight"][stray] = 0.5
@@ -147,17 +147,17 @@ def test_a_failed_write_of_pefts_settings_leaves_nothing_behind(tmp_path, monkey
         ({"transformer.wte.lora_A": drawn(2, 6), "transformer.wte.lora_B": drawn(6, 2)}, "embed"),
     ],
 )
-def test_what_peft_cannot_hold(tmp_path, tensors, message):
+def test_modules_that_seem_to_be_embeddings_are_refused(tmp_path, tensors, message):
     adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
     refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
     assert listing(tmp_path) == set()
 
 
 @pytest.mark.parametrize("where", range(2))
-def test_peft_holds_stacked_updates_and_others(tmp_path, where):
-    """They have several ranks there, with the same scaling, and one again when they are read.
+def test_stacked_and_other_updates_can_be_in_one_folder(tmp_path, where):
+    """In the folder, they have different ranks with the same scaling.
 
-    PEFT's usual rank and alpha are those of most modules, here the two that stack.
+    Its `r` and `lora_alpha` are those of most modules: here of the two with stacked updates.
     """
     other = f"transformer.h.{where}.mlp.c_proj"
     tensors = {**tensors_of("gpt2")}
@@ -175,8 +175,8 @@ def test_peft_holds_stacked_updates_and_others(tmp_path, where):
 
 
 @pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
-def test_pefts_settings_name_the_layers_that_are_adapted(tmp_path, layers):
-    """Without them PEFT would adapt the others as well, and miss their tensors."""
+def test_settings_name_the_adapted_layers(tmp_path, layers):
+    """Otherwise PEFT would adapt the other layers too, for which there are no tensors."""
     adapter = adapter_of("roberta")
     tensors = {
         name: tensor

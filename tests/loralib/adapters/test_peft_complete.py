@@ -1,4 +1,4 @@
-"""PEFT's folders that lack some of what their settings say; ours, which PEFT has to read right."""
+"""Tests that incomplete PEFT folders are refused, and that ours mean the same to PEFT."""
 
 import json
 import re
@@ -20,10 +20,10 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def as_pefts(folder, *, without="nothing", **settings):
-    """Makes of our folder one that PEFT could have written, and leaves some tensors out."""
+    """Turns our folder into one that PEFT could have written, without some tensors."""
     tensors = load_file(folder / WEIGHTS)
-    kept = {name: t for name, t in tensors.items() if not re.search(without, name)}
-    save_file(kept, folder / WEIGHTS)  # without our metadata
+    tensors = {name: t for name, t in tensors.items() if not re.search(without, name)}
+    save_file(tensors, folder / WEIGHTS)  # without our metadata
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**config, **settings}))
     return folder
@@ -70,7 +70,7 @@ def test_an_incomplete_folder_is_refused(tmp_path, case):
 @pytest.mark.parametrize(
     "name", ["linear", "patterns", "embedding", "head", "biases", "own biases"]
 )
-def test_a_complete_folder_is_taken(tmp_path, name):
+def test_a_complete_folder_can_be_loaded(tmp_path, name):
     folder = as_pefts(saved(tmp_path, name))
     model, adapted = CASES[name].build(), CASES[name].adapted().eval()
     lora.load_adapter(model, folder)
@@ -79,7 +79,7 @@ def test_a_complete_folder_is_taken(tmp_path, name):
 
 
 def with_experts() -> nn.ModuleDict:
-    """Of names with a layer's number, m.layers.1.q, and an expert's besides, m.layers.1.of.0.up."""
+    """Names have a layer's number, m.layers.1.q, and some an expert's too, m.layers.1.of.0.up."""
     torch.manual_seed(0)
     layers = nn.ModuleList()
     for _ in "ab":
@@ -100,7 +100,7 @@ LAYER_1 = {"target_modules": ["q", "up"], "layers_to_transform": [1]}
         ("m.layers.1.of.1.up", {**LAYER_1, "layers_to_transform": []}, True),
     ],
 )
-def test_which_of_two_numbers_is_the_layers_depends_on_pefts_version(
+def test_modules_are_missing_only_if_every_version_of_peft_would_adapt_them(
     tmp_path, without, settings, lacks
 ):
     model = with_experts()
@@ -128,32 +128,32 @@ def test_which_of_two_numbers_is_the_layers_depends_on_pefts_version(
         {"layers_to_transform": [True]},
     ],
 )
-def test_settings_that_peft_could_not_have_written(tmp_path, settings):
+def test_settings_that_peft_could_not_have_written_are_refused(tmp_path, settings):
     folder = as_pefts(saved(tmp_path, "head"), **settings)
     with pytest.raises(CheckpointError, match=f"adapter_config.json: {min(settings)[:7]}"):
         lora.load_adapter(CASES["head"].build(), folder)
 
 
 @pytest.mark.parametrize(
-    "take", [merge_into, lambda model, adapter: lora.AdapterBank(model).add("a", adapter)]
+    "use", [merge_into, lambda model, adapter: lora.AdapterBank(model).add("a", adapter)]
 )
-def test_an_incomplete_folder_is_refused_everywhere(tmp_path, take):
+def test_merging_and_banks_refuse_an_incomplete_folder(tmp_path, use):
     folder = as_pefts(saved(tmp_path, "linear"), without=r"layers\.1\.")
     model, adapter = CASES["linear"].build(), read_adapter(folder)
     with pytest.raises(CheckpointError, match=r"the update of layers\.1\.qkv, which"):
-        take(model, adapter)
+        use(model, adapter)
 
 
-def test_a_head_of_another_name_than_peft_guesses(tmp_path):
-    """PEFT adds the usual names of classifiers by itself, where the task is SEQ_CLS."""
+def test_heads_that_peft_only_guesses_may_be_missing(tmp_path):
+    """If the task is SEQ_CLS, PEFT adds usual names of classifiers to the settings."""
     adapted = CASES["linear"].adapted()
     lora.save_adapter(adapted, tmp_path / "a")
     as_pefts(tmp_path / "a", task_type="SEQ_CLS", modules_to_save=["classifier", "logits"])
     lora.load_adapter(CASES["linear"].build(), tmp_path / "a")
 
 
-def test_what_settings_name_in_vain_is_not_lacking(tmp_path):
-    """PEFT takes lists that are made for several architectures."""
+def test_settings_may_name_modules_that_the_model_does_not_have(tmp_path):
+    """PEFT accepts lists that are for several architectures."""
     named = {"target_modules": ["out", "q_proj"], "modules_to_save": ["norm", "score", "lm_head"]}
     folder = as_pefts(saved(tmp_path, "head"), **named)
     lora.load_adapter(CASES["head"].build(), folder)
@@ -167,7 +167,7 @@ def test_our_own_folders_may_have_fewer_biases_than_peft_would_save(tmp_path):
     lora.load_adapter(CASES["head"].build(), tmp_path / "a")
 
 
-# ---- which modules are meant ----
+# ---- which modules the settings target ----
 
 TARGETED = [
     ({"target_modules": ["q"]}, "a.q", True),
@@ -187,20 +187,20 @@ TARGETED = [
         False,
     ),
     ({"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": ["h"]}, "h.1.q", True),
-    # Without a pattern, the list of layers is within something, and its number is the first.
+    # Without a pattern, the first number counts whose list is itself within a module.
     ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.0.q", False),
     ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.1.experts.0.q", True),
     ({"target_modules": None}, "a.q", False),
 ]
 
 
-@pytest.mark.parametrize(("config", "name", "is_meant"), TARGETED)
-def test_which_modules_pefts_settings_mean(config, name, is_meant):
-    assert is_targeted(config, name) is is_meant
+@pytest.mark.parametrize(("config", "name", "expected"), TARGETED)
+def test_settings_target_the_modules_that_they_do_in_peft(config, name, expected):
+    assert is_targeted(config, name) is expected
 
 
 class Nested(nn.Module):
-    """A module whose name is the end of another's."""
+    """Has a module whose name is the end of another module's."""
 
     def __init__(self):
         super().__init__()
@@ -211,18 +211,18 @@ class Nested(nn.Module):
         return self.proj(torch.tanh(self.block["proj"](x)))
 
 
-def test_what_is_written_means_no_other_module(tmp_path):
+def test_written_settings_target_no_other_module(tmp_path):
     model = Nested()
     lora.add_lora(model, re.compile("proj"), r=2)
     lora.save_adapter(model, tmp_path / "a")
     config = json.loads((tmp_path / "a" / CONFIG).read_text())
-    meant = [name for name, _ in Nested().named_modules() if is_targeted(config, name)]
-    assert meant == ["proj"]
+    targeted = [name for name, _ in Nested().named_modules() if is_targeted(config, name)]
+    assert targeted == ["proj"]
     assert lora.load_adapter(Nested(), as_pefts(tmp_path / "a")) == ("proj",)
 
 
 class Scaled(nn.Module):
-    """A block with a parameter of its own around what is adapted."""
+    """A block with its own parameter and an adapted layer."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ class Scaled(nn.Module):
         return self.scale * self.fc(x)
 
 
-def test_peft_would_save_a_block_as_a_whole(tmp_path):
+def test_a_trained_parameter_next_to_an_adapted_layer_is_refused(tmp_path):
     model = nn.Sequential(Scaled())
     lora.add_lora(model, "fc", r=2)
     model[0].scale.requires_grad = True
@@ -240,12 +240,12 @@ def test_peft_would_save_a_block_as_a_whole(tmp_path):
         lora.save_adapter(model, tmp_path / "a")
 
 
-# ---- shared weights: PEFT gives each module that it saves a weight of its own ----
+# ---- tied weights: PEFT gives each module that it saves its own weight ----
 
 
 @pytest.mark.parametrize(("brought", "other"), [("last", "words"), ("words", "last")])
-def test_a_weight_that_was_untied_stays_so(tmp_path, brought, other):
-    """Saved again from the model, or written in another format from the folder alone."""
+def test_an_untied_weight_stays_untied(tmp_path, brought, other):
+    """If saved again from the model, or converted from the folder without a model."""
     model = tied()
     lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
     torch.nn.init.normal_(model.up.lora_B)
@@ -268,7 +268,9 @@ def test_a_weight_that_was_untied_stays_so(tmp_path, brought, other):
 
 @pytest.mark.parametrize("brought", [("last",), ("words",), ("last", "words")])
 @pytest.mark.parametrize("way", ["load", "merge"])
-def test_peft_has_trained_one_of_the_modules_that_share_a_weight(tmp_path, brought, way, caplog):
+def test_a_tied_weight_is_untied_if_peft_has_trained_it_in_one_module(
+    tmp_path, brought, way, caplog
+):
     model = tied()
     lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
     lora.save_adapter(model, tmp_path / "a")

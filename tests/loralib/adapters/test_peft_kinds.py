@@ -1,4 +1,4 @@
-"""PEFT's format beyond plain linear layers: what its files hold, by its own names and shapes."""
+"""Tests of PEFT's format for all kinds of layers and variants, by its own names and shapes."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ PREFIX, WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
 
 def saved(tmp_path, name, **settings):
-    """A model of `adapted_models`, and PEFT's config and tensors of its adapter."""
+    """Saves a model of `adapted_models`, and returns it with PEFT's config and tensors."""
     model = CASES[name].adapted(**settings)
     lora.save_adapter(model, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -41,11 +41,11 @@ def saved(tmp_path, name, **settings):
         ("rslora+dora", (True, True)),
     ],
 )
-def test_variants_are_flags(tmp_path, variant, flags):
+def test_variants_are_flags_in_the_config(tmp_path, variant, flags):
     _, config, tensors = saved(tmp_path, "linear", variant=variant)
     settings = ("use_rslora", "use_dora")
     assert tuple(config.get(setting, False) for setting in settings) == flags
-    # A version without such a setting refuses it, whatever its value.
+    # PEFT versions without the setting refuse it, even if it is False.
     assert all(config[setting] for setting in settings if setting in config)
     assert (config["r"], config["lora_alpha"]) == (2, 3)
     assert config["rank_pattern"] == config["alpha_pattern"] == {}
@@ -54,12 +54,12 @@ def test_variants_are_flags(tmp_path, variant, flags):
 
 
 @pytest.mark.parametrize("name", ["biases", "own biases"])
-def test_versions_that_would_take_no_biases_refuse_them(tmp_path, name):
-    """Those before 0.7, which do not know DoRA's setting either."""
+def test_peft_versions_that_would_ignore_biases_refuse_the_folder(tmp_path, name):
+    """These are versions before 0.7, which do not know DoRA's setting."""
     assert saved(tmp_path, name)[1]["use_dora"] is False
 
 
-def test_an_embeddings_names(tmp_path):
+def test_an_embeddings_tensors_have_pefts_names(tmp_path):
     model, config, tensors = saved(tmp_path, "embedding", variant="dora")
     own = {name.removeprefix("words."): t for name, t in tensors.items() if "words" in name}
     assert_same_bits(
@@ -73,8 +73,8 @@ def test_an_embeddings_names(tmp_path):
     assert set(config["target_modules"]) == {"words", "layers.0.out", "layers.1.out"}
 
 
-def test_a_linear_layer_that_is_called_as_an_embedding_is(tmp_path):
-    """Of a model it is known which modules are embeddings, as it is not of a file."""
+def test_a_linear_layer_may_have_the_name_of_an_embedding(tmp_path):
+    """Unlike a file, a model shows which modules are embeddings."""
     model = nn.ModuleDict({"pos_embeddings": nn.Linear(4, 6), "head": nn.Linear(6, 2)})
     again = copy.deepcopy(model)
     lora.add_lora(model, "pos_embeddings", r=2)
@@ -89,7 +89,7 @@ def test_a_linear_layer_that_is_called_as_an_embedding_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stack", "target", "format", "is_said"),
+    ("stack", "target", "format", "is_warned"),
     [
         ("gate_up_proj", "up_proj", "a", True),
         ("gate_up_proj", "up_proj", "a.safetensors", False),
@@ -97,14 +97,16 @@ def test_a_linear_layer_that_is_called_as_an_embedding_is(tmp_path):
         ("gate", "up_proj", "a", False),
     ],
 )
-def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, format, is_said):
+def test_updates_that_peft_may_take_for_those_of_experts_are_a_warning(
+    tmp_path, stack, target, format, is_warned
+):
     experts, names = nn.Module(), ("q_proj", "up_proj")
     experts.register_parameter(stack, nn.Parameter(torch.ones(2, 4, 4)))
     model = nn.ModuleDict({**{name: nn.Linear(4, 4) for name in names}, "experts": experts})
     lora.add_lora(model, target, r=2)
     nn.init.normal_(model[target].lora_B)
-    said = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
-    assert said == is_said * [
+    warnings = [line for line in lora.save_adapter(model, tmp_path / format) if "expert" in line]
+    assert warnings == is_warned * [
         "PEFT with Transformers 5 may mistake up_proj for experts, and leave out their updates or "
         "not open the folder: compare its outputs with this model's; or, for PEFT, merge, or adapt "
         "no modules called 'up_proj'"
@@ -112,7 +114,7 @@ def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, f
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "format", "is_said"),
+    ("kind", "target", "format", "is_warned"),
     [
         ("mamba", ["in_proj", "out_proj"], "a", True),
         ("mamba", ["in_proj", "out_proj"], "a.safetensors", False),
@@ -121,15 +123,17 @@ def test_updates_that_peft_takes_for_those_of_experts(tmp_path, stack, target, f
         (None, ["in_proj", "out_proj"], "a", False),
     ],
 )
-def test_modules_that_peft_refuses_by_the_model_s_type(tmp_path, kind, target, format, is_said):
+def test_modules_that_peft_refuses_for_the_models_type_are_a_warning(
+    tmp_path, kind, target, format, is_warned
+):
     parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("in_proj", "out_proj")})
     model = nn.ModuleDict({"0": parts})
     model.config = types.SimpleNamespace(model_type=kind)
     lora.add_lora(model, target, r=2)
     for name in target:
         nn.init.normal_(model["0"][name].lora_B)
-    said = [line for line in lora.save_adapter(model, tmp_path / format) if "refuses" in line]
-    assert said == is_said * [
+    warnings = [line for line in lora.save_adapter(model, tmp_path / format) if "refuses" in line]
+    assert warnings == is_warned * [
         "PEFT refuses to adapt 0.out_proj in models of the type mamba, so that load_adapter alone "
         "opens the folder: for PEFT, merge, or adapt no modules called 'out_proj'"
     ]
@@ -137,7 +141,7 @@ def test_modules_that_peft_refuses_by_the_model_s_type(tmp_path, kind, target, f
     assert len(lora.load_adapter(model, tmp_path / format)) == len(target)
 
 
-def test_a_convolutions_shapes(tmp_path):
+def test_a_convolutions_tensors_have_pefts_shapes(tmp_path):
     _, _, tensors = saved(tmp_path, "kernels", variant="dora")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "line.lora_A.weight": (2, 4, 3),
@@ -155,8 +159,8 @@ def test_a_convolutions_shapes(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"dilation": 2, "padding": "same"}, {"padding": 1, "padding_mode": "reflect"}]
 )
-def test_convolutions_that_peft_computes_otherwise(tmp_path, settings):
-    """PEFT's folder does not show it: its lora_A pads with zeros, and has no dilation."""
+def test_pefts_lora_is_refused_on_convolutions_that_peft_computes_differently(tmp_path, settings):
+    """PEFT's lora_A pads with zeros and has no dilation, which the folder does not show."""
 
     def model(**settings):
         torch.manual_seed(0)
@@ -168,19 +172,21 @@ def test_convolutions_that_peft_computes_otherwise(tmp_path, settings):
     lora.load_adapter(plain, tmp_path / "a")
     other = model(**settings)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    for take in (
+    for use in (
         lambda: lora.load_adapter(other, tmp_path / "a"),
         lambda: merge_into(other, lora.read_adapter(tmp_path / "a")),
     ):
-        refused(take, tmp_path / "a", "conv is a convolution with groups, dilation or a padding")
+        refused(use, tmp_path / "a", "conv is a convolution with groups, dilation or a padding")
     assert_same_bits(other.state_dict(), before)
     lora.save_adapter(adapted, tmp_path / "a.safetensors")
-    lora.load_adapter(other, tmp_path / "a.safetensors")  # ours has them
+    lora.load_adapter(other, tmp_path / "a.safetensors")  # our LoRA supports these settings
 
 
 @pytest.mark.parametrize("name", ["c++", "a|b", "(", "x[", "^a", "a?b", "b$", "a(b)"])
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
-def test_patterns_of_names_that_are_no_expression_of_themselves(tmp_path, name, pattern):
+def test_a_patterns_key_matches_only_its_module_even_with_special_characters(
+    tmp_path, name, pattern
+):
     plain = nn.ModuleDict({each: nn.Linear(4, 4) for each in ("a", "b", name)})
     adapted = copy.deepcopy(plain)
     lora.add_lora(adapted, ["a", "b", name], r=2, lora_alpha=4, **{pattern: {name: 3}})
@@ -188,13 +194,13 @@ def test_patterns_of_names_that_are_no_expression_of_themselves(tmp_path, name, 
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     (key,) = config[pattern]
     meant = [each for each in ("a", "b", name) if re.match(rf"(.*\.)?({key})$", each)]
-    assert meant == [name]  # as PEFT reads it
+    assert meant == [name]  # by PEFT's rule
     lora.load_adapter(plain, tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["c+", "a|b"])
 def test_a_patterns_key_may_be_the_name_itself(tmp_path, name):
-    """As PEFT looks it up where no key matches as an expression."""
+    """PEFT looks for such a key if none matches as a regular expression."""
     tensors = {f"{PREFIX}e.{each}.lora_A.weight": torch.ones(2, 4) for each in (name, "java")}
     tensors |= {n.replace("lora_A", "lora_B"): t.T.contiguous() for n, t in tensors.items()}
     targets = [f"e.{name}", "e.java"]
@@ -204,8 +210,8 @@ def test_a_patterns_key_may_be_the_name_itself(tmp_path, name):
     assert (metadata.alpha_of(f"e.{name}"), metadata.alpha_of("e.java")) == (64, 3)
 
 
-def test_a_task_or_the_models_class(tmp_path):
-    """PEFT's auto classes need one of them."""
+def test_the_config_has_a_task_or_the_models_class(tmp_path):
+    """PEFT's auto classes need one of the two."""
     _, config, _ = saved(tmp_path, "linear")
     assert config["task_type"] is None
     assert config["auto_mapping"] == {
@@ -222,8 +228,8 @@ def test_a_task_or_the_models_class(tmp_path):
         assert "auto_mapping" not in again
 
 
-def test_an_attentions_names(tmp_path):
-    """PEFT adapts in_proj and out_proj as one, and adds out_proj's update twice: half of its B."""
+def test_an_attentions_tensors_have_pefts_names(tmp_path):
+    """PEFT adds out_proj's update twice, so its B is halved."""
     model, config, tensors = saved(tmp_path, "attention")
     out_proj = "attention.base_layer.out_proj"
     assert_same_bits(
@@ -241,7 +247,7 @@ def test_an_attentions_names(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "times"), [("0.18.1", 2), ("0.21.2", 2), ("0.22.0", 1)])
-def test_out_proj_as_the_version_that_wrote_it_adds_it(tmp_path, version, times):
+def test_how_often_out_proj_counts_depends_on_the_version_that_wrote_it(tmp_path, version, times):
     _, config, tensors = saved(tmp_path, "attention")
     folder = peft_folder(
         tmp_path / "b",
@@ -252,8 +258,8 @@ def test_out_proj_as_the_version_that_wrote_it_adds_it(tmp_path, version, times)
     assert torch.equal(read_adapter(folder).tensors["attention.out_proj.lora_B"], times * B)
 
 
-def test_folders_say_of_which_version_they_are_where_it_matters(tmp_path):
-    """A later PEFT, which takes its own version where none is said, keeps the one that is said."""
+def test_folders_record_pefts_version_if_it_matters(tmp_path):
+    """A later PEFT would assume its own version if none were recorded."""
     model, config, tensors = saved(tmp_path, "attention")
     assert config["peft_version"] == "0.21.0"
     folder = peft_folder(
@@ -268,15 +274,15 @@ def test_folders_say_of_which_version_they_are_where_it_matters(tmp_path):
         lora.load_adapter(again, path)
         state = again.state_dict()
         assert_same_bits({name: t for name, t in state.items() if "lora_" in name}, own)
-    # One that is older than this setting would refuse the folder.
+    # PEFT versions that are older than this setting would refuse the folder.
     lora.save_adapter(CASES["linear"].adapted(), tmp_path / "c")
     assert "peft_version" not in json.loads((tmp_path / "c" / "adapter_config.json").read_text())
 
 
 @pytest.mark.parametrize("initialization", ["pissa", "olora"])
 @pytest.mark.parametrize(("variant", "alpha"), [("lora", 6), ("rslora", 3 * math.sqrt(2))])
-def test_a_start_is_joined(tmp_path, initialization, variant, alpha):
-    """(A, A0) and (B, -B0), of twice the rank and the same scaling, as PEFT converts it."""
+def test_a_start_is_joined_to_the_trained_update(tmp_path, initialization, variant, alpha):
+    """As PEFT converts it: (A, A0) and (B, -B0), with twice the rank and the same scaling."""
     model, config, tensors = saved(
         tmp_path, "linear", initialization=initialization, variant=variant
     )
@@ -289,14 +295,14 @@ def test_a_start_is_joined(tmp_path, initialization, variant, alpha):
     assert torch.equal(B, torch.cat([layer.lora_B, -layer.lora_B_start], dim=1))
 
 
-def test_a_users_remarks(tmp_path):
+def test_remarks_say_what_the_folder_holds_differently(tmp_path):
     model = CASES["attention"].adapted(initialization="pissa", freeze_A=True)
     remarks = lora.save_adapter(model, tmp_path / "a")
     for part in ("out_proj twice", "the pissa initialization", "freeze_A"):
         assert any(part in remark for remark in remarks)
 
 
-def test_ranks_and_alphas_by_full_names(tmp_path):
+def test_patterns_give_every_module_its_rank_and_alpha(tmp_path):
     _, config, _ = saved(tmp_path, "patterns")
     ranks = {"layers.0.out": 4, "layers.1.out": 2, "words": 2}
     alphas = {"layers.0.out": 3, "layers.1.out": 7, "words": 1}
@@ -314,8 +320,8 @@ def test_ranks_and_alphas_by_full_names(tmp_path):
         assert found == expected
 
 
-def test_a_name_that_ends_as_another_does(tmp_path):
-    """PEFT's pattern for ``out`` would mean ``layers.0.out`` as well."""
+def test_a_pattern_for_a_name_does_not_match_longer_names_with_that_end(tmp_path):
+    """As PEFT's key, ``out`` would match ``layers.0.out`` too."""
     tensors = {
         f"{PREFIX}{module}.lora_{half}.weight": torch.ones(shape)
         for module, rank in (("out", 1), ("layers.0.out", 2), ("layers.1.out", 2))
@@ -332,7 +338,7 @@ def test_a_name_that_ends_as_another_does(tmp_path):
     assert config["rank_pattern"] == {"^out": 1}
 
 
-def test_slices_are_blocks_among_zeros(tmp_path):
+def test_slices_become_blocks_with_zeros_between(tmp_path):
     model, config, tensors = saved(tmp_path, "slices")
     layer = model.layers[1]["qkv"]
     B = torch.zeros(24, 4)
@@ -346,8 +352,8 @@ def test_slices_are_blocks_among_zeros(tmp_path):
 # ---- PEFT's own files ----
 
 
-def test_the_frozen_weight_of_an_embedding_is_left_out(tmp_path, caplog):
-    """PEFT writes it with the update of an embedding of upstream's models."""
+def test_the_base_weight_of_an_embedding_is_left_out(tmp_path, caplog):
+    """PEFT saves it with the embedding's update for models of Transformers."""
     _, config, tensors = saved(tmp_path, "embedding")
     named = {PREFIX + name: tensor for name, tensor in tensors.items()}
     named[f"{PREFIX}words.base_layer.weight"] = torch.ones(11, 8)
@@ -367,7 +373,7 @@ def test_the_frozen_weight_of_an_embedding_is_left_out(tmp_path, caplog):
         ("lora_A.weight", torch.ones(2, 8, 1), ["do not belong together"]),
     ],
 )
-def test_damaged_parts(tmp_path, name, changed, parts):
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path, name, changed, parts):
     _, config, tensors = saved(tmp_path, "linear", variant="dora")
     named = {PREFIX + key: tensor for key, tensor in tensors.items()}
     named[f"{PREFIX}layers.0.out.{name}"] = changed
@@ -376,7 +382,7 @@ def test_damaged_parts(tmp_path, name, changed, parts):
     refused(lambda: read_adapter(folder), folder, *parts)
 
 
-def test_settings_that_do_not_say_dora(tmp_path):
+def test_magnitudes_without_the_dora_setting_are_refused(tmp_path):
     _, config, tensors = saved(tmp_path, "linear", variant="dora")
     named = {PREFIX + name: tensor for name, tensor in tensors.items()}
     folder = peft_folder(tmp_path / "b", named, **config | {"use_dora": False})
@@ -399,7 +405,7 @@ def test_settings_that_do_not_say_dora(tmp_path):
         ({"alpha_pattern": {"layers.1.out": 5}}, "was written with alpha 3"),
     ],
 )
-def test_settings_that_were_changed_after_writing(tmp_path, changed, message):
+def test_settings_that_were_changed_after_writing_are_refused(tmp_path, changed, message):
     _, config, _ = saved(tmp_path, "linear", variant="dora")
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | changed))
     refused(lambda: read_adapter(tmp_path / "a"), tmp_path / "a", message)

@@ -1,4 +1,4 @@
-"""Adapters that are unsound, of other things, or contradict themselves: one line each."""
+"""Tests that invalid or contradictory adapters, and other files, are refused in one line."""
 
 import json
 import math
@@ -33,10 +33,10 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import write_wrapped_tensors
 
-# ---- what is no adapter ----
+# ---- models, and invalid tensors ----
 
 
-def test_a_full_model_given_as_an_adapter(tmp_path):
+def test_a_full_model_of_a_registered_family_is_refused(tmp_path):
     query = "roberta.encoder.layer.0.attention.self.query"
     for extra in (f"{query}.weight", "roberta.embeddings.word_embeddings.weight"):
         tensors = {**tensors_of("roberta"), extra: drawn(6, 6)}
@@ -45,14 +45,14 @@ def test_a_full_model_given_as_an_adapter(tmp_path):
     refused_file(tmp_path, {"model_state_dict": tensors}, "full model", "with save_adapter")
 
 
-def test_a_users_whole_model_given_as_an_adapter(tmp_path):
-    """Its frozen weights would take the place of those that the update was just added to."""
+def test_a_whole_model_of_no_registered_family_is_refused(tmp_path):
+    """Its frozen weights would replace those to which the update belongs."""
     torch.save(user_model().state_dict(), tmp_path / "x.bin")
     refused(lambda: read_adapter(tmp_path / "x.bin", lora_alpha=8), tmp_path / "x.bin", "whole")
 
 
-def in_two_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes them as a large model is written."""
+def save_in_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors as a large model's: in two shards with an index."""
     weight_map = {}
     for number, name in enumerate(sorted(tensors)):
         file = f"model-0000{number % 2 + 1}-of-00002.safetensors"
@@ -62,16 +62,16 @@ def in_two_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_model_given_as_an_adapter(tmp_path):
-    """It is one without LoRA only where all its files can be read, and hold none."""
+def test_the_error_says_if_a_folder_holds_a_model_without_lora(tmp_path):
+    """This is only known if all its files can be read and none of them holds LoRA."""
     base = {f"roberta.encoder.layer.{n}.output.dense.weight": drawn(6, 6) for n in range(3)}
     (tmp_path / "config.json").write_text("{}")
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
-    in_two_parts(tmp_path, base)
+    save_in_shards(tmp_path, base)
     refused(lambda: read_adapter(tmp_path), tmp_path, "is a model without LoRA, not an adapter")
-    in_two_parts(tmp_path, {**base, **tensors_of("roberta")})
+    save_in_shards(tmp_path, {**base, **tensors_of("roberta")})
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
-    in_two_parts(tmp_path, base)
+    save_in_shards(tmp_path, base)
     torch.save(base, tmp_path / "pytorch_model.bin")
     for source in (tmp_path, tmp_path / "pytorch_model.bin"):
         refused(partial(read_adapter, source), source, "is a model without LoRA, not an adapter")
@@ -81,7 +81,7 @@ def test_a_model_given_as_an_adapter(tmp_path):
 
 QUERY = MODULES["roberta"][0]
 A, B = f"{QUERY}.lora_A", f"{QUERY}.lora_B"
-UNSOUND = {
+INVALID = {
     "no A": ({A: None}, f"lacks {A}"),
     "no B": ({B: None}, f"lacks {B}"),
     "two ranks": ({A: drawn(3, 6), B: drawn(6, 3)}, "2 ranks: 2 ("),
@@ -114,9 +114,9 @@ def changed(tensors: Mapping[str, Tensor], changes: Mapping[str, Tensor | None])
 
 
 @pytest.mark.parametrize("format", ["a.bin", "wrapped.pt", "legacy.bin", "a.safetensors", "peft"])
-@pytest.mark.parametrize("case", UNSOUND)
-def test_unsound_tensors(tmp_path, case, format):
-    changes, message = UNSOUND[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_tensors_are_refused(tmp_path, case, format):
+    changes, message = INVALID[case]
     tensors, path = changed(tensors_of("roberta"), changes), tmp_path / format
     if format == "peft":
         peft_folder(path, as_peft(tensors))
@@ -126,21 +126,21 @@ def test_unsound_tensors(tmp_path, case, format):
         save_file(tensors, path)
     else:
         if format == "legacy.bin" and case == "float8":
-            message = "legacy.bin"  # torch's older format has no such tensors: it cannot be read
+            message = "legacy.bin"  # torch's older format does not support float8
         content = {"model_state_dict": tensors} if format == "wrapped.pt" else tensors
         torch.save(content, path, _use_new_zipfile_serialization=format != "legacy.bin")
     refused(lambda: read_adapter(path), path, message)
 
 
 @pytest.mark.parametrize("rows", [4, 6, 12])
-def test_pefts_updates_are_never_stacked(tmp_path, rows):
-    """lora_A of another rank than lora_B's: here it would be read as several updates."""
+def test_pefts_updates_cannot_be_stacked(tmp_path, rows):
+    """In our format, a lora_A of a higher rank than lora_B's means several updates."""
     tensors = as_peft(changed(tensors_of("roberta"), {A: drawn(rows, 6)}))
     folder = peft_folder(tmp_path / "a", tensors)
     refused(lambda: read_adapter(folder), folder, QUERY)
 
 
-NOT_HELD = {
+NOT_DENSE = {
     "sparse": lambda: torch.eye(6).to_sparse(),
     "compressed": lambda: torch.eye(6).to_sparse_csr(),
     "expanded": lambda: torch.ones(1).expand(2, 6),
@@ -151,10 +151,10 @@ NOT_HELD = {
 
 
 @pytest.mark.parametrize("name", ["x.bin", "x.pt", "peft"])
-@pytest.mark.parametrize("what", NOT_HELD)
+@pytest.mark.parametrize("what", NOT_DENSE)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_that_are_not_in_the_file(tmp_path, what, name):
-    tensor = NOT_HELD[what]()
+def test_tensors_whose_values_are_not_all_in_the_file_are_refused(tmp_path, what, name):
+    tensor = NOT_DENSE[what]()
     if name == "peft":
         key = "base_model.model.classifier.dense.weight"
         tensors = {**as_peft(tensors_of("roberta")), key: tensor}
@@ -166,8 +166,8 @@ def test_tensors_that_are_not_in_the_file(tmp_path, what, name):
     refused_file(tmp_path, content, name=name)
 
 
-class AsksForMore:
-    """Unpickled without care, it writes a file."""
+class MakesFolder:
+    """Unpickling this makes a folder, unless only tensors are allowed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -178,13 +178,13 @@ class AsksForMore:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("where", ["flat", "wrapped", "metadata", "peft", "sidecar"])
-def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
+def test_a_pickle_that_calls_functions_is_refused(tmp_path, where, zipped):
     marker, tensors = tmp_path / "marker", tensors_of("roberta")
-    evil = {**tensors, "classifier.more": AsksForMore(marker)}
+    evil = {**tensors, "classifier.more": MakesFolder(marker)}
     content = {
         "wrapped": {"model_state_dict": evil},
-        "metadata": {"model_state_dict": tensors, "metadata": AsksForMore(marker)},
-        "peft": {**as_peft(tensors), "base_model.model.x": AsksForMore(marker)},
+        "metadata": {"model_state_dict": tensors, "metadata": MakesFolder(marker)},
+        "peft": {**as_peft(tensors), "base_model.model.x": MakesFolder(marker)},
     }.get(where, evil)
     path = tmp_path / "x.bin"
     if where == "peft":
@@ -198,7 +198,7 @@ def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
     refused(lambda: read_adapter(source), path)
     assert not marker.exists()
     trap = path.rename(tmp_path / "trap.pt")
-    torch.load(trap, weights_only=False)  # it works
+    torch.load(trap, weights_only=False)  # the trap works
     assert marker.exists()
 
 
@@ -206,7 +206,7 @@ def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
 
 
 def metadata_of(**changes: object) -> dict:
-    """Sound metadata with changes; None leaves a field out."""
+    """Valid metadata with changes; None leaves a field out."""
     metadata = INFOS["gpt2"].to_metadata() | changes
     return {key: value for key, value in metadata.items() if value is not None}
 
@@ -233,8 +233,8 @@ WRONG_FIELDS = {
     ids=lambda value: value[:20],
 )
 @pytest.mark.parametrize("format", ["lora", "release", "peft"])
-def test_metadata_of_a_wrong_type(tmp_path, format, field, value):
-    """It is refused by itself, although the checksum that was written with it is right."""
+def test_metadata_with_invalid_fields_are_refused(tmp_path, format, field, value):
+    """They are refused although the checksum is right."""
     tensors, metadata = tensors_of("gpt2"), metadata_of(**{field: value})
     path = tmp_path / TARGETS[format]
     if format == "release":
@@ -268,12 +268,12 @@ def test_metadata_of_a_wrong_type(tmp_path, format, field, value):
         {**metadata_of(digest="0"), "who": {"knows": {1, 2}}},
     ],
 )
-def test_wrapped_metadata_that_is_none(tmp_path, metadata):
+def test_invalid_metadata_of_a_wrapped_file_is_refused(tmp_path, metadata):
     content = {"model_state_dict": tensors_of("gpt2"), "metadata": metadata}
     refused_file(tmp_path, content, name="x.pt")
 
 
-def test_metadata_of_others_is_let_be(tmp_path):
+def test_metadata_of_other_programs_is_ignored(tmp_path):
     content = {"model_state_dict": tensors_of("gpt2"), "metadata": {"who": "knows", "epoch": 3}}
     torch.save(content, tmp_path / "x.pt")
     assert read_adapter(tmp_path / "x.pt").metadata is None
@@ -282,8 +282,8 @@ def test_metadata_of_others_is_let_be(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["rank", "targets", "bias"])
-def test_metadata_that_the_tensors_contradict(tmp_path, field):
-    """A checksum says that a file is as it was written, not that it is right."""
+def test_metadata_that_contradict_the_tensors_are_refused(tmp_path, field):
+    """A checksum only shows that a file is as it was written."""
     value = {"rank": 1, "targets": ("key",), "bias": "all"}[field]
     info = replace(INFOS["roberta"], **{field: value})
     path, adapter = tmp_path / "a.safetensors", replace(adapter_of("roberta"), metadata=info)
@@ -293,34 +293,34 @@ def test_metadata_that_the_tensors_contradict(tmp_path, field):
     refused(lambda: read_adapter(path), path, f"says {field}")
 
 
-def test_what_could_not_be_read_again_is_not_written(tmp_path):
+def test_an_adapter_that_could_not_be_read_again_is_not_written(tmp_path):
     adapter = adapter_of("roberta")
     inf = {**adapter.tensors, A: torch.full((2, 6), math.inf)}
-    unsound = {
+    invalid = {
         "alpha nan": replace(adapter, metadata=replace(adapter.metadata, alpha=math.nan)),
         "dropout 2": replace(adapter, metadata=replace(adapter.metadata, dropout=2)),
         "not finite": replace(adapter, tensors=inf),
     }
-    for message, one in unsound.items():
+    for message, one in invalid.items():
         refused(partial(write_adapter, tmp_path / "a.safetensors", one), adapter.source, message)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("missing", ["a module of a layer", "the head"])
-def test_pefts_tensors_that_are_missing(tmp_path, missing):
+def test_a_peft_folder_without_some_tensors_is_refused(tmp_path, missing):
     tensors = as_peft(tensors_of("roberta"))
     start = (
         f"base_model.model.{QUERY}." if missing == "a module of a layer" else "base_model.model.cl"
     )
-    left = {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}
-    assert len(left) < len(tensors)
-    folder = peft_folder(tmp_path / "a", left, modules_to_save=["classifier", "score"])
+    remaining = {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}
+    assert len(remaining) < len(tensors)
+    folder = peft_folder(tmp_path / "a", remaining, modules_to_save=["classifier", "score"])
     refused(lambda: read_adapter(folder), folder, "lacks")
 
 
 @pytest.mark.parametrize("change", ["rank", "alpha", "task", "digest", "name", "value"])
 @pytest.mark.parametrize("format", ["lora", "peft"])
-def test_the_checksum_covers_all(tmp_path, format, change):
+def test_changed_names_values_or_metadata_are_detected(tmp_path, format, change):
     write_adapter(tmp_path / TARGETS[format], adapter_of("roberta"), format)
     path = tmp_path / TARGETS[format]
     path = path if format == "lora" else path / "adapter_model.safetensors"
@@ -385,15 +385,15 @@ def test_the_checksum_covers_all(tmp_path, format, change):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_pefts_settings_that_are_not_loras(tmp_path, setting, value):
+def test_invalid_or_unsupported_peft_settings_are_refused(tmp_path, setting, value):
     folder = peft_folder(tmp_path / "a", **{setting: value})
     refused(lambda: read_adapter(folder), folder)
 
 
 @pytest.mark.parametrize("alpha", [5e-324, 1e308, 1.7e308, 10**300], ids=lambda a: f"{a:.2g}")
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"query": 1}}])
-def test_an_alpha_at_the_end_of_the_numbers(tmp_path, alpha, settings):
-    """Refused, or kept, but no error of arithmetic."""
+def test_an_extreme_alpha_causes_no_error_of_arithmetic(tmp_path, alpha, settings):
+    """It is refused, or gives a finite scaling."""
     folder = peft_folder(tmp_path / "a", lora_alpha=alpha, **settings)
     try:
         adapter = read_adapter(folder)
@@ -408,20 +408,20 @@ def test_an_alpha_at_the_end_of_the_numbers(tmp_path, alpha, settings):
     ["", "{", "[]", "3", "null", '"x"', DEEP, '{"x":' * 5000, "\ufeff{}", "{}", "\x00"],
     ids=lambda text: ascii(text[:6]),
 )
-def test_settings_that_are_no_settings(tmp_path, text):
+def test_a_config_without_settings_is_refused(tmp_path, text):
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     refused(lambda: read_adapter(folder), folder / "adapter_config.json")
 
 
-def test_settings_in_bytes_that_are_no_text(tmp_path):
+def test_a_config_that_is_not_utf_8_is_refused(tmp_path):
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}")
     refused(lambda: read_adapter(folder), folder / "adapter_config.json")
 
 
 @pytest.mark.parametrize("what", ["rank", "alpha"])
-def test_settings_that_were_changed_after_writing(tmp_path, what):
+def test_settings_that_were_changed_after_writing_are_refused(tmp_path, what):
     write_adapter(tmp_path / "a", adapter_of("roberta"), "peft")
     path = tmp_path / "a" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -441,5 +441,5 @@ def test_names_with_line_breaks_stay_on_one_line(tmp_path, name):
 
 def test_metadata_with_line_breaks_stays_on_one_line(tmp_path):
     info = replace(INFOS["roberta"], base="some\nbase", task="a\r\nb")
-    said = write_adapter(tmp_path / "a.bin", replace(adapter_of("roberta"), metadata=info))
-    assert all(len(line.splitlines()) == 1 for line in said)
+    remarks = write_adapter(tmp_path / "a.bin", replace(adapter_of("roberta"), metadata=info))
+    assert all(len(line.splitlines()) == 1 for line in remarks)

@@ -1,4 +1,4 @@
-"""Adapters of any model: saved from it, in every format, and loaded into a plain copy."""
+"""Tests of saving adapters of any model in every format, and loading them into a plain copy."""
 
 import copy
 import itertools
@@ -27,7 +27,7 @@ TABLE = [(name, *kind) for name, kind in itertools.product(CASES, KINDS)]
 
 
 def close(ours, theirs):
-    """Within float32's rounding of sums of at most some hundred terms of about 1."""
+    """Allows float32's rounding in sums of up to some hundred terms of about 1."""
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -41,8 +41,10 @@ def trained_names(model):
 
 
 @pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
-def test_a_file_holds_all_of_it(tmp_path, name, variant, initialization):
-    """A plain copy that loads it is the same model, to the bit, and is trained on alike."""
+def test_a_plain_copy_that_loads_the_file_is_the_same_model(
+    tmp_path, name, variant, initialization
+):
+    """Bit-exact, with the same parameters trained, and it saves the same file."""
     case = CASES[name]
     model = case.adapted(variant=variant, initialization=initialization)
     lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -58,14 +60,13 @@ def test_a_file_holds_all_of_it(tmp_path, name, variant, initialization):
     assert_same_bits({n: plain.state_dict()[n] for n in frozen}, {n: before[n] for n in frozen})
     halves = {name for name in model.state_dict() if name.endswith(".lora_A")}
     assert {f"{name}.lora_A" for name in adapted} == halves
-    # And once more from the copy.
     lora.save_adapter(plain, tmp_path / "b.safetensors")
     files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in "ab"]
     assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
-def test_merged_and_in_a_bank_it_computes_the_same(tmp_path, name, variant, initialization):
+def test_merging_and_banks_compute_what_the_model_does(tmp_path, name, variant, initialization):
     case = CASES[name]
     model = case.adapted(variant=variant, initialization=initialization)
     expected = outputs(model, case)
@@ -97,12 +98,12 @@ def test_merged_and_in_a_bank_it_computes_the_same(tmp_path, name, variant, init
 
 
 @pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
-def test_pefts_folder_and_back(tmp_path, name, variant, initialization):
-    """The same metadata and tensors; but a start is joined to what was trained."""
+def test_pefts_folder_holds_the_same_adapter(tmp_path, name, variant, initialization):
+    """With the same metadata and tensors, except that a start is joined to the trained update."""
     case = CASES[name]
     model = case.adapted(variant=variant, initialization=initialization)
     lora.save_adapter(model, tmp_path / "a.safetensors")
-    held = lora.read_adapter(tmp_path / "a.safetensors")
+    original = lora.read_adapter(tmp_path / "a.safetensors")
     if not case.of_peft or ("dora" in variant and not case.of_peft_with_dora):
         with pytest.raises(NeedsMergingError, match="merge it into its base"):
             lora.save_adapter(model, tmp_path / "peft")
@@ -112,20 +113,20 @@ def test_pefts_folder_and_back(tmp_path, name, variant, initialization):
     back = lora.read_adapter(tmp_path / "peft")
     plain = case.build()
     lora.load_adapter(plain, tmp_path / "peft")
-    if not held.lora.has_start:
-        assert back.metadata == held.metadata
-        assert_same_bits(back.tensors, held.tensors)
+    if not original.lora.has_start:
+        assert back.metadata == original.metadata
+        assert_same_bits(back.tensors, original.tensors)
         assert_same_bits(plain.state_dict(), model.state_dict())
         assert torch.equal(outputs(plain, case), outputs(model, case))
     else:
         assert back.lora.initialization is None
-        assert back.lora.rank == 2 * held.lora.rank
+        assert back.lora.rank == 2 * original.lora.rank
         close(outputs(plain, case), outputs(model, case))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_dict_of_lora_alone_is_read_with_its_alpha(tmp_path, name):
-    """What `lora_state_dict` gives, in a file of torch: of what it can say."""
+def test_lora_state_dict_can_be_loaded_with_its_alpha_if_it_is_enough(tmp_path, name):
+    """It is refused if it does not show all of the update; a head and biases are not in it."""
     case = CASES[name]
     model = case.adapted()
     torch.save(lora.lora_state_dict(model), tmp_path / "a.pt")
@@ -138,15 +139,15 @@ def test_a_state_dict_of_lora_alone_is_read_with_its_alpha(tmp_path, name):
         with pytest.raises(ValueError, match=r"a\.pt"):
             lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
         assert_same_bits(plain.state_dict(), before)
-    elif name == "own out_proj":  # its alphas are several
+    elif name == "own out_proj":  # has several alphas
         lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
         assert not torch.equal(outputs(plain, case), outputs(model, case))
-    else:  # the head and the biases are left out
+    else:  # has a head or biases, which are not in the file
         lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
         assert torch.equal(plain.layers[1]["out"].lora_B, model.layers[1]["out"].lora_B)
 
 
-def test_frozen_halves_stay_frozen(tmp_path):
+def test_a_frozen_A_stays_frozen(tmp_path):
     case = CASES["linear"]
     model = case.adapted(freeze_A=True)
     for path in ("a.safetensors", "peft"):
@@ -157,7 +158,7 @@ def test_frozen_halves_stay_frozen(tmp_path):
         assert all(name.endswith("lora_B") for name in trained_names(plain))
 
 
-def test_what_the_metadata_say(tmp_path):
+def test_metadata_record_the_settings_the_base_and_the_task(tmp_path):
     model = CASES["patterns"].adapted(variant="dora", lora_dropout=0.25)
     model.config = type("Config", (), {"_name_or_path": "some/base"})()
     lora.save_adapter(model, tmp_path / "a.safetensors", task="mnli", labels=["x", "y", "z"])
@@ -176,7 +177,7 @@ def test_what_the_metadata_say(tmp_path):
     assert lora.read_adapter(tmp_path / "c.safetensors").lora.base_fingerprint is None
 
 
-def test_a_path_without_suffix_is_pefts_folder(tmp_path):
+def test_without_a_suffix_or_format_the_path_becomes_pefts_folder(tmp_path):
     model = CASES["linear"].adapted()
     lora.save_adapter(model, tmp_path / "a")
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
@@ -190,7 +191,7 @@ def test_a_path_without_suffix_is_pefts_folder(tmp_path):
     assert any(line.startswith("not in this format: alpha 3") for line in lost)
 
 
-def test_a_compiled_model_is_saved_by_its_own_names(tmp_path):
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     model = CASES["linear"].adapted()
     lora.save_adapter(torch.compile(model), tmp_path / "a.safetensors")
     lora.save_adapter(model, tmp_path / "b.safetensors")
@@ -199,8 +200,8 @@ def test_a_compiled_model_is_saved_by_its_own_names(tmp_path):
     assert compiled.metadata == own.metadata
 
 
-def test_a_rank_beyond_a_dimension_is_loaded(tmp_path):
-    """As PEFT allows it, and as a start that is joined to what was trained may make it."""
+def test_a_rank_larger_than_a_dimension_can_be_loaded(tmp_path):
+    """PEFT allows it, and joining a start to the trained update can lead to it."""
     case = CASES["attention"]
     model = case.adapted(initialization="pissa")
     lora.save_adapter(model, tmp_path / "peft")
@@ -210,7 +211,7 @@ def test_a_rank_beyond_a_dimension_is_loaded(tmp_path):
     close(outputs(plain, case), outputs(model, case))
 
 
-def test_an_attention_without_dropout_beside_layers_with_it(tmp_path):
+def test_dropout_is_recorded_although_attentions_have_none(tmp_path):
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
     plain = copy.deepcopy(model)
@@ -223,7 +224,7 @@ def test_an_attention_without_dropout_beside_layers_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(("second", "warns"), [(0.5, False), (0.1, True), (0.0, True)])
-def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
+def test_dropouts_that_differ_are_a_warning(tmp_path, caplog, second, warns):
     model = nn.ModuleDict(
         {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "at": nn.Embedding(3, 8)}
     )
@@ -231,9 +232,9 @@ def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
     lora.add_lora(model, "down", r=2, lora_dropout=second)
     lora.add_lora(model, "at", r=2)
     remarks = lora.save_adapter(model, tmp_path / "a.safetensors")
-    said = [each for each in remarks if "dropouts" in each]
+    of_dropout = [each for each in remarks if "dropouts" in each]
     expected = f"its layers have dropouts from {second:g} to 0.5, but only 0.5 is recorded: "
-    assert [each.startswith(expected) for each in said] == [True] * warns
+    assert [each.startswith(expected) for each in of_dropout] == [True] * warns
     assert sum("dropouts" in record.getMessage() for record in caplog.records) == warns
 
 
@@ -248,10 +249,10 @@ def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
     ],
 )
 @pytest.mark.parametrize("file", ["a", "a.safetensors", "a.bin"])
-def test_what_a_trained_update_does_not_depend_on_may_differ(
+def test_initialization_and_freezing_of_A_may_differ_between_layers(
     tmp_path, file, first, second, recorded
 ):
-    """How A and B began, and whether A is trained."""
+    """A trained update depends on neither of them."""
 
     def build():
         torch.manual_seed(0)
@@ -264,9 +265,9 @@ def test_what_a_trained_update_does_not_depend_on_may_differ(
         if "lora_" in name:
             nn.init.normal_(parameter)
     remarks = lora.save_adapter(model, tmp_path / file)
-    said = [each for each in remarks if "A is frozen in some of its layers" in each]
-    assert len(said) == (first.get("freeze_A") != second.get("freeze_A"))
-    if file != "a.bin":  # which records neither
+    of_frozen = [each for each in remarks if "A is frozen in some of its layers" in each]
+    assert len(of_frozen) == (first.get("freeze_A") != second.get("freeze_A"))
+    if file != "a.bin":  # a.bin records neither
         metadata = lora.read_adapter(tmp_path / file).lora
         assert (metadata.initialization, metadata.freeze_A) == recorded
     lora.load_adapter(plain, tmp_path / file, lora_alpha=16)
@@ -274,12 +275,14 @@ def test_what_a_trained_update_does_not_depend_on_may_differ(
     again = build()
     lora.add_lora(again, "0", r=2, **first)
     lora.add_lora(again, "2", r=2, **second)
-    lora.load_adapter(again, tmp_path / file, lora_alpha=16)  # into what it was trained in
+    lora.load_adapter(
+        again, tmp_path / file, lora_alpha=16
+    )  # into layers like those it was trained in
     assert torch.equal(again(x), model(x))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persistent):
+def test_an_infinite_persistent_buffer_of_a_head_is_refused_with_advice(tmp_path, persistent):
     def build():
         torch.manual_seed(0)
         model = nn.ModuleDict({"up": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
@@ -299,7 +302,7 @@ def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persis
 
 
 @pytest.mark.parametrize("values", [[torch.nan, 0.0], [torch.nan, torch.inf]])
-def test_running_statistics_that_diverged_are_not_taken_for_a_mask(tmp_path, values):
+def test_diverged_running_statistics_are_not_taken_for_a_mask(tmp_path, values):
     model = nn.ModuleDict({"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(2)})
     lora.add_lora(model, "up", r=2, modules_to_train="norm")
     model["norm"].running_mean.copy_(torch.tensor(values))
@@ -310,18 +313,18 @@ def test_running_statistics_that_diverged_are_not_taken_for_a_mask(tmp_path, val
 
 @pytest.mark.parametrize("name", ["linear", "attention", "separate"])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name, is_trained):
+def test_a_weight_that_is_trained_with_its_lora_is_refused_with_advice(tmp_path, name, is_trained):
     case = CASES[name]
     model = case.adapted()
     model.requires_grad_(True)
-    way_out = "it: call mark_only_lora_as_trainable and save again, if nothing has changed it yet;"
+    advice = "it: call mark_only_lora_as_trainable and save again, if nothing has changed it yet;"
     if is_trained:
-        way_out = r"it: lora\.merge\(model\), then .*; or .* because now it is too late$"
+        advice = r"it: lora\.merge\(model\), then .*; or .* because now it is too late$"
         optimizer = torch.optim.AdamW(model.parameters())
         model(*case.inputs).square().mean().backward()
         optimizer.step()
     with pytest.raises(
-        CheckpointError, match=rf"^the weight of .* is trained as well as its LoRA.* {way_out}"
+        CheckpointError, match=rf"^the weight of .* is trained as well as its LoRA.* {advice}"
     ) as caught:
         lora.save_adapter(model, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
@@ -338,7 +341,7 @@ def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name, i
         torch.testing.assert_close(plain.eval()(*case.inputs), expected)
 
 
-def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):
+def test_loading_an_adapter_does_not_decompose_weights(tmp_path, monkeypatch):
     case = CASES["linear"]
     model, plain = case.adapted(initialization="pissa"), case.build()
     lora.save_adapter(model, tmp_path / "a.safetensors")
@@ -347,7 +350,7 @@ def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monk
     close(outputs(plain, case), outputs(model, case))
 
 
-def test_a_module_of_two_names_is_saved_once(tmp_path):
+def test_a_module_with_two_names_is_saved_once(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     model.add_module("again", model[0])
@@ -363,8 +366,8 @@ def test_a_module_of_two_names_is_saved_once(tmp_path):
     assert torch.equal(loaded.again.lora_B, model[0].lora_B)
 
 
-def test_a_module_in_two_places_is_not_pefts(tmp_path):
-    """PEFT puts its layer into the first of them; one within a block of two names it does adapt."""
+def test_pefts_folder_cannot_hold_a_module_that_is_in_two_places(tmp_path):
+    """PEFT adapts only the first place. A shared block with the module in it is no problem."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     plain = copy.deepcopy(model)
     plain.add_module("again", plain[0])
@@ -372,9 +375,9 @@ def test_a_module_in_two_places_is_not_pefts(tmp_path):
     lora.save_adapter(model, tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
         lora.load_adapter(plain, tmp_path / "theirs")
-    turned = nn.ModuleDict({"again": plain[0], "0": plain[0], "2": plain[2]})
+    in_other_order = nn.ModuleDict({"again": plain[0], "0": plain[0], "2": plain[2]})
     with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
-        lora.load_adapter(turned, tmp_path / "theirs")
+        lora.load_adapter(in_other_order, tmp_path / "theirs")
     lora.add_lora(plain, "0", r=2)
     with pytest.raises(
         CheckpointError, match="0 is the same module as again, and PEFT adapts only one"
@@ -390,7 +393,7 @@ def test_a_module_in_two_places_is_not_pefts(tmp_path):
     assert lora.load_adapter(again, tmp_path / "blocks") == ("a.up",)
 
 
-def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
+def test_a_trained_head_is_not_part_of_the_fingerprint_of_a_tied_base(tmp_path):
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(11, 8), "up": nn.Linear(8, 8)})
     model["head"] = nn.Linear(8, 11, bias=False)
@@ -408,7 +411,7 @@ def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
         lora.load_adapter(other, tmp_path / "a.safetensors")
 
 
-# Of modules that are trained, the outputs; the labels; and whether these are warned of.
+# By case: the outputs of the trained modules, the labels, and whether there is a warning.
 LABELS = {
     "as many": ({"head": 2}, ["no", "yes"], False),
     "fewer": ({"head": 2}, ["no"], True),
@@ -425,7 +428,9 @@ LABELS = {
 
 
 @pytest.mark.parametrize(("heads", "labels", "warns"), LABELS.values(), ids=LABELS)
-def test_another_number_of_labels_than_outputs_is_warned_of(tmp_path, caplog, heads, labels, warns):
+def test_a_number_of_labels_that_no_head_has_as_outputs_is_a_warning(
+    tmp_path, caplog, heads, labels, warns
+):
     layers = {name: nn.Linear(8, outputs) for name, outputs in heads.items()}
     model = nn.ModuleDict({**layers, "up": nn.Linear(8, 1)})
     lora.add_lora(model, "up", r=1, modules_to_train=list(heads))

@@ -1,4 +1,4 @@
-"""What is trained besides LoRA is saved and loaded whole: frozen since, shared, or wrapped."""
+"""Tests that what is trained besides LoRA is saved, also if frozen since, tied, or wrapped."""
 
 import copy
 
@@ -40,7 +40,7 @@ FREEZES = {
 
 @pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
 @pytest.mark.parametrize("name", ["head", "biases", "own biases"])
-def test_what_is_frozen_before_it_is_saved_is_saved(tmp_path, name, freeze):
+def test_parameters_that_were_frozen_before_saving_are_saved(tmp_path, name, freeze):
     case = CASES[name]
     model = case.adapted()
     expected = adapter_of(model).tensors
@@ -51,7 +51,7 @@ def test_what_is_frozen_before_it_is_saved_is_saved(tmp_path, name, freeze):
     torch.testing.assert_close(reloaded(path, case), model.eval()(*case.inputs))
 
 
-def test_what_an_adapter_has_brought_is_saved_again(tmp_path):
+def test_parameters_from_a_loaded_adapter_are_saved_again(tmp_path):
     lora.save_adapter(HEAD.adapted(), tmp_path / "a.safetensors")
     model = HEAD.build()
     lora.load_adapter(model, tmp_path / "a.safetensors")
@@ -60,20 +60,20 @@ def test_what_an_adapter_has_brought_is_saved_again(tmp_path):
     torch.testing.assert_close(reloaded(tmp_path / "b.safetensors"), model(*HEAD.inputs))
 
 
-def test_a_parameter_of_the_model_itself_is_noted_by_its_name():
+def test_a_parameter_of_the_top_module_is_noted_by_its_name():
     model = nn.Linear(4, 4)
     note_trained(model, ["weight"])
     assert noted(model) == {"weight": None}
 
 
-def test_a_merged_model_is_a_base_of_its_own():
+def test_after_merging_only_new_lora_is_in_the_adapter():
     model = HEAD.adapted()
     lora.merge(model)
     lora.add_lora(model, "out", r=2)
     assert all("lora_" in name for name in adapter_of(model).tensors)
 
 
-def test_an_adapter_has_to_replace_all_that_one_before_has_brought(tmp_path):
+def test_an_adapter_must_replace_all_parameters_from_an_earlier_one(tmp_path):
     lora.save_adapter(HEAD.adapted(), tmp_path / "with.safetensors")
     lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "without.safetensors")
     model = HEAD.build()
@@ -85,7 +85,7 @@ def test_an_adapter_has_to_replace_all_that_one_before_has_brought(tmp_path):
     lora.load_adapter(model, tmp_path / "with.safetensors")
 
 
-def test_what_an_adapter_brought_may_be_replaced_by_the_base_s_own(tmp_path):
+def test_parameters_from_an_adapter_may_be_replaced_by_the_bases(tmp_path):
     lora.save_adapter(HEAD.adapted(), tmp_path / "with.safetensors")
     lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "without.safetensors")
     model = HEAD.build()
@@ -97,7 +97,7 @@ def test_what_an_adapter_brought_may_be_replaced_by_the_base_s_own(tmp_path):
     torch.testing.assert_close(model.eval()(*HEAD.inputs), expected)
 
 
-def test_a_head_that_is_new_may_stay_beside_an_adapter_without_one(tmp_path):
+def test_an_adapter_without_a_head_can_be_loaded_next_to_a_new_head(tmp_path):
     lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "a.safetensors")
     model = HEAD.build()
     lora.add_lora(model, r=2, lora_alpha=3, **HEAD.settings)
@@ -105,11 +105,11 @@ def test_a_head_that_is_new_may_stay_beside_an_adapter_without_one(tmp_path):
     assert "score.weight" in adapter_of(model).tensors
 
 
-# ---- shared weights ----
+# ---- tied weights ----
 
 
 @pytest.mark.parametrize("target", ["last", "words"])
-def test_a_shared_weight_is_trained_by_all_of_its_names(target):
+def test_a_tied_weight_must_be_trained_under_all_of_its_names(target):
     other = {"last": "words", "words": "last"}[target]
     model = tied()
     with pytest.raises(ValueError, match=f"{target} shares a weight with {other}, which would be"):
@@ -118,7 +118,7 @@ def test_a_shared_weight_is_trained_by_all_of_its_names(target):
 
 
 @pytest.mark.parametrize("format", ["lora", "peft"])
-def test_a_shared_weight_is_saved_by_all_of_its_names(tmp_path, format):
+def test_a_tied_weight_is_saved_under_all_of_its_names(tmp_path, format):
     model = tied()
     lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
     for parameter in model.parameters():
@@ -132,8 +132,8 @@ def test_a_shared_weight_is_saved_by_all_of_its_names(tmp_path, format):
     torch.testing.assert_close(loaded(IDS), model(IDS))
 
 
-def test_what_is_apart_is_not_written_where_that_cannot_be_said(tmp_path):
-    """PEFT has a weight of its own for the module that it saves, also where the base shares it."""
+def test_separate_weights_need_a_format_that_records_them(tmp_path):
+    """A module that PEFT saves has its own weight there, even if the base has a tied one."""
     tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
     metadata = LoraMetadata(rank=2, alpha=2, targets=("up",), separate=True)
     adapter = Adapter({**tensors, "last.weight": torch.ones(9, 6)}, metadata)
@@ -159,18 +159,18 @@ def wrapped(model):
 
 
 @pytest.mark.parametrize("settings", [{}, {"rank_pattern": {"layers.0.out": 4}}])
-def test_wrapped_modules_are_saved_as_what_they_are(tmp_path, settings):
+def test_wrapped_modules_are_saved_under_their_own_names(tmp_path, settings):
     plain = HEAD.adapted(**settings)
     expected = adapter_of(plain).tensors
     model = wrapped(copy.deepcopy(plain))
     names = list(model.state_dict())
     lora.save_adapter(model, tmp_path / "a.safetensors")
     assert read_adapter(tmp_path / "a.safetensors").tensors.keys() == expected.keys()
-    assert list(model.state_dict()) == names, "the wrappers are there again"
+    assert list(model.state_dict()) == names, "saving removed wrappers"
     torch.testing.assert_close(reloaded(tmp_path / "a.safetensors"), plain.eval()(*HEAD.inputs))
 
 
-# ---- what could not be saved after training ----
+# ---- other buffers and biases ----
 
 
 class Odd(nn.Module):
@@ -204,7 +204,7 @@ def test_buffers_of_a_trained_module_may_be_of_any_type(tmp_path):
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_an_attention_s_own_biases_are_biases(tmp_path, bias):
+def test_an_attentions_own_biases_are_trained_and_saved(tmp_path, bias):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.MultiheadAttention(8, 2, add_bias_kv=True))
     model = copy.deepcopy(plain)
@@ -218,11 +218,11 @@ def test_an_attention_s_own_biases_are_biases(tmp_path, bias):
     torch.testing.assert_close(plain[0](x, x, x)[0], model[0](x, x, x)[0])
 
 
-# ---- what an update is scaled by, and what it does ----
+# ---- scalings, and updates without effect ----
 
 
 @pytest.mark.parametrize("name", ["scaling", "lora_alpha"])
-def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
+def test_a_scaling_that_does_not_follow_from_alpha_is_refused(tmp_path, name):
     model = HEAD.adapted()
     layer = model.layers[1]["out"]
     setattr(layer, name, getattr(layer, name) / 4)
@@ -233,7 +233,7 @@ def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
     torch.testing.assert_close(reloaded(tmp_path / "a.safetensors"), model(*HEAD.inputs))
 
 
-def test_magnitudes_alone_are_an_effect(tmp_path):
+def test_changed_magnitudes_count_as_an_effect(tmp_path):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2, variant="dora")
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_magnitudes_alone_are_an_effect(tmp_path):
 
 @pytest.mark.parametrize("initialization", ["default", "pissa"])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_updates_without_effect_are_named(tmp_path, variant, initialization, caplog):
+def test_updates_without_effect_are_a_warning(tmp_path, variant, initialization, caplog):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2, variant=variant, initialization=initialization)
     torch.nn.init.normal_(model.layers[0]["out"].lora_B)
@@ -256,8 +256,8 @@ def test_updates_without_effect_are_named(tmp_path, variant, initialization, cap
 # ---- a base that was never frozen ----
 
 
-class Hand(nn.Module):
-    """Built with a LoRA layer by hand."""
+class BuiltWithLora(nn.Module):
+    """A model that was built with a LoRA layer."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +265,7 @@ class Hand(nn.Module):
         self.mid, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
 
 
-def train_head_alone(model):
+def train_only_head_and_lora(model):
     model.requires_grad_(False)
     for parameter in (*model.last.parameters(), model.up.lora_A, model.up.lora_B):
         parameter.requires_grad = True
@@ -294,12 +294,12 @@ def mark_outside(wrap):
 
 
 def take_marked_blocks(model):
-    """Out of a model into another one, with a larger head."""
+    """Takes them out of a model and into another one, with a larger head."""
     lora.mark_only_lora_as_trainable(model)
     return nn.ModuleDict({"up": model.up, "mid": model.mid, "head": nn.Linear(8, 400)})
 
 
-def remove_and_build_anew(model):
+def remove_lora_and_build_it_again(model):
     up, model.up = model.up, nn.Linear(8, 8)
     lora.add_lora(model, "mid", r=2)
     lora.remove_lora(model)
@@ -312,11 +312,11 @@ def remove_and_build_anew(model):
     ("prepare", "warns"),
     [
         (lambda model: None, True),
-        (remove_and_build_anew, True),
+        (remove_lora_and_build_it_again, True),
         (lora.mark_only_lora_as_trainable, False),
         (freeze_a_bias, True),
         (freeze_a_layer, False),
-        (train_head_alone, False),
+        (train_only_head_and_lora, False),
         (mark_and_train_all, False),
         (mark_outside(nn.DataParallel), False),
         (mark_outside(lambda model: nn.ModuleDict({"model": model})), False),
@@ -324,31 +324,31 @@ def remove_and_build_anew(model):
         (lambda model: take_marked_blocks(nn.ModuleDict({"up": model, "mid": nn.ReLU()})), False),
     ],
 )
-def test_a_base_that_nobody_froze_is_warned_of(tmp_path, caplog, prepare, warns):
-    model = Hand()
+def test_a_base_that_was_never_frozen_is_a_warning(tmp_path, caplog, prepare, warns):
+    model = BuiltWithLora()
     nn.init.ones_(model.up.lora_B)
     model = prepare(model) or model
     remarks = lora.save_adapter(copy.deepcopy(model), tmp_path / "a.safetensors")
-    said = [each for each in remarks if "most of the base, which was not frozen" in each]
-    way_out = "_as_trainable first, then requires_grad_(True) on what else is to be trained"
-    assert all(each.endswith(way_out) for each in said)
-    assert len(said) == warns
-    assert said == [record.getMessage().partition(": ")[2] for record in caplog.records]
-    held = read_adapter(tmp_path / "a.safetensors").tensors
-    besides = {name: each for name, each in held.items() if "lora_" not in name}
-    for each in said:
+    warnings = [each for each in remarks if "most of the base, which was not frozen" in each]
+    advice = "_as_trainable first, then requires_grad_(True) on what else is to be trained"
+    assert all(each.endswith(advice) for each in warnings)
+    assert len(warnings) == warns
+    assert warnings == [record.getMessage().partition(": ")[2] for record in caplog.records]
+    tensors = read_adapter(tmp_path / "a.safetensors").tensors
+    besides = {name: each for name, each in tensors.items() if "lora_" not in name}
+    for each in warnings:
         size = sum(tensor.numel() for tensor in besides.values())
         assert each.startswith(f"holds {len(besides)} tensors ({size:,} numbers) besides LoRA")
 
 
-def test_what_add_lora_and_an_adapter_train_besides_is_meant(tmp_path, caplog):
+def test_modules_trained_by_add_lora_or_an_adapter_are_no_warning(tmp_path, caplog):
     model = HEAD.adapted(modules_to_train=["words", "norm", "score"])
     lora.save_adapter(model, tmp_path / "a.safetensors")
     model = HEAD.build()
     lora.load_adapter(model, tmp_path / "a.safetensors")
     lora.save_adapter(model, tmp_path / "b.safetensors")
     assert not caplog.records
-    # Merged it is a base of its own, of which nothing is decided.
+    # After merging, it counts as a base that was never frozen.
     lora.merge(model)
     model.requires_grad_(True)
     model.words = lora.Embedding(11, 8, r=2)
@@ -360,7 +360,7 @@ def test_what_add_lora_and_an_adapter_train_besides_is_meant(tmp_path, caplog):
 
 
 def train(model, optimizer=torch.optim.AdamW, **settings):
-    """Two steps on all that requires a gradient."""
+    """Makes two steps, on all parameters that require a gradient."""
     optimizer = optimizer(model.parameters(), lr=0.1, **settings)
     for _ in range(2):
         model(*HEAD.inputs).square().mean().backward()
@@ -368,14 +368,14 @@ def train(model, optimizer=torch.optim.AdamW, **settings):
         optimizer.zero_grad()
 
 
-# What a line of 300 characters leaves beside RoBERTa's longest class and name.
+# What RoBERTa's longest names of a class and of a parameter leave of a line of 300 characters.
 SPACE = 300 - len("RobertaForSequenceClassification: ")
 SPACE -= len("roberta.encoder.layer.0.attention.output.LayerNorm.weight")
 
 
 def remark_on_the_base(model, path):
-    said = [each for each in lora.save_adapter(model, path) if "trained along with LoRA" in each]
-    return said[0] if said else None
+    remarks = [each for each in lora.save_adapter(model, path) if "trained along with LoRA" in each]
+    return remarks[0] if remarks else None
 
 
 OPTIMIZERS = {
@@ -386,7 +386,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
+def test_a_base_that_was_trained_along_with_lora_is_a_warning(
     tmp_path, caplog, optimizer, settings
 ):
     model = HEAD.adapted()
@@ -406,14 +406,14 @@ def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
 
 
-def test_a_model_of_inference_tensors_is_saved(tmp_path):
+def test_a_model_of_inference_tensors_can_be_saved(tmp_path):
     with torch.inference_mode():
-        model = Hand()
+        model = BuiltWithLora()
         lora.mark_only_lora_as_trainable(model)
     assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
 
 
-def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
+def test_an_adapted_weight_that_another_optimizer_trains_is_a_warning(tmp_path):
     model = HEAD.adapted()
     weight = model.layers[0]["out"].weight.requires_grad_(True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -429,7 +429,7 @@ def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
     ("part", "which"),
     [("score", "score.weight and 1 more were"), ("score.bias", "score.bias was")],
 )
-def test_a_head_that_was_trained_along_and_frozen_is_saved_again(tmp_path, part, which):
+def test_a_head_that_was_trained_and_frozen_again_is_a_warning_with_advice(tmp_path, part, which):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2)
     name, _, bias = part.partition(".")
@@ -442,17 +442,17 @@ def test_a_head_that_was_trained_along_and_frozen_is_saved_again(tmp_path, part,
         f"{which} trained along with LoRA but frozen now, so not saved: requires_grad_"
     )
     assert len(remark) - len(which.partition(" ")[0]) < SPACE
-    again = HEAD.build()  # a way out
+    again = HEAD.build()  # the first advice
     lora.add_lora(again, "out", r=2)
     again.load_state_dict(saved_as_said(remark, model, tmp_path))
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
-    trained.requires_grad_(True)  # another
+    trained.requires_grad_(True)  # the other advice
     assert remark_on_the_base(model, tmp_path / "b.safetensors") is None
     torch.testing.assert_close(reloaded(tmp_path / "b.safetensors"), model.eval()(*HEAD.inputs))
 
 
 def unfreeze_a_norm(model):
-    """Which the adapter then holds, as long as it is trained."""
+    """The adapter holds it, as long as it is trained."""
     model.norm.requires_grad_(True)
     train(model)
 
@@ -475,8 +475,8 @@ def train_and_load_the_base_again(model):
     model.load_state_dict(base, strict=False)
 
 
-def merge_and_adapt_anew(model):
-    """The model, trained as a whole, is another base then."""
+def merge_and_adapt_again(model):
+    """The model, trained as a whole, becomes another base."""
     model.requires_grad_(True)
     train(model)
     lora.merge(model)
@@ -484,7 +484,7 @@ def merge_and_adapt_anew(model):
     train(model)
 
 
-def remove_and_adapt_anew(model):
+def remove_and_adapt_again(model):
     model.requires_grad_(True)
     train(model)
     lora.remove_lora(model)
@@ -493,7 +493,7 @@ def remove_and_adapt_anew(model):
 
 
 def move_and_load(model):
-    """As a base is loaded after it has LoRA."""
+    """As if a base were loaded after LoRA was added."""
     state = {name: t.clone() for name, t in model.state_dict().items()}
     train(model.to(torch.bfloat16).to(torch.float32))
     model.load_state_dict(state)
@@ -506,21 +506,21 @@ NOTHING_LOST = {
     "norm": unfreeze_a_norm,
     "no rate": train_with_a_rate_of_zero,
     "loaded again": train_and_load_the_base_again,
-    "merged": merge_and_adapt_anew,
-    "removed": remove_and_adapt_anew,
+    "merged": merge_and_adapt_again,
+    "removed": remove_and_adapt_again,
     "moved": move_and_load,
 }
 
 
 @pytest.mark.parametrize("prepare", NOTHING_LOST.values(), ids=NOTHING_LOST)
-def test_a_base_that_is_not_lost_is_not_warned_of(tmp_path, prepare):
+def test_a_base_that_is_not_lost_is_no_warning(tmp_path, prepare):
     model = HEAD.adapted()
     prepare(model)
     assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
 
 
-def refuse(model, monkeypatch):
-    """An add_lora that fails when it has begun."""
+def fail_to_add_lora(model, monkeypatch):
+    """Calls add_lora, which fails after it has begun."""
     with monkeypatch.context() as patch:
         patch.setattr(lora.Linear, "reset_lora_parameters", lambda layer: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -528,8 +528,8 @@ def refuse(model, monkeypatch):
     model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("before", [lambda *_: None, refuse])
-def test_a_base_trained_before_it_had_lora_is_a_base(tmp_path, monkeypatch, before):
+@pytest.mark.parametrize("before", [lambda *_: None, fail_to_add_lora])
+def test_training_a_base_before_it_has_lora_is_no_warning(tmp_path, monkeypatch, before):
     model = HEAD.build()
     before(model, monkeypatch)
     train(model)
@@ -553,7 +553,7 @@ def assigned(model):
 
 
 @pytest.mark.parametrize("renew", [copy.deepcopy, with_new_memory, assigned])
-def test_new_objects_of_lora_are_known_in_a_step(tmp_path, renew):
+def test_copied_or_reloaded_lora_is_recognized_in_a_step(tmp_path, renew):
     model = renew(HEAD.adapted())
     model.requires_grad_(True)
     train(model)

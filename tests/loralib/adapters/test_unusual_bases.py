@@ -1,4 +1,4 @@
-"""Which tensors of a base its fingerprint is made of, and which bases have none."""
+"""Tests of which tensors a base's fingerprint is computed from, and which bases have none."""
 
 import copy
 import types
@@ -14,7 +14,7 @@ R = 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.complex64])
-def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
+def test_parameters_of_other_dtypes_do_not_prevent_a_fingerprint(tmp_path, dtype):
     plain_one, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
     other.load_state_dict(plain_one.state_dict())
     other[0].table = nn.Parameter(torch.ones(8, 8, dtype=dtype), requires_grad=False)
@@ -28,7 +28,7 @@ def test_parameters_of_no_quantized_layer_leave_a_fingerprint(tmp_path, dtype):
 
 
 def with_packed_experts(is_packed, config=None):
-    """A layer, and experts whose weights another package holds in integers, or not."""
+    """A layer, and experts whose weights another package has packed into integers, or not."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "experts": nn.Module(), "head": nn.Linear(8, 3)})
     experts = model["experts"]
@@ -54,8 +54,10 @@ def with_packed_experts(is_packed, config=None):
         {"is_packed": "buffer", "config": {"quantization_config": object()}},
     ],
 )
-def test_weights_that_another_package_packs_leave_no_fingerprint(tmp_path, packed, caplog):
-    """Without it these have other names, and LoRA of other layers is the same on both bases."""
+def test_a_base_whose_weights_another_package_has_packed_has_no_fingerprint(
+    tmp_path, packed, caplog
+):
+    """Unpacked weights have other names, but LoRA of other layers fits both bases."""
     plain = {"is_packed": False, "config": {"quantization_config": None}}
     for trained, base in ((plain, packed), (packed, plain)):
         model = with_packed_experts(**trained)
@@ -85,7 +87,7 @@ def test_a_base_with_sparse_weights_has_no_fingerprint(tmp_path):
 
 
 class Settings(dict):
-    """A config of one's own, whose items are attributes."""
+    """A custom config, whose items are attributes."""
 
     __getattr__ = dict.__getitem__
 
@@ -98,12 +100,12 @@ class OtherSettings:
 
 
 @pytest.mark.parametrize("kind", [Settings, OtherSettings, type(None)])
-def test_what_a_config_says_is_read_in_any_class(tmp_path, kind):
+def test_a_config_may_be_of_any_class(tmp_path, kind):
     model = nn.Sequential(nn.Linear(8, 8))
     model.config = kind()
     model.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
     lora.add_lora(model, "0", r=R)
-    lora.save_adapter(model, tmp_path / "a")  # for PEFT
+    lora.save_adapter(model, tmp_path / "a")  # PEFT's folder needs the config too
     lora.save_adapter(model, tmp_path / "a.safetensors")
     metadata = lora.read_adapter(tmp_path / "a.safetensors").lora
     assert metadata.base == ("the base" if kind is OtherSettings else None)
@@ -129,7 +131,7 @@ def test_buffers_that_are_not_dense_are_left_out_of_the_fingerprint(tmp_path, co
 
 
 @pytest.mark.parametrize("has_tables", [True, False])
-def test_integers_that_are_not_weights_leave_a_fingerprint(tmp_path, has_tables):
+def test_integers_that_are_not_weights_do_not_prevent_a_fingerprint(tmp_path, has_tables):
     model = nn.Sequential(nn.Linear(8, 8))
     model.config = Settings() if has_tables else types.SimpleNamespace(quantization_config={})
     if has_tables:

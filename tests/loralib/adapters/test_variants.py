@@ -1,4 +1,4 @@
-"""Adapters of other variants of the update: they say so, and nothing takes them for the paper's."""
+"""Tests that an adapter's variant is recorded, and that all that use the adapter compute it."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ RANK, ALPHA = 4, 6
 
 
 def model_with(variant: str | None) -> nn.Sequential:
-    """One linear layer; with LoRA of a variant, or plain."""
+    """One linear layer, with LoRA of this variant, or plain."""
     torch.manual_seed(0)
     settings = {"r": RANK, "lora_alpha": ALPHA, "variant": variant} if variant else {}
     layer = (lora.Linear if variant else nn.Linear)(5, 7, **settings)
@@ -43,18 +43,18 @@ def plain_base(trained: nn.Sequential) -> nn.Sequential:
     return base
 
 
-def test_a_file_says_its_variant(adapter, tmp_path):
+def test_a_file_records_the_variant(adapter, tmp_path):
     lora.write_adapter(tmp_path / "a.safetensors", adapter)
     assert lora.read_adapter(tmp_path / "a.safetensors").metadata == adapter.metadata
 
 
-def test_the_release_s_format_cannot_say_it(adapter, tmp_path):
+def test_the_releases_format_cannot_record_a_variant(adapter, tmp_path):
     with pytest.raises(NeedsMergingError, match="of the variant rslora"):
         lora.write_adapter(tmp_path / "a.bin", adapter, "release")
     assert not list(tmp_path.iterdir())
 
 
-def test_peft_has_a_setting_for_it(adapter, tmp_path):
+def test_a_peft_folder_records_the_variant(adapter, tmp_path):
     lora.write_adapter(tmp_path / "a", adapter, "peft")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (config["use_rslora"], config["r"], config["lora_alpha"]) == (True, RANK, ALPHA)
@@ -68,7 +68,7 @@ def test_an_unknown_variant_is_refused(adapter, tmp_path):
             lora.write_adapter(tmp_path / "a.safetensors", changed)
 
 
-def test_it_is_loaded_into_layers_of_its_variant_alone(adapter, trained):
+def test_an_adapter_is_loaded_only_into_layers_of_its_variant(adapter, trained):
     same = model_with("rslora")
     load_into(same, adapter, backbones=["0."])
     assert torch.equal(same[0].lora_B, trained[0].lora_B)
@@ -82,7 +82,7 @@ def test_it_is_loaded_into_layers_of_its_variant_alone(adapter, trained):
         load_into(same, plain, backbones=["0."])
 
 
-def test_merging_and_banks_compute_it(adapter, trained):
+def test_merging_and_banks_compute_the_variant(adapter, trained):
     x = torch.randn(3, 5)
     expected = trained(x)
     base = plain_base(trained)
@@ -94,14 +94,14 @@ def test_merging_and_banks_compute_it(adapter, trained):
     merge_into(merged, adapter)
     torch.testing.assert_close(merged(x), expected)
     torch.testing.assert_close(lora.merge(trained)(x), expected)
-    # The paper's would be another, by the square root of the rank.
-    as_paper = replace(adapter, metadata=replace(adapter.metadata, variant=None))
+    # Plain LoRA would differ by the square root of the rank.
+    as_plain_lora = replace(adapter, metadata=replace(adapter.metadata, variant=None))
     wrong = plain_base(trained)
-    merge_into(wrong, as_paper)
+    merge_into(wrong, as_plain_lora)
     assert not torch.allclose(wrong(x), expected, atol=0.01)
 
 
-def test_the_papers_own_has_no_name_in_a_file(adapter):
+def test_plain_lora_is_not_recorded_as_a_variant(adapter):
     metadata = replace(adapter.metadata, variant="lora")
     assert metadata.variant is None
     assert "variant" not in metadata.to_metadata()

@@ -1,3 +1,5 @@
+"""Tests that reading a damaged zip file raises one of the listed errors."""
+
 import io
 import zipfile
 from importlib.util import find_spec
@@ -15,7 +17,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_flipped_byte_is_known_for_damage(name):
+def test_a_flipped_byte_raises_a_listed_error(name):
     method, module = METHODS[name]
     if find_spec(module) is None:
         pytest.skip("this Python is built without it")
@@ -24,7 +26,7 @@ def test_a_flipped_byte_is_known_for_damage(name):
         archive.writestr("rows.tsv", "".join(f"{row}\t{row * row}\n" for row in range(999)))
     whole = file.getvalue()
     assert zipfile.ZipFile(io.BytesIO(whole)).read("rows.tsv").startswith(b"0\t0\n")
-    end = whole.index(b"PK\x01\x02")  # of its compressed bytes
+    end = whole.index(b"PK\x01\x02")  # of the compressed bytes
     for place in range(40, end, end // 20):
         damaged = bytearray(whole)
         damaged[place] ^= 0xFF

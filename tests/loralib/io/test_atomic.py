@@ -1,4 +1,4 @@
-"""What is written where: atomically, through links, into pipes and devices; and full disks."""
+"""Tests of atomic writes: of files and folders, through links, into pipes, and on full disks."""
 
 import errno
 import os
@@ -43,13 +43,13 @@ def names(folder: Path) -> list[str]:
 # ---- regular files and links ----
 
 
-def test_a_file_is_replaced_by_another_one_and_keeps_its_permissions(tmp_path):
+def test_a_file_is_replaced_atomically_and_keeps_its_permissions(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
     path.chmod(0o640)
     with open(path) as before:
         write(path)
-        assert before.read() == "old"  # whoever reads it goes on with what there was
+        assert before.read() == "old"  # a reader still has the old content
     assert path.read_text() == "new"
     assert os.name != "posix" or stat.S_IMODE(path.stat().st_mode) == 0o640
     with pytest.raises(KeyError):
@@ -58,7 +58,7 @@ def test_a_file_is_replaced_by_another_one_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["file.txt"]
 
 
-def test_an_atomic_write(tmp_path):
+def test_the_temporary_file_has_the_same_folder_and_suffix(tmp_path):
     path = tmp_path / "file.txt"
     for content in ("first", "second"):
         with atomic_write(path) as temporary:
@@ -72,7 +72,7 @@ def test_an_atomic_write(tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("there", [True, False])
-def test_an_atomic_write_that_is_broken_off(tmp_path, error, there):
+def test_an_interrupted_write_leaves_the_old_file_or_none(tmp_path, error, there):
     path = tmp_path / "file.txt"
     if there:
         path.write_text("old")
@@ -107,8 +107,8 @@ def test_a_folder_is_written_atomically(tmp_path):
 
 
 @posix
-def test_a_folder_within_a_shared_one_stays_its_group_s(tmp_path, monkeypatch):
-    """On Linux a new folder has the setgid bit of the one around it; here it gets it anywhere."""
+def test_a_folder_keeps_the_setgid_bit_of_its_temporary_folder(tmp_path, monkeypatch):
+    """On Linux, a new folder inherits it from a folder shared by a group; simulated here."""
     make = tempfile.mkdtemp
 
     def mkdtemp(**places) -> str:
@@ -123,7 +123,7 @@ def test_a_folder_within_a_shared_one_stays_its_group_s(tmp_path, monkeypatch):
 
 
 @posix
-def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
+def test_the_next_call_removes_the_half_folder_of_a_killed_process(tmp_path):
     code = (
         "import os, signal, sys; from loralib.io.atomic import atomic_write_folder as write\n"
         "with write(sys.argv[1]) as path:\n"
@@ -136,7 +136,7 @@ def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
     other = tmp_path / ".b.half-aaaaaaaa"
     other.mkdir()
     new = tmp_path / ".a.half-aaaaaaaa"
-    new.mkdir()  # perhaps by a process that is about to lock it
+    new.mkdir()  # maybe of a process that is about to lock it
     for folder in (left, other):
         os.utime(folder, (0, 0))
     with atomic_write_folder(tmp_path / "a"):
@@ -147,7 +147,7 @@ def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
 @posix
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
 def test_a_half_folder_that_cannot_be_opened_is_left_alone(tmp_path, monkeypatch, error):
-    """It is another user's, or that user's process has removed it meanwhile."""
+    """It belongs to another user, or its process has removed it meanwhile."""
     left = tmp_path / ".a.half-aaaaaaaa"
     left.mkdir()
     os.utime(left, (0, 0))
@@ -165,10 +165,10 @@ def test_a_half_folder_that_cannot_be_opened_is_left_alone(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_a_folder_that_appears_while_it_is_written(tmp_path, as_file):
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, as_file):
     path = tmp_path / "a"
 
-    def written_meanwhile() -> None:
+    def write_while_it_appears() -> None:
         with atomic_write_folder(path) as first:
             (first / "x").touch()
             os.utime(first, (0, 0))
@@ -176,17 +176,17 @@ def test_a_folder_that_appears_while_it_is_written(tmp_path, as_file):
                 path.write_text("mine")
                 return
             with atomic_write_folder(path) as second:
-                assert first.exists()  # it is being written
+                assert first.exists()  # although it is old: its process holds the lock
                 (second / "y").touch()
 
     with pytest.raises(CheckpointError, match="a: exists already; give the name of a new folder"):
-        written_meanwhile()
+        write_while_it_appears()
     assert [*tmp_path.iterdir()] == [path]
     assert path.is_file() if as_file else [*path.iterdir()] == [path / "y"]
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_folder_is_replaced_by_another_one(tmp_path, there):
+def test_replacing_folder_replaces_a_folder_at_the_end(tmp_path, there):
     path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
     for folder in (temporary, *([path] if there else [])):
         folder.mkdir()
@@ -199,8 +199,8 @@ def test_a_folder_is_replaced_by_another_one(tmp_path, there):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_folder_is_replaced_after_a_kill_that_left_the_one_before(tmp_path, there):
-    """It was renamed; the new one had taken its place, or was about to."""
+def test_replacing_folder_works_after_a_kill_during_replacement(tmp_path, there):
+    """The old folder had been renamed; the new one may have taken its place already."""
     path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
     for folder in (tmp_path / ".a.replaced", *([path] if there else [])):
         folder.mkdir()
@@ -212,8 +212,8 @@ def test_a_folder_is_replaced_after_a_kill_that_left_the_one_before(tmp_path, th
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_folder_that_does_not_fit_leaves_nothing(tmp_path, there):
-    """And the message names what would have been there."""
+def test_a_folder_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, there):
+    """The error names the final folder, not the temporary one."""
     path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
     if there:
         path.mkdir()
@@ -231,7 +231,7 @@ def test_a_folder_that_does_not_fit_leaves_nothing(tmp_path, there):
 @posix
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("exists", [True, False])
-def test_links_stay_and_what_they_point_to_is_replaced(tmp_path, links, exists):
+def test_links_stay_and_their_targets_are_replaced(tmp_path, links, exists):
     target = tmp_path / "there" / "file.txt"
     target.parent.mkdir()
     if exists:
@@ -250,8 +250,8 @@ def test_links_stay_and_what_they_point_to_is_replaced(tmp_path, links, exists):
     assert names(target.parent) == ["file.txt"]
 
 
-def made(folder: Path, kind: str) -> Path:
-    """Something that no file can be written to."""
+def unwritable_path(folder: Path, kind: str) -> Path:
+    """Makes a path to which no file can be written."""
     path = folder / "path"
     if kind == "folder":
         path.mkdir()
@@ -283,8 +283,8 @@ def made(folder: Path, kind: str) -> Path:
         ("links in a circle", "Too many levels of symbolic links"),
     ],
 )
-def test_what_cannot_be_written(tmp_path, kind, reason):
-    path = made(tmp_path, kind)
+def test_the_error_says_why_a_path_cannot_be_written(tmp_path, kind, reason):
+    path = unwritable_path(tmp_path, kind)
     before = names(tmp_path)
     with pytest.raises(OSError, match=re.escape(reason.format(tmp_path))) as caught:
         write(path)
@@ -315,35 +315,38 @@ except PermissionError as error:
 
 @pytest.mark.slow
 @posix
-def test_files_and_folders_without_permission():
-    """In a process that is not root's, for whom there would be no such thing."""
+def test_errors_name_files_and_folders_without_permission():
+    """In a process that is not root's, because root may write everywhere."""
 
-    def said(path: Path) -> str:
+    def run_as_nobody(path: Path) -> str:
         command = [sys.executable, "-c", AS_NOBODY, str(path)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    with tempfile.TemporaryDirectory() as name:  # pytest's own are within one of its user alone
+    with tempfile.TemporaryDirectory() as name:  # pytest's belong to one user
         folder, file = Path(name), Path(name, "file")
         file.write_text("old")
         folder.chmod(0o777)
         file.chmod(0o444)
-        assert said(file) == f"{file}: is read-only; give another name\n"
+        assert run_as_nobody(file) == f"{file}: is read-only; give another name\n"
         folder.chmod(0o555)
         for other in (folder / "asked", folder / "other"):
-            assert said(other) == f"{folder}: no permission to write there; give another folder\n"
+            assert (
+                run_as_nobody(other)
+                == f"{folder}: no permission to write there; give another folder\n"
+            )
         other = folder / "new_folder"
-        assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
+        assert run_as_nobody(other) == f"[Errno 13] Permission denied: '{other}'\n"
         assert file.read_text() == "old"
         folder.chmod(0o777)
         file.chmod(0o666)
-        assert said(file) == ""
+        assert run_as_nobody(file) == ""
         assert file.read_text() == "new"
 
 
 def refusal(outputs, inputs) -> str:
-    """What is wrong with the last of the outputs; "" where nothing is."""
+    """Returns why `check_apart` refuses the last output, or "" if it does not."""
     try:
         check_apart(outputs, inputs)
     except ValueError as error:
@@ -352,7 +355,7 @@ def refusal(outputs, inputs) -> str:
 
 
 @posix
-def test_outputs_that_are_inputs_or_each_other(tmp_path):
+def test_outputs_must_differ_from_inputs_and_from_each_other(tmp_path):
     file, new, other = tmp_path / "file", tmp_path / "new", tmp_path / "other"
     for path in (file, other):
         path.write_text("read")
@@ -372,7 +375,7 @@ def test_outputs_that_are_inputs_or_each_other(tmp_path):
 
 
 @posix
-def test_a_pipe_gets_the_content_once_it_is_whole(tmp_path):
+def test_a_pipe_gets_the_content_once_it_is_complete(tmp_path):
     path, read = tmp_path / "pipe", []
     os.mkfifo(path)
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
@@ -403,7 +406,7 @@ def test_devices_stay_devices(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_device_that_is_full():
+def test_a_full_device_is_an_error_that_names_it():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write("/dev/full")
 
@@ -422,8 +425,8 @@ print("after")
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="needs /dev/stdout")
 @pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1"])
 @pytest.mark.parametrize("kind", ["pipe", "file"])
-def test_stdout(tmp_path, path, kind):
-    """Where it is a file as well: its place there counts, and the file is not replaced."""
+def test_standard_output_gets_the_content_in_order(tmp_path, path, kind):
+    """If it is a file, the content is written at the current position, and replaces nothing."""
     command = [sys.executable, "-c", TO_STDOUT, path]
     if kind == "pipe":
         assert subprocess.run(command, stdout=subprocess.PIPE).stdout == b"before\ncontent\nafter\n"
@@ -497,7 +500,7 @@ for writer in test_atomic.WRITERS:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Runs a script that gets a folder of a disk with one MiB, in a namespace of its own."""
+    """A function that runs a script with a folder on a disk of one MiB, in its own namespace."""
     mount = 'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"'
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -515,7 +518,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk(small_disk, tmp_path):
+def test_on_a_full_disk_nothing_is_replaced_and_the_error_says_how_much_is_needed(
+    small_disk, tmp_path
+):
     script = ON_A_SMALL_DISK.format(path=[str(Path(__file__).parent)])
     lines = dict(line.split(" ", 1) for line in small_disk(script))
     assert lines.keys() == {writer.__name__ for writer in WRITERS}
@@ -535,7 +540,7 @@ def test_a_full_disk(small_disk, tmp_path):
         elif "safetensors" in writer or "folder" in writer:
             assert needed == f"more than {SIZE:,}"
         else:
-            # All of it, by torch's own account.
+            # The size of the whole file, as torch writes it.
             write_torch(tmp_path / "x.bin", TENSORS)
             assert SIZE < number < SIZE + 10_000
             assert "bin" not in writer or number == (tmp_path / "x.bin").stat().st_size
@@ -556,8 +561,8 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert names(tmp_path) == ["file.txt"]
 
 
-def test_another_file_s_disk_that_is_full_is_named(tmp_path):
-    """Such as one that is written meanwhile, on another disk."""
+def test_the_error_of_another_full_disk_is_not_changed(tmp_path):
+    """Such as the error of another file, written within the block."""
     other = DiskFullError(tmp_path / "other", "10")
     for written in (atomic_write, atomic_write_folder):
         with pytest.raises(DiskFullError) as caught, written(tmp_path / "mine"):
@@ -566,7 +571,7 @@ def test_another_file_s_disk_that_is_full_is_named(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_disk_that_is_full_before_anything_is_written(tmp_path):
+def test_a_disk_can_be_full_before_anything_is_written(tmp_path):
     message = "the file takes an unknown number of bytes, the disk has "
     with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -574,8 +579,8 @@ def test_a_disk_that_is_full_before_anything_is_written(tmp_path):
 
 @posix
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY])
-def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, code):
-    """As on some network file systems."""
+def test_a_folder_need_not_support_syncing(tmp_path, monkeypatch, code):
+    """Some network file systems do not."""
     fail_for_folders(monkeypatch, "fsync", code)
     write(tmp_path / "file")
     with atomic_write_folder(tmp_path / "folder"):
@@ -584,14 +589,14 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, code):
 
 
 @posix
-def test_a_folder_that_cannot_be_listed_is_written_in(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_can_be_written_to(tmp_path, monkeypatch):
     fail_for_folders(monkeypatch, "open", errno.EACCES)
     write(tmp_path / "file")
     assert names(tmp_path) == ["file"]
 
 
 @posix
-def test_an_error_of_the_disk_names_the_folder(tmp_path, monkeypatch):
+def test_a_disk_error_on_syncing_names_the_folder(tmp_path, monkeypatch):
     fail_for_folders(monkeypatch, "fsync", errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         write(tmp_path / "file")
@@ -600,8 +605,8 @@ def test_an_error_of_the_disk_names_the_folder(tmp_path, monkeypatch):
 
 @posix
 @pytest.mark.parametrize("code", [None, errno.ENOTSUP, errno.EIO])
-def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
-    """Its fsync does not wait for that; what does, some file systems refuse."""
+def test_on_a_mac_files_are_synced_to_the_disk(tmp_path, monkeypatch, code):
+    """fsync does not wait for the disk there; F_FULLFSYNC does, if the file system supports it."""
     called = []
 
     def fcntl(handle: int, command: int) -> None:
@@ -614,12 +619,12 @@ def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
     monkeypatch.setattr(os, "fsync", lambda handle: called.append("fsync"))
     with pytest.raises(OSError, match="file") if code == errno.EIO else nullcontext():
         write(tmp_path / "file")
-    # Of the file, and of its folder.
+    # Once for the file, once for its folder.
     assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
-    """Not the temporary one."""
+def test_the_error_names_the_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    """It does not name the temporary folder."""
 
     def refuse(**settings):
         code = errno.EROFS
@@ -632,13 +637,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's list of open files")
-def test_nothing_stays_open(tmp_path):
-    """A run that writes thousands of files would reach the system's limit."""
+def test_no_file_stays_open(tmp_path):
+    """A run that writes thousands of files must not reach the system's limit."""
 
     def left_open():
         paths = []
         for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # that of the list itself, and other threads' files
+            with suppress(OSError):  # the list's own file, and those of other threads
                 paths.append(os.readlink(f"/proc/self/fd/{number}"))
         return [path for path in paths if path.startswith(str(tmp_path))]
 
@@ -656,7 +661,7 @@ def test_nothing_stays_open(tmp_path):
 
 
 def fail_for_folders(monkeypatch, name: str, code: int) -> None:
-    """Has a function of `os` fail where what it is given is a folder."""
+    """Makes a function of `os` fail for folders."""
     function = getattr(os, name)
 
     def fails(file, *more, **options):
@@ -668,7 +673,7 @@ def fail_for_folders(monkeypatch, name: str, code: int) -> None:
 
 
 def test_on_windows_a_file_in_use_is_not_replaced(tmp_path, monkeypatch):
-    """As one whose tensors are mapped."""
+    """Such as one whose tensors are memory-mapped."""
     path = tmp_path / "file.txt"
     path.write_text("old")
 
@@ -685,7 +690,7 @@ def test_on_windows_a_file_in_use_is_not_replaced(tmp_path, monkeypatch):
     assert names(tmp_path) == ["file.txt"]
 
 
-def test_errors_of_other_files_stay_as_they_are(tmp_path):
+def test_errors_of_other_files_are_not_changed(tmp_path):
     others = (FileNotFoundError(errno.ENOENT, "missing", "another"), ConnectionResetError(104, "x"))
     for error in others:
         with pytest.raises(type(error)) as caught:
@@ -694,7 +699,7 @@ def test_errors_of_other_files_stay_as_they_are(tmp_path):
     assert names(tmp_path) == []
 
 
-# ---- the same bytes ----
+# ---- deterministic bytes ----
 
 METADATA = {
     **{name: name * 2 for name in ("rank", "alpha", "targets", "base", "task", "labels", "form")},
@@ -702,8 +707,8 @@ METADATA = {
 }
 
 
-def test_safetensors_have_their_metadata_in_order(tmp_path):
-    """As the library writes it, the order is another one in nearly every process."""
+def test_metadata_of_safetensors_is_sorted_by_name(tmp_path):
+    """safetensors itself writes it in an order that differs between processes."""
     reversed_ = dict(reversed(METADATA.items()))
     write_tensors(tmp_path / "a.safetensors", TENSORS, METADATA)
     write_tensors(tmp_path / "b.safetensors", TENSORS, reversed_)
@@ -737,7 +742,7 @@ def test_every_process_writes_the_same_bytes(tmp_path):
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_a_torch_file_does_not_hold_its_name(tmp_path):
+def test_a_torch_files_content_does_not_depend_on_its_name(tmp_path):
     for name in ("one.bin", "two.pt"):
         write_torch(tmp_path / name, {"value": torch.ones(3), "name": "x"})
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "two.pt").read_bytes()

@@ -1,4 +1,4 @@
-"""The parser of all scripts' flags."""
+"""Tests of the parser of all scripts' flags."""
 
 import math
 import os
@@ -21,7 +21,7 @@ def parser():
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ([], "the following arguments are required: --data"),
         (
@@ -34,11 +34,11 @@ def parser():
         (["--data", "x", "more"], "unrecognized arguments: more"),
     ],
 )
-def test_an_error_is_one_line(parser, capsys, flags, says):
+def test_a_parsing_error_is_one_line(parser, capsys, flags, message):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(flags)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"train.py: error: {says} (--help lists the flags)\n"
+    assert capsys.readouterr().err == f"train.py: error: {message} (--help lists the flags)\n"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,7 @@ def test_an_error_is_one_line(parser, capsys, flags, says):
         ("-", ""),
     ],
 )
-def test_an_unknown_flag_is_answered_with_those_that_it_may_have_meant(
-    parser, capsys, unknown, meant
-):
+def test_similar_flags_are_suggested_for_an_unknown_one(parser, capsys, unknown, meant):
     parser.add_argument("--local_rank", "--local-rank")
     for flag in (
         *("--lora_r", "--lora_alpha", "--lora_targets", "--learning_rate", "--num_train_epochs"),
@@ -76,13 +74,13 @@ def test_an_unknown_flag_is_answered_with_those_that_it_may_have_meant(
     assert f"unrecognized arguments: {unknown}{hint} (" in capsys.readouterr().err
 
 
-def test_whole_flags_are_taken(parser):
+def test_complete_flags_are_parsed(parser):
     assert parser.parse_args(["--data=x", "--lora_rank_pattern", "a=1"]).lora_rank_pattern == [
         "a=1"
     ]
 
 
-def test_the_home_folder_is_that_of_the_user(parser, monkeypatch):
+def test_a_leading_tilde_is_the_home_folder(parser, monkeypatch):
     parser.add_argument("--out", type=Path)
     for name in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(name, "home")
@@ -93,31 +91,31 @@ def test_the_home_folder_is_that_of_the_user(parser, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [["--lora_path", ""], ["--lora_path="], ["--ranks", "1", ""]])
-def test_an_empty_value_is_not_a_flag_that_is_not_given(parser, capsys, flags):
-    """As of ``--lora_path "$LORA"``, where LORA is not set."""
+def test_an_empty_value_is_refused(parser, capsys, flags):
+    """Such as in ``--lora_path "$LORA"`` if LORA is not set."""
     parser.add_argument("--lora_path")
     parser.add_argument("--ranks", nargs="+")
     with pytest.raises(SystemExit):
         parser.parse_args(["--data", "x", *flags])
     (line,) = capsys.readouterr().err.splitlines()
-    said = "the value is empty (an unset shell variable?): give one, or leave it out"
-    assert f"argument {flags[0].rstrip('=')}: {said}" in line
+    reason = "the value is empty (an unset shell variable?): give one, or leave it out"
+    assert f"argument {flags[0].rstrip('=')}: {reason}" in line
 
 
-def test_an_empty_value_may_be_a_default(parser):
+def test_an_empty_value_is_accepted_if_it_is_the_default(parser):
     parser.add_argument("--only", default="")
     assert parser.parse_args(["--data", "x"]).only == ""
     assert parser.parse_args(["--data", "x", "--only", ""]).only == ""
 
 
-def test_a_parser_may_take_what_is_empty():
+def test_takes_empty_accepts_empty_values():
     parser = ArgumentParser(takes_empty=True)
     parser.add_argument("--prefix")
     assert parser.parse_args(["--prefix", ""]).prefix == ""
 
 
-def test_it_knows_which_flags_were_given(parser):
-    """Also where a value is the default's, and not where argparse reads a default that is text."""
+def test_given_holds_the_flags_on_the_command_line(parser):
+    """Also flags with their default value, but not defaults that argparse parses as text."""
     parser.add_argument("--rate", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default="3")
     assert parser.parse_args(["--data", "x", "--rate=0.5"]).steps == 3
@@ -125,14 +123,14 @@ def test_it_knows_which_flags_were_given(parser):
 
 
 def test_scripts_read_their_flags_by_this_parser():
-    """Else ``--output_dir=~/run`` would make a folder of the name ~."""
+    """With argparse's own, ``--output_dir=~/run`` would make a folder named ~."""
     folders = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks")
     found = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     others = [path.name for path in found if "argparse.ArgumentParser(" in path.read_text("utf-8")]
-    assert others == ["recipe.py"]  # it says so where loralib is not installed
+    assert others == ["recipe.py"]  # which reports it if loralib is not installed
 
 
-def test_a_script_may_take_abbreviations():
+def test_allow_abbrev_accepts_abbreviations():
     parser = ArgumentParser(allow_abbrev=True)
     parser.add_argument("--data")
     assert parser.parse_args(["--dat", "x"]).data == "x"
@@ -141,7 +139,7 @@ def test_a_script_may_take_abbreviations():
 @pytest.mark.parametrize(
     "text", ["-1e-5", "-1E+5", "-1.5e3", "-.5e-3", "-3.", "-2", "-0.5", "-inf"]
 )
-def test_numbers_below_zero_are_values(parser, text):
+def test_negative_numbers_are_values(parser, text):
     parser.add_argument("--threshold", type=float)
     parser.add_argument_group("more").add_argument("--pair", type=float, nargs="+")
     args = parser.parse_args(["--data", "x", "--threshold", text, "--pair", "1", text])
@@ -149,7 +147,7 @@ def test_numbers_below_zero_are_values(parser, text):
 
 
 @pytest.mark.parametrize("text", ["-e5", "-1x", "-info", "--1e-5", "-1e", "-"])
-def test_what_is_no_number_is_no_value(parser, capsys, text):
+def test_only_numbers_may_be_values_with_a_leading_minus(parser, capsys, text):
     parser.add_argument("--threshold", type=float)
     with pytest.raises(SystemExit):
         parser.parse_args(["--data", "x", "--threshold", text])
@@ -168,12 +166,12 @@ def test_what_is_no_number_is_no_value(parser, capsys, text):
         ({"above": 0, "most": 1}, [0.1, 1], [0, 1.1, math.inf, math.nan], "lie in (0, 1]"),
     ],
 )
-def test_bounds_of_a_number(bounds, within, outside, rule):
+def test_numbers_out_of_bounds_are_refused(bounds, within, outside, rule):
     for value in within:
         check_bounds("--number", value, **bounds)
     for value in outside:
-        says = re.escape(f"--number must {rule}, not {value}")
-        with pytest.raises(ValueError, match=f"^{says}$"):
+        message = re.escape(f"--number must {rule}, not {value}")
+        with pytest.raises(ValueError, match=f"^{message}$"):
             check_bounds("--number", value, **bounds)
 
 

@@ -1,4 +1,4 @@
-"""What people read on a console: tables, words, colours, messages."""
+"""Tests of console output: tables, colors, words, and messages."""
 
 import io
 import logging
@@ -41,7 +41,7 @@ def terminal(monkeypatch):
 # ---- tables ----
 
 
-def test_values_are_below_each_other():
+def test_values_of_a_table_are_aligned():
     assert table([("a", "1"), ("long name", "2 3")], indent="  ").splitlines() == [
         "  a          1",
         "  long name  2 3",
@@ -54,19 +54,19 @@ def test_groups_are_aligned_together():
     assert table([("a", "1")], width=4) == "a     1"
 
 
-def test_an_empty_table():
+def test_a_table_can_be_empty():
     assert table() == table([]) == ""
 
 
-# ---- colours ----
+# ---- colors ----
 
 
-def test_a_stream_that_was_closed_from_outside_has_no_colours(terminal):
+def test_a_closed_stream_has_no_colors(terminal):
     assert not has_colors(None)
     assert painted("text", "bold", None) == "text"
 
 
-def test_colours_are_a_terminal_s(terminal, monkeypatch):
+def test_only_terminals_have_colors_unless_no_color_is_set(terminal, monkeypatch):
     assert has_colors(terminal)
     assert painted("x", "red", terminal) == "\033[31mx\033[0m"
     assert not has_colors(io.StringIO())
@@ -78,7 +78,7 @@ def test_colours_are_a_terminal_s(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dumb", None])
-def test_a_terminal_that_shows_none(terminal, monkeypatch, kind):
+def test_a_dumb_terminal_has_no_colors(terminal, monkeypatch, kind):
     if kind is None:
         monkeypatch.delenv("TERM")
     else:
@@ -86,11 +86,11 @@ def test_a_terminal_that_shows_none(terminal, monkeypatch, kind):
     assert not has_colors(terminal)
 
 
-def test_a_table_in_colours_is_aligned_as_without(terminal):
+def test_a_table_in_colors_is_aligned_like_a_plain_one(terminal):
     rows = [("a", "1"), ("long", "2")]
-    coloured = table(rows, stream=terminal)
-    assert "\033[36m" in coloured
-    plain = coloured.replace("\033[36m", "").replace("\033[0m", "")
+    colored = table(rows, stream=terminal)
+    assert "\033[36m" in colored
+    plain = colored.replace("\033[36m", "").replace("\033[0m", "")
     assert plain == table(rows) == table(rows, stream=io.StringIO())
 
 
@@ -109,11 +109,11 @@ def test_a_table_in_colours_is_aligned_as_without(terminal):
         (86400 * 4000, "4,000 d 0 h"),
     ],
 )
-def test_a_time_in_words(seconds, words):
+def test_in_words_formats_a_time(seconds, words):
     assert in_words(seconds) == words
 
 
-def test_figures_in_words():
+def test_shares_counts_and_devices_are_formatted():
     assert share_in_words(1000, 4000) == "1,000 of 4,000 (25.00 %)"
     assert share_in_words(0, 0) == "0 of 0 (0.00 %)"
     assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
@@ -127,7 +127,7 @@ def test_figures_in_words():
     assert devices_in_words("cuda:0", 4) == "cuda, 4 processes"
 
 
-def test_the_pace_of_a_run(monkeypatch):
+def test_pace_gives_the_speed_and_the_time_left(monkeypatch):
     now = 100.0
     monkeypatch.setattr(console.time, "perf_counter", lambda: now)
     pace = Pace(10, 60)
@@ -144,7 +144,7 @@ def test_the_pace_of_a_run(monkeypatch):
 
 @pytest.fixture
 def logger():
-    """One that has a console handler alone."""
+    """A logger with only a console handler."""
     logger = logging.getLogger("tests.console")
     logger.propagate, logger.level = False, logging.DEBUG
     logger.addHandler(ConsoleHandler(logging.INFO))
@@ -153,11 +153,11 @@ def logger():
 
 
 def untimed(text: str) -> list[str]:
-    """The lines without the time that those of messages begin with."""
+    """The lines, without the times at the beginnings of messages."""
     return [line[9:] if line[2:3] == line[5:6] == ":" else line for line in text.splitlines()]
 
 
-def test_lines_say_their_level_from_warnings_on(logger, capsys):
+def test_messages_show_their_level_from_warnings_on(logger, capsys):
     logger.debug("hidden")
     logger.info("first\n  second")
     logger.warning("of %s", "something")
@@ -174,7 +174,7 @@ def test_debug_messages_name_their_logger(logger, capsys):
     assert untimed(capsys.readouterr().err) == ["DEBUG tests.console: x"]
 
 
-def test_warnings_are_noted_whether_shown_or_not(logger, capsys):
+def test_warnings_are_recorded_even_if_they_are_not_shown(logger, capsys):
     logger.handlers[0].shown_from = logging.ERROR
     for text in ("b", "a", "b"):
         logger.warning(text)
@@ -183,7 +183,7 @@ def test_warnings_are_noted_whether_shown_or_not(logger, capsys):
     assert untimed(capsys.readouterr().err) == ["ERROR: c"]
 
 
-def test_messages_are_coloured_on_a_terminal_alone(logger, terminal, monkeypatch):
+def test_messages_are_colored_only_on_a_terminal(logger, terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     logger.warning("x")
     assert terminal.getvalue().count("\033[33mWARNING\033[0m: x\n") == 1
@@ -192,8 +192,8 @@ def test_messages_are_coloured_on_a_terminal_alone(logger, terminal, monkeypatch
     assert untimed(pipe.getvalue()) == ["WARNING: y"]
 
 
-def test_messages_are_above_bars(logger, capsys):
-    with tqdm(total=3, position=0) as bar:  # whatever bars another test has left
+def test_messages_appear_above_progress_bars(logger, capsys):
+    with tqdm(total=3, position=0) as bar:  # at the top, even if another test left bars
         logger.info("a message")
         bar.update(3)
     lines = capsys.readouterr().err.replace("\r", "\n").split("\n")
@@ -227,28 +227,28 @@ WARNINGS = ["loralib.x warning", "mine warning", "library warning"]
         ("error", 1, ["error"], ["error"]),
     ],
 )
-def test_levels_of_a_process(level, rank, ours, theirs, monkeypatch):
-    """Libraries are heard from warnings on, other processes than the main one from errors on."""
+def test_the_levels_shown_depend_on_logger_and_process(level, rank, ours, theirs, monkeypatch):
+    """Libraries show warnings and errors; processes other than the main one only errors."""
     monkeypatch.setenv("RANK", str(rank))
     command = [sys.executable, "-W", "default", "-c", SCRIPT, level]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     shown = [line for line in untimed(done.stderr) if line.split(" ")[-2:-1] != []]
     levels = {name: [] for name in ("loralib.x", "mine", "library")}
     for line in shown:
-        *_, name, said = line.split(" ")
+        *_, name, shown_level = line.split(" ")
         if name in levels:
-            levels[name].append(said)
+            levels[name].append(shown_level)
     assert levels == {"loralib.x": ours, "mine": ours, "library": theirs}
     assert ("from Python" in done.stderr) == (rank == 0 and level != "error")
-    noted, has_torch = done.stdout.splitlines()
-    assert noted == str(WARNINGS if level != "error" else [])
+    recorded, has_torch = done.stdout.splitlines()
+    assert recorded == str(WARNINGS if level != "error" else [])
     assert has_torch == "False"
     assert "\033" not in done.stderr
 
 
 @pytest.mark.parametrize("bars", [False, True])
-def test_without_standard_error_nothing_goes_elsewhere(monkeypatch, capsys, bars):
-    """It is None where it was closed from outside."""
+def test_without_standard_error_messages_are_dropped(monkeypatch, capsys, bars):
+    """sys.stderr is None if it was closed when Python started."""
     with tqdm(total=2, disable=not bars, file=io.StringIO()):
         monkeypatch.setattr(sys, "stderr", None)
         say("a message")
@@ -256,7 +256,7 @@ def test_without_standard_error_nothing_goes_elsewhere(monkeypatch, capsys, bars
 
 
 class Writes(io.StringIO):
-    """Notes what is handed to the system, which another process may come between."""
+    """Records each write; another process may write between two of them."""
 
     def __init__(self):
         super().__init__()
@@ -268,8 +268,8 @@ class Writes(io.StringIO):
 
 
 @pytest.mark.parametrize("bars", [False, True])
-def test_a_line_is_written_at_once(monkeypatch, bars):
-    """Text and line end in two writes are mixed with those of another process."""
+def test_a_line_and_its_end_are_one_write(monkeypatch, bars):
+    """In two writes, they could be mixed with another process's lines."""
     stream = Writes()
     monkeypatch.setattr(sys, "stderr", stream)
     with tqdm(total=2, disable=not bars, file=stream):

@@ -1,4 +1,4 @@
-"""What tells one file from another: its content, all of it."""
+"""Tests of digests of files and folders."""
 
 import hashlib
 import os
@@ -10,14 +10,14 @@ from loralib.io import digests
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 20])
-def test_a_file_s_digest_is_of_all_its_blocks(tmp_path, monkeypatch, size):
+def test_a_files_digest_covers_all_of_its_blocks(tmp_path, monkeypatch, size):
     monkeypatch.setattr(digests, "_BLOCK", 8)
     content = bytes(range(size))
     (tmp_path / "file").write_bytes(content)
     assert digests.file_digest(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
-def test_lines_end_in_either_way(tmp_path):
+def test_a_lines_digest_does_not_depend_on_line_ends(tmp_path):
     unix, windows = tmp_path / "unix", tmp_path / "windows"
     unix.write_bytes(b"a\nb\n")
     windows.write_bytes(b"a\r\nb\r\n")
@@ -27,13 +27,13 @@ def test_lines_end_in_either_way(tmp_path):
     assert digest != digests.lines_digest(windows)
 
 
-def test_a_digest_is_shown_in_part():
+def test_short_digest_shortens_only_digests():
     assert digests.short_digest("0123456789abcdef" * 4) == "0123456789abcdef…"
     for value in ("0123456789abcdef", 3, None, "x" * 64):
         assert digests.short_digest(value) == value
 
 
-def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
+def test_a_folders_digest_covers_names_and_contents(tmp_path):
     (tmp_path / "a" / "below").mkdir(parents=True)
     path = tmp_path / "a" / "below" / "rows.json"
     seen = []
@@ -49,8 +49,8 @@ def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
     assert digests.folder_digest(tmp_path / "moved") == seen[-1]
 
 
-def test_a_folder_s_digest_is_the_same_on_all_systems(tmp_path, monkeypatch):
-    """What is within a folder is named by "/"."""
+def test_a_folders_digest_is_the_same_on_all_systems(tmp_path, monkeypatch):
+    """Paths in it are joined by "/"."""
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "naïve.txt").write_text("a")
     content = hashlib.sha256(b"a").hexdigest()
@@ -67,7 +67,7 @@ def test_a_folder_s_digest_is_the_same_on_all_systems(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' names are UTF-8")
-def test_names_that_are_not_utf_8(tmp_path):
+def test_names_in_a_folder_need_not_be_utf_8(tmp_path):
     seen = []
     for name in (b"na\xefve", b"na\xeeve"):
         path = os.path.join(os.fsencode(tmp_path), name)
@@ -77,8 +77,8 @@ def test_names_that_are_not_utf_8(tmp_path):
     assert seen[0] != seen[1]
 
 
-def test_links_back_to_a_folder_lead_to_an_end(tmp_path):
-    """Two of them double the folders with each step, until the system refuses the name."""
+def test_links_back_to_a_folder_are_not_followed_endlessly(tmp_path):
+    """Two such links double the paths at each level, until a path is too long for the system."""
     (tmp_path / "below").mkdir()
     (tmp_path / "other").mkdir()
     for name in ("l1", "l2"):

@@ -1,4 +1,4 @@
-"""What PyTorch's launcher shows of an error, after its own lines."""
+"""Tests that PyTorch's launcher shows a process's error at the end of its output."""
 
 import json
 import subprocess
@@ -38,14 +38,14 @@ def error_file(monkeypatch, tmp_path) -> Path:
     return tmp_path / "error.json"
 
 
-def said(path: Path) -> str:
+def reported(path: Path) -> str:
     return json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
 
 
-def test_the_first_error_is_told(error_file):
+def test_the_first_error_is_reported(error_file):
     tell_launcher("é first")
     tell_launcher("second")
-    assert said(error_file) == "é first"
+    assert reported(error_file) == "é first"
 
 
 def test_without_a_launcher_nothing_is_written(monkeypatch, tmp_path):
@@ -55,12 +55,12 @@ def test_without_a_launcher_nothing_is_written(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+def test_an_error_file_that_cannot_be_written_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
     tell_launcher("first")
 
 
-def test_a_script_s_error_is_told(error_file, monkeypatch):
+def test_a_scripts_error_is_reported(error_file, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     monkeypatch.delenv("RANK", raising=False)
 
@@ -69,16 +69,16 @@ def test_a_script_s_error_is_told(error_file, monkeypatch):
 
     with pytest.raises(SystemExit):
         run(main, lambda line: None)
-    assert said(error_file) == "script.py: error: wrong"
+    assert reported(error_file) == "script.py: error: wrong"
 
 
-def test_a_wrong_flag_is_told(error_file, capsys):
+def test_a_wrong_flag_is_reported(error_file, capsys):
     with pytest.raises(SystemExit):
         ArgumentParser(prog="script.py").parse_args(["--wrong"])
-    assert f"{said(error_file)}\n" == capsys.readouterr().err
+    assert f"{reported(error_file)}\n" == capsys.readouterr().err
 
 
-def shown(tmp_path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess:
+def launch_script(tmp_path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     return launch(processes, script, *flags, restarts=0)
@@ -89,13 +89,13 @@ def shown(tmp_path: Path, processes: int, *flags: str) -> subprocess.CompletedPr
     ("processes", "flag", "line"),
     [
         (2, "--fails=0", "error: this is wrong"),
-        # The first process's own line is that it has lost this one, which is what comes of it.
+        # The first process only reports that this one is gone, which is a consequence.
         (2, "--fails=1", "error (process 1): this is wrong"),
         (1, "--fail=0", "error: unrecognized arguments: --fail=0; did you mean --fails?"),
     ],
 )
-def test_the_error_is_the_last_line_of_the_launcher_s_table(tmp_path, processes, flag, line):
-    result = shown(tmp_path, processes, flag)
+def test_the_error_is_the_last_line_of_the_launchers_table(tmp_path, processes, flag, line):
+    result = launch_script(tmp_path, processes, flag)
     assert result.returncode == 1
     *_, last, border = result.stderr.splitlines()
     assert set(border) == {"="}
@@ -106,5 +106,5 @@ def test_the_error_is_the_last_line_of_the_launcher_s_table(tmp_path, processes,
 
 @pytest.mark.distributed
 def test_a_run_without_an_error_has_no_table(tmp_path):
-    result = shown(tmp_path, 2)
+    result = launch_script(tmp_path, 2)
     assert (result.returncode, "traceback" in result.stderr) == (0, False)

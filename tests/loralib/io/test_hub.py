@@ -1,4 +1,4 @@
-"""Files of the hub: a local server speaks for it, and processes of their own fetch from there."""
+"""Tests of fetching files from the hub, with a local server in its place."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ COPY_IT = "without internet, copy its folder here and give the path instead of t
 UNCACHED = "'{}' is not a local folder and cannot be fetched: offline mode is on and it is not in "
 PRIVATE = "'{}' is neither a local folder nor a model on the hub (a private one needs `hf auth"
 
-# Prints one line of JSON a call of show(): a file's content, None, or the error's type and message.
+# show() prints one line of JSON: a file's content, None, or an error's type and message.
 PRELUDE = """
 import json, time
 time.sleep = lambda seconds: None  # between attempts to reach a hub that is not there
@@ -43,7 +43,7 @@ def show(function, *args, **where):
 
 @pytest.fixture
 def hub(hub_server):
-    """The hub with a repository that holds an adapter alone, and a private one."""
+    """A hub with a repository that holds only an adapter, and a private one."""
     for name in ("org/adapter", "org/secret"):
         folder = hub_server.root / name
         folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def hub(hub_server):
     return hub_server
 
 
-def asked(*names, repo="org/adapter"):
+def code_to_resolve(*names, repo="org/adapter"):
     return "".join(f"show(resolve_file, {repo!r}, {name!r})\n" for name in names)
 
 
@@ -64,7 +64,7 @@ def matches(shown, kind, start):
 
 @pytest.fixture(autouse=True)
 def _reached(monkeypatch):
-    """In this process the hub counts as one that has answered: its library is replaced."""
+    """In this process the hub counts as one that has answered, as its library is replaced."""
     monkeypatch.setattr(hub_files, "_reached", {huggingface_hub.constants.ENDPOINT})
     monkeypatch.setattr(hub_files, "_unreached", {})
 
@@ -73,7 +73,7 @@ def _reached(monkeypatch):
 
 
 @pytest.mark.slow
-def test_importing_loralib_leaves_the_hub_library_alone():
+def test_importing_loralib_does_not_import_the_hub_library():
     code = """
 import importlib, pkgutil, sys
 import loralib
@@ -96,7 +96,7 @@ def test_a_folder_needs_no_hub_library(tmp_path, monkeypatch, as_path):
     assert resolve_file(as_path(tmp_path), "folder") is None
 
 
-def test_the_hub_library_is_missing(monkeypatch):
+def test_a_missing_hub_library_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(OSError, match=r"^'org/tiny' .*: pip install huggingface_hub$") as caught:
         resolve_file("org/tiny", CONFIG)
@@ -108,7 +108,7 @@ def test_the_hub_library_is_missing(monkeypatch):
 
 @pytest.mark.slow
 def test_fetched_then_cached_then_offline(hub, tmp_path):
-    home, code = tmp_path / "home", asked(CONFIG, WEIGHTS, "config.json")
+    home, code = tmp_path / "home", code_to_resolve(CONFIG, WEIGHTS, "config.json")
     expected = ["settings", "weights", None]
     assert run_on_hub(hub, home, PRELUDE + code) == expected
     assert len(hub.downloads()) == 2
@@ -122,8 +122,8 @@ def test_fetched_then_cached_then_offline(hub, tmp_path):
     assert run_on_hub(hub, home, PRELUDE + code, HF_HUB_OFFLINE="1") == expected
     assert run_on_hub(hub, home, PRELUDE + code, TRANSFORMERS_OFFLINE="1") == expected
     assert hub.requests == []
-    # Nobody answers, with nobody having said so: the cache's notes of absent files hold.
-    code += asked("never.asked")
+    # Out of reach without offline mode, the cache's records of absent files are used too.
+    code += code_to_resolve("never.asked")
     *shown, never = run_on_hub(hub, home, PRELUDE + code, HF_ENDPOINT="http://127.0.0.1:9")
     assert shown == expected
     refused = "'org/adapter' is not a local folder and cannot be fetched: [Errno 111] Connection"
@@ -140,19 +140,19 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     assert str(raised.value).endswith(f" (relative to {tmp_path})") == is_seen_from_here
 
 
-@pytest.mark.parametrize("made", ["", "runs"])
-def test_a_name_that_may_be_a_path_says_where_it_was_looked_for(tmp_path, monkeypatch, made):
-    (tmp_path / made).mkdir(exist_ok=True)
+@pytest.mark.parametrize("existing", ["", "runs"])
+def test_the_error_says_where_a_name_was_looked_for_as_a_path(tmp_path, monkeypatch, existing):
+    (tmp_path / existing).mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    where = f" (relative to {tmp_path})" if made else ""
-    said = f"'runs/moodel' is not a local folder{where} and cannot be fetched"
-    with pytest.raises(FileNotFoundError, match=re.escape(said)):
+    where = f" (relative to {tmp_path})" if existing else ""
+    message = f"'runs/moodel' is not a local folder{where} and cannot be fetched"
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
         fetch_file("runs/moodel", CONFIG, cache_dir=str(tmp_path / "cache"))
 
 
-def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, monkeypatch, caplog):
-    """Once, for all of a model's files. Nothing is said offline, nor of a name without a slash."""
+def test_the_log_says_that_the_hub_is_asked_for_what_may_be_a_path(tmp_path, monkeypatch, caplog):
+    """Once for all of a model's files; not offline, and not for a name without a slash."""
 
     def refuse(*args, **kwargs):
         raise ConnectionError
@@ -164,7 +164,7 @@ def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     caplog.set_level(logging.INFO, logger="loralib")
-    paths = ("./runs/moodel", "/no/such", "~/model", "runs/a/model")  # of which it is not asked
+    paths = ("./runs/moodel", "/no/such", "~/model", "runs/a/model")  # not looked for on the hub
     for name in ("runs/moodel", "runs/moodel", "roberta-base", *paths):
         with pytest.raises(OSError, match=name):
             resolve_file(name, CONFIG)
@@ -178,7 +178,9 @@ def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, m
 @pytest.mark.parametrize(
     ("name", "meant"), [("here/moodel", " (did you mean here/model?)"), ("here/another", "")]
 )
-def test_a_mistyped_path_within_a_folder_is_warned_of(tmp_path, monkeypatch, caplog, name, meant):
+def test_a_mistyped_path_in_an_existing_folder_is_a_warning(
+    tmp_path, monkeypatch, caplog, name, meant
+):
     def refuse(*args, **kwargs):
         raise ConnectionError
 
@@ -195,9 +197,7 @@ def test_a_mistyped_path_within_a_folder_is_warned_of(tmp_path, monkeypatch, cap
     ]
 
 
-def test_a_folder_that_may_not_be_listed_does_not_keep_the_hub_from_being_asked(
-    tmp_path, monkeypatch, caplog
-):
+def test_the_hub_is_asked_even_if_a_folder_cannot_be_listed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: "fetched")
     monkeypatch.setattr(os, "listdir", lambda folder: (_ for _ in ()).throw(PermissionError))
     hub_files._say_that_the_hub_is_asked.cache_clear()
@@ -223,12 +223,12 @@ FETCH_LISTING = f"huggingface_hub.snapshot_download('org/adapter', allow_pattern
     ],
     ids=["nothing", "one file", "one file and the listing"],
 )
-def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
-    """A file counts as absent if the cache has another one, unless it is known to be there."""
+def test_a_cache_without_records_of_absent_files(hub, tmp_path, before, expected):
+    """A file counts as absent if the cache has another one, unless it is known to exist."""
     home = tmp_path / "home"
     assert run_on_hub(hub, home, PRELUDE + before) == []
     weights, vocabulary = run_on_hub(
-        hub, home, PRELUDE + asked(WEIGHTS, "vocab.json"), HF_HUB_OFFLINE="1"
+        hub, home, PRELUDE + code_to_resolve(WEIGHTS, "vocab.json"), HF_HUB_OFFLINE="1"
     )
     if expected == "not known":
         assert matches(weights, "FileNotFoundError", UNCACHED.format("org/adapter"))
@@ -241,19 +241,19 @@ def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
 
 
 @pytest.mark.slow
-def test_a_download_that_broke_off_proves_nothing(hub, tmp_path):
-    """It leaves the folder of a snapshot, without files."""
+def test_after_an_interrupted_download_no_file_counts_as_absent(hub, tmp_path):
+    """The download leaves the folder of a snapshot, without files."""
     home = tmp_path / "home"
     run_on_hub(hub, home, PRELUDE + FETCH_CONFIG)
     (file,) = home.rglob(CONFIG)
     file.unlink()
-    (shown,) = run_on_hub(hub, home, PRELUDE + asked(WEIGHTS), HF_HUB_OFFLINE="1")
+    (shown,) = run_on_hub(hub, home, PRELUDE + code_to_resolve(WEIGHTS), HF_HUB_OFFLINE="1")
     assert file.parent.is_dir()
     assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
 @pytest.mark.slow
-def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
+def test_files_of_another_revision_make_no_file_count_as_absent(hub, tmp_path):
     home = tmp_path / "home"
     run_on_hub(hub, home, PRELUDE + FETCH_CONFIG)
     code = f"show(resolve_file, 'org/adapter', {WEIGHTS!r}, revision='v2')"
@@ -262,7 +262,7 @@ def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_revisions_tokens_and_folders(hub, tmp_path):
+def test_revisions_tokens_and_folders_are_honored(hub, tmp_path):
     own, cache = str(tmp_path / "own folder"), str(tmp_path / "own cache")
     code = f"""
 sha = huggingface_hub.HfApi().model_info("org/adapter").sha
@@ -302,26 +302,30 @@ show(fetch_file, "org/adapter", "config.json")
 
 @pytest.fixture
 def mute_hub():
-    """The address of a hub that takes connections and says nothing."""
+    """The address of a hub that accepts connections but does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def took(function, *args, **environment):
-    """What `run_on_hub` gives, and how long it took, in seconds."""
+def timed(function, *args, **environment):
+    """Returns the function's result, and the seconds that it took."""
     begin = time.monotonic()
     return function(*args, **environment), time.monotonic() - begin
 
 
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_an_error_soon(hub, tmp_path, mute_hub):
-    """The library alone takes minutes: each attempt waits, and there are many."""
+    """The library alone would take minutes, because it waits in each of many attempts."""
     home, cache = tmp_path / "home", str(tmp_path / "cache")
-    run_on_hub(hub, home, PRELUDE + asked(CONFIG))
+    run_on_hub(hub, home, PRELUDE + code_to_resolve(CONFIG))
     again = f"show(fetch_file, 'org/adapter', {CONFIG!r}, force_download=True)\n"
-    code = asked(CONFIG, WEIGHTS) + f"show(fetch_file, 'a', 'b', cache_dir={cache!r})\n" + again
+    code = (
+        code_to_resolve(CONFIG, WEIGHTS)
+        + f"show(fetch_file, 'a', 'b', cache_dir={cache!r})\n"
+        + again
+    )
     limits = {"HF_ENDPOINT": mute_hub, "HF_HUB_ETAG_TIMEOUT": "1"}
-    shown, seconds = took(run_on_hub, hub, home, PRELUDE + code, **limits)
+    shown, seconds = timed(run_on_hub, hub, home, PRELUDE + code, **limits)
     cached, weights, other, forced = shown
     reason = f"{mute_hub} did not answer within 1 seconds"
     assert cached == "settings"
@@ -331,11 +335,11 @@ def test_a_hub_that_does_not_answer_is_an_error_soon(hub, tmp_path, mute_hub):
         other, "FileNotFoundError", f"'a' is not a local folder and cannot be fetched: {reason}"
     )
     assert matches(forced, "OSError", f"'org/adapter' cannot be fetched from the hub: {reason}")
-    assert seconds < 30  # four of one second, on a machine that does other things as well
+    assert seconds < 30  # four waits of one second, with room for a busy machine
 
 
 @pytest.mark.slow
-def test_a_file_that_was_put_into_a_folder_is_found_without_the_hub(hub, tmp_path):
+def test_a_file_downloaded_to_a_folder_is_found_without_the_hub(hub, tmp_path):
     code = f"show(fetch_file, 'org/adapter', {CONFIG!r}, folder={str(tmp_path / 'own')!r})\n"
     for endpoint in (hub.url, "http://127.0.0.1:9"):
         shown = run_on_hub(hub, tmp_path / "home", PRELUDE + code, HF_ENDPOINT=endpoint)
@@ -343,7 +347,7 @@ def test_a_file_that_was_put_into_a_folder_is_found_without_the_hub(hub, tmp_pat
 
 
 class ConnectError(Exception):
-    """By its name one of the HTTP client's, as the next two."""
+    """Recognized by its name as an error of the HTTP client, like the next two."""
 
 
 class TimeoutException(Exception):
@@ -364,7 +368,7 @@ class ReadTimeout(TimeoutException):
         ([ConnectError("refused"), ValueError("the library's to tell")], None),
     ],
 )
-def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, unreached):
+def test_a_hub_that_cannot_be_reached_is_tried_again(monkeypatch, answers, unreached):
     left, waited = list(answers), []
     clock = SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
     monkeypatch.setattr(hub_files, "time", clock)
@@ -382,16 +386,16 @@ def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, u
         assert left == []
         assert waited == [0, 1, 2][: len(answers)]
         assert (found if found is None else str(found)) == unreached
-        if unreached:  # it is not asked again once it has answered
+        if unreached:  # a hub that has answered is not asked again
             left += answers
             waited.clear()
         hub_files._unreached.clear()
 
 
 class Silent:
-    """The library with a hub of which nothing is heard; it counts how often that is asked.
+    """The hub library with a hub that does not answer; counts how often the hub is asked.
 
-    A process that has ended does not wait for it: the thread that asks is a daemon.
+    Only requests from daemon threads count, because a process that ends does not wait for those.
     """
 
     def __init__(self):
@@ -417,15 +421,15 @@ def test_a_hub_that_does_not_answer_is_waited_for_once_a_minute(monkeypatch):
 
 
 @pytest.mark.parametrize(("revision", "times"), [("a0" * 20, 0), ("main", 1), (None, 1)])
-def test_a_commit_in_the_cache_is_taken_without_the_hub(revision, times):
+def test_a_commit_in_the_cache_is_used_without_asking_the_hub(revision, times):
     library, where = Silent(), {"revision": revision, "cache_dir": None}
     found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False)
     assert found == Path(f"/cache/{revision}/{CONFIG}")
     assert library.asked == times
 
 
-def test_a_commit_in_a_folder_may_be_another_one(tmp_path):
-    """Unlike in the cache, a file there does not say what it is of."""
+def test_for_a_commit_in_a_folder_the_hub_is_asked(tmp_path):
+    """Unlike in the cache, nothing there says which commit a file belongs to."""
     (tmp_path / CONFIG).touch()
     library, where = Silent(), {"revision": "a0" * 20, "cache_dir": None}
     found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, tmp_path, False)
@@ -433,7 +437,7 @@ def test_a_commit_in_a_folder_may_be_another_one(tmp_path):
 
 
 @pytest.mark.parametrize(("copy", "attempts"), [("/cache/config.json", 1), (None, 3)])
-def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts):
+def test_the_hub_is_tried_only_once_if_there_is_a_copy(monkeypatch, copy, attempts):
     tried = []
     monkeypatch.setattr(hub_files, "_why_unreached", lambda _, pauses: tried.append(pauses))
     library, where = (
@@ -444,7 +448,7 @@ def test_where_a_copy_is_there_the_hub_is_tried_once(monkeypatch, copy, attempts
     assert [len(pauses) for pauses in tried] == [attempts]
 
 
-def test_why_other_libraries_are_not_to_ask_the_hub(monkeypatch):
+def test_why_out_of_reach_returns_the_reason_or_none(monkeypatch):
     unreached, ours = [None, ConnectError("refused")], [False, False, True]
     monkeypatch.setattr(hub_files, "is_offline_mode", lambda: ours.pop(0))
     monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: unreached.pop(0))
@@ -453,21 +457,23 @@ def test_why_other_libraries_are_not_to_ask_the_hub(monkeypatch):
     assert hub_files.why_out_of_reach(offline=True) == "offline mode is on"
 
 
-@pytest.mark.parametrize("made", ["", "runs"])
-def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monkeypatch, made):
-    """A name with one slash may be either; where its first part is here, that is said before."""
-    (tmp_path / made).mkdir(exist_ok=True)
+@pytest.mark.parametrize("existing", ["", "runs"])
+def test_if_no_hub_answers_the_error_says_where_a_path_was_looked_for(
+    tmp_path, monkeypatch, existing
+):
+    """If the path's first folder exists, the beginning of the message says it instead."""
+    (tmp_path / existing).mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: ConnectError("refused"))
     for name in ("runs/model", "roberta-base"):
         with pytest.raises(FileNotFoundError) as raised:
             fetch_file(name, CONFIG, cache_dir=str(tmp_path / "cache"))
-        is_said = f"refused; as a path it was looked for in {tmp_path}; " in str(raised.value)
-        assert is_said == (name == "runs/model" and not made)
+        has_path = f"refused; as a path it was looked for in {tmp_path}; " in str(raised.value)
+        assert has_path == (name == "runs/model" and not existing)
         assert str(raised.value).endswith(f"; {COPY_IT}")
 
 
-def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypatch):
+def test_a_download_to_a_folder_has_no_advice_to_copy_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: ConnectError("refused"))
     with pytest.raises(FileNotFoundError, match=r"cannot be fetched: refused$"):
         fetch_file("gpt2", CONFIG, folder=tmp_path)
@@ -475,18 +481,18 @@ def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypat
 
 @pytest.fixture
 def verbosity():
-    """The hub library's level is, after a test, what it was."""
+    """Restores the hub library's log level after a test."""
     before = huggingface_hub.logging.get_verbosity()
     yield
     huggingface_hub.logging.set_verbosity(before)
 
 
-def test_what_the_hub_is_asked_for(monkeypatch, verbosity):
-    """Quietly; a user's own level is what it was, afterwards."""
-    asked, levels = [], []
+def test_settings_are_passed_to_the_hub_library(monkeypatch, verbosity):
+    """Its messages are hidden meanwhile, and the user's log level is restored."""
+    downloads, levels = [], []
 
     def download(*names, **settings):
-        asked.append((*names, settings))
+        downloads.append((*names, settings))
         levels.append(huggingface_hub.logging.get_verbosity())
         return "/there"
 
@@ -498,7 +504,7 @@ def test_what_the_hub_is_asked_for(monkeypatch, verbosity):
     assert resolve_file("org/tiny", CONFIG, **given) == Path("/there")
     fetch_file("org/tiny", CONFIG, token=False, local_files_only=True, folder="here")
     usual = {"cache_dir": None, "revision": None, "token": None, "force_download": False}
-    assert asked == [
+    assert downloads == [
         ("org/tiny", CONFIG, {**given, "local_dir": None, "local_files_only": False}),
         ("org/tiny", CONFIG, {**usual, "local_dir": "here", "local_files_only": True}),
     ]
@@ -510,7 +516,7 @@ def test_what_the_hub_is_asked_for(monkeypatch, verbosity):
 
 
 class ProtocolError(Exception):
-    """Stands for the errors of the hub library's HTTP client, which changes."""
+    """Stands for the errors of the hub library's HTTP client, which differ between versions."""
 
 
 GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(headers={}, request=None))
@@ -539,7 +545,7 @@ GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(header
         (GATED, "'org/tiny' needs access rights: log in with `hf auth login`"),
     ],
 )
-def test_a_download_that_fails(monkeypatch, error, message):
+def test_a_failed_download_is_an_error_of_one_line(monkeypatch, error, message):
     def fail(*args, **kwargs):
         raise error
 
@@ -552,7 +558,7 @@ def test_a_download_that_fails(monkeypatch, error, message):
         assert not isinstance(caught.value, AbsentFileError)
 
 
-def test_an_interrupt_goes_through(monkeypatch):
+def test_an_interrupt_is_not_converted(monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -566,7 +572,7 @@ def test_an_interrupt_goes_through(monkeypatch):
     ("value", "offline"),
     [("1", True), ("true", True), ("ON", True), ("yes", True), ("0", False), ("", False)],
 )
-def test_offline_mode(monkeypatch, switch, value, offline):
+def test_either_variable_turns_offline_mode_on(monkeypatch, switch, value, offline):
     assert not is_offline_mode()
     monkeypatch.setenv(switch, value)
     assert is_offline_mode() == offline

@@ -1,4 +1,4 @@
-"""Pictures are optional, asked for in time, and the same bytes for the same figure."""
+"""Tests of writing pictures: Matplotlib is optional, and the same figure gives the same bytes."""
 
 import sys
 
@@ -15,14 +15,14 @@ def figure():
     return drawn
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for ask in (import_figure, lambda: check_can_save(tmp_path / "a.png")):
         with pytest.raises(ValueError, match=r"^the picture needs matplotlib: pip install matpl"):
             ask()
 
 
-def test_what_cannot_be_written_is_said_in_time(tmp_path):
+def test_a_picture_that_could_not_be_written_is_refused_beforehand(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jpeg: unknown format of a picture; .* \.png, "):
         check_can_save(tmp_path / "a.jpeg")
     with pytest.raises(FileNotFoundError, match=r"nowhere/a\.png: there is no folder"):
@@ -37,7 +37,9 @@ def test_the_same_figure_makes_the_same_bytes(tmp_path, suffix):
     save_figure(figure(), first)
     save_figure(figure(), second)
     assert first.read_bytes() == second.read_bytes()
-    assert b"matplotlib" not in first.read_bytes().lower() or suffix == ".svg"  # in a comment
+    assert (
+        b"matplotlib" not in first.read_bytes().lower() or suffix == ".svg"
+    )  # which names it in a comment
 
 
 def test_a_png_keeps_its_description(tmp_path):

@@ -1,4 +1,4 @@
-"""Settings are checked by what a signature says of them."""
+"""Tests of checking settings against a function's annotations."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -39,7 +39,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("values", GOOD)
-def test_what_fits_goes_through(values):
+def test_valid_settings_are_accepted(values):
     assert build(**values)["heads"] == values.get("heads", 12)
     check_settings(build, values, "config.json")
 
@@ -75,7 +75,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD)
-def test_what_does_not_is_named_in_one_line(name, value, message):
+def test_invalid_settings_are_errors_of_one_line(name, value, message):
     with pytest.raises(ValueError, match=f"^{name} must ") as call:
         build(**{name: value})
     with pytest.raises(ValueError, match=f": {name} must ") as read:
@@ -86,7 +86,7 @@ def test_what_does_not_is_named_in_one_line(name, value, message):
     assert len(str(call.value)) < 150
 
 
-def test_positional_arguments_are_checked_as_well():
+def test_positional_arguments_are_checked_too():
     with pytest.raises(ValueError, match="pad must be"):
         build(1, "0")
     with pytest.raises(TypeError, match="multiple values"):

@@ -1,4 +1,4 @@
-"""Files that are no tensors: the one line says what they are instead."""
+"""Tests of reading and writing files of tensors."""
 
 import math
 import pickle
@@ -18,14 +18,14 @@ def archive(path: Path, legacy: bool = False) -> bytes:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("suffix", [".bin", ".pt"])
-def test_both_formats_of_torch_are_read(tmp_path, legacy, suffix):
+def test_both_formats_of_torch_can_be_read(tmp_path, legacy, suffix):
     path = tmp_path / f"model{suffix}"
     archive(path, legacy)
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(1000))
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
-def test_a_view_takes_nothing_else_of_its_storage_along(tmp_path, name):
+def test_only_a_views_part_of_its_storage_is_written(tmp_path, name):
     view = torch.randn(10_000).view(100, 100)[1:3]
     write_tensors(tmp_path / name, {"a": view})
     assert torch.equal(read_tensors(tmp_path / name)[0]["a"], view)
@@ -45,7 +45,7 @@ def test_a_view_takes_nothing_else_of_its_storage_along(tmp_path, name):
         ("a.safetensors", lambda path: b"<html>", "damaged"),
     ],
 )
-def test_what_is_no_file_of_tensors(tmp_path, name, make, message):
+def test_the_error_says_why_a_file_has_no_tensors(tmp_path, name, make, message):
     path = tmp_path / name
     path.write_bytes(make(path))
     with pytest.raises(CheckpointError) as caught:
@@ -55,7 +55,7 @@ def test_what_is_no_file_of_tensors(tmp_path, name, make, message):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_first_that_is_not_finite(value):
+def test_first_not_finite_names_the_first_such_tensor(value):
     tensors = [("a", torch.ones(2)), ("b", torch.tensor([1, value])), ("c", torch.tensor(value))]
     assert first_not_finite(tensors) == "b"
     assert first_not_finite(tensors[:1]) is None

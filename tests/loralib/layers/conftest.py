@@ -1,4 +1,4 @@
-"""Each test runs for every kind of layer of the table."""
+"""Runs each test for every kind of layer in the table of layer_cases.py."""
 
 import pytest
 import torch

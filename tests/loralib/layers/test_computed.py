@@ -1,4 +1,4 @@
-"""A table of LoRA layers × what they compute: each test runs for every kind of layer."""
+"""Tests of what LoRA layers compute, for every kind of layer."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ import loralib as lora
 # ---- What is computed ----
 
 
-def test_it_starts_as_the_plain_layer(case):
+def test_a_new_layer_computes_what_the_plain_layer_does(case):
     layer, x = case.make(r=R, lora_alpha=ALPHA), case.x()
     expected = run_plain(layer, x, base_of(layer).weight)
     assert torch.equal(layer(x), expected)
@@ -45,7 +45,7 @@ def test_both_modes_compute_the_update(case, grad):
         close(layer(x), reference(layer, x))
 
 
-def test_without_merge_weights_evaluation_keeps_the_branch(case):
+def test_without_merge_weights_evaluation_does_not_merge(case):
     layer, x = built(case, merge_weights=False).eval(), case.x()
     assert not layer.merged
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_gradients_reach_the_update_and_not_the_frozen_weight(case, mode):
     if x.is_floating_point():
         x.requires_grad = True
     with torch.no_grad():
-        layer(x)  # leaves a merged copy behind, which has no gradient
+        layer(x)  # makes a merged copy, which has no gradient
     actual = gradients(layer, layer(x))
     expected = gradients(layer, reference(layer, x))
     if isinstance(layer, lora.Embedding):
@@ -70,7 +70,7 @@ def test_gradients_reach_the_update_and_not_the_frozen_weight(case, mode):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_weight_set_free_gets_its_gradient(case, mode):
+def test_a_weight_that_is_trained_too_gets_its_gradient(case, mode):
     layer, x = built(case).train(mode), case.x()
     base_of(layer).weight.requires_grad = True
     actual = gradients(layer, layer(x))
@@ -95,7 +95,7 @@ def test_a_frozen_layer_passes_gradients_on(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["linear-fan-in-fan-out", "merged-qv"])
-def test_the_handwritten_gradients_of_both_orders(name, p):
+def test_handwritten_gradients_are_right_to_second_order(name, p):
     layer = built(CASES[name], lora_dropout=p, dtype=torch.float64).requires_grad_(True)
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -145,7 +145,7 @@ def test_dropout_keeps_the_mean(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "grad"), [(True, True), (False, False)])
 @pytest.mark.parametrize("name", ["linear", "merged-qv", "embedding", "conv2d", "conv3d"])
-def test_compiled_whole(name, mode, grad):
+def test_a_layer_compiles_to_one_graph(name, mode, grad):
     torch.compiler.reset()
     layer, x = built(CASES[name]).train(mode), CASES[name].x()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -158,7 +158,7 @@ def test_compiled_whole(name, mode, grad):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "merged-qv", "conv2d"])
-def test_compiled_under_autocast_with_dropout(name):
+def test_a_layer_with_dropout_compiles_under_autocast(name):
     torch.compiler.reset()
     layer, x = built(CASES[name], lora_dropout=0.5), CASES[name].x()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -186,7 +186,7 @@ def test_linear_layers_take_inputs_of_any_shape(name, shape):
 def test_an_input_of_another_size_is_refused(name, mode):
     layer = built(CASES[name]).train(mode)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        layer(torch.randn(6, 2))  # as many numbers as two rows have
+        layer(torch.randn(6, 2))  # a wrong size, although the number of values would fit
 
 
 # ---- What is refused ----
@@ -195,12 +195,12 @@ def test_an_input_of_another_size_is_refused(name, mode):
 @pytest.mark.parametrize("rank", [0, R])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_integers_are_refused_as_the_plain_layer_refuses_them(name, training, rank):
+def test_integers_are_refused_as_by_the_plain_layer(name, training, rank):
     layer, x = CASES[name].make(r=rank).train(training).requires_grad_(False), CASES[name].x()
     for dtype in (torch.int64, torch.uint8, torch.bool):
         with pytest.raises((TypeError, RuntimeError)):
             CASES[name].plain()(x.to(dtype))
-        if rank or "conv" not in name:  # of rank 0, a convolution is the plain one
+        if rank or "conv" not in name:  # with rank 0, a convolution is PyTorch's own
             with pytest.raises(TypeError, match=r"received torch[.].* input: convert it"):
                 layer(x.to(dtype))
 

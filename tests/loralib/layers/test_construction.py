@@ -1,4 +1,4 @@
-"""How LoRA layers are made, what they refuse, and what a step costs."""
+"""Tests of creating LoRA layers: arguments, initial values, and the memory of a step."""
 
 import inspect
 
@@ -27,10 +27,10 @@ import loralib as lora
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_update_is_made_where_and_like_the_weight(case, device):
+def test_all_parameters_have_the_given_device_and_dtype(case, device):
     layer = case.make(r=R, device=device, dtype=torch.float64)
-    made = {(p.device.type, p.dtype) for p in layer.parameters()}
-    assert made == {(device, torch.float64)}
+    found = {(p.device.type, p.dtype) for p in layer.parameters()}
+    assert found == {(device, torch.float64)}
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_the_update_is_made_where_and_like_the_weight(case, device):
         (lora.MergedLinear(4, 6), "in_features=4, out_features=6, bias=True"),
     ],
 )
-def test_printing_shows_the_update(layer, shown):
-    lines = repr(layer).removesuffix(")").splitlines()  # a layer with children has a line for each
+def test_repr_shows_the_settings_of_lora(layer, shown):
+    lines = repr(layer).removesuffix(")").splitlines()  # one line, or several with children
     assert lines[len(lines) > 1].endswith(shown)
 
 
 @pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d"])
-def test_a_convolution_takes_what_its_base_class_takes(name):
+def test_convolutions_have_the_signature_of_their_base_class(name):
     kind = getattr(lora, name)
     base = inspect.signature(lora.ConvLoRA).parameters.values()
-    # Written out twice, for editors and the reference; keywords and their defaults stand once.
+    # Positional parameters are repeated for editors and the reference, keyword-only ones are not.
     expected = [p for p in base if p.kind is not p.KEYWORD_ONLY and p.name != "conv_module"]
     assert list(inspect.signature(kind).parameters.values()) == expected
     layer = kind(4, 6, 3, 2, 5, 0.25, False, initialization="orthogonal", stride=2)
@@ -68,7 +68,7 @@ def test_a_convolution_takes_what_its_base_class_takes(name):
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_keywords_reach_the_plain_layer(name):
+def test_other_keywords_are_those_of_the_plain_layer(name):
     layer = built(CASES[name], bias=False)
     assert base_of(layer).bias is None
     x = CASES[name].x()
@@ -86,7 +86,7 @@ def test_keywords_reach_the_plain_layer(name):
         (lambda: lora.Conv2d(20, 40, 3, r=20), 180),
     ],
 )
-def test_initial_distributions(make, fan_in, reset):
+def test_initial_values_have_the_right_distributions(make, fan_in, reset):
     layer = make()
     if reset:
         randomised(layer).reset_parameters()
@@ -100,7 +100,7 @@ def test_initial_distributions(make, fan_in, reset):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_initial_distributions_of_an_embedding(reset):
+def test_initial_values_of_an_embedding_have_the_right_distributions(reset):
     layer = lora.Embedding(200, 100, r=50, padding_idx=3)
     if reset:
         randomised(layer).reset_parameters()
@@ -111,7 +111,7 @@ def test_initial_distributions_of_an_embedding(reset):
     assert not layer.weight[3].any()
 
 
-def test_an_embedding_keeps_a_weight_it_is_given():
+def test_an_embedding_keeps_a_given_weight():
     weight = torch.randn(9, 4)
     assert torch.equal(lora.Embedding(9, 4, r=R, _weight=weight).weight, weight)
     assert torch.equal(lora.Embedding.from_pretrained(weight).weight, weight)
@@ -187,13 +187,13 @@ def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
         ("Conv3d", (4, 6, 3), {"r": 1, "lora_dropout": 2}, "got 2"),
     ],
 )
-def test_bad_arguments_are_named_in_one_line(kind, args, kwargs, message):
+def test_invalid_arguments_are_errors_of_one_line(kind, args, kwargs, message):
     with pytest.raises(ValueError, match=message) as error:
         getattr(lora, kind)(*args, **kwargs)
     assert "\n" not in str(error.value)
 
 
-def test_numbers_of_numpys_and_flags_as_numbers(tmp_path):
+def test_numpys_numbers_and_integers_as_flags_are_accepted(tmp_path):
     flags = {"fan_in_fan_out": 1, "merge_weights": numpy.bool_(False), "freeze_A": 0}
     numbers = {"r": numpy.int64(2), "lora_alpha": numpy.float32(0.5), "lora_dropout": numpy.int8(0)}
     layer = lora.Linear(4, 6, **numbers, **flags)
@@ -201,7 +201,7 @@ def test_numbers_of_numpys_and_flags_as_numbers(tmp_path):
     assert given == (2, 0.5, 0.25, True, False)
     assert {type(each) for each in given} == {int, float, bool}
     model = torch.nn.Sequential(layer)
-    layer.lora_alpha = numpy.float32(0.5)  # set since
+    layer.lora_alpha = numpy.float32(0.5)  # after construction, unconverted
     lora.save_adapter(model, tmp_path / "a.safetensors")
     lora.save_adapter(model, tmp_path / "folder")
     for name in ("a.safetensors", "folder"):
@@ -212,7 +212,7 @@ def test_numbers_of_numpys_and_flags_as_numbers(tmp_path):
         lora.read_adapter(path, lora_alpha="0.5")
 
 
-def test_arrays_and_tensors_of_one_number():
+def test_arrays_and_tensors_of_one_number_are_accepted():
     for one in (numpy.array, torch.tensor):
         layer = lora.Linear(4, 6, r=one(2), lora_alpha=one(3.0), lora_dropout=one(0.5))
         assert (layer.r, layer.lora_alpha, layer.scaling) == (2, 3.0, 1.5)
@@ -223,7 +223,7 @@ def test_arrays_and_tensors_of_one_number():
         assert (model[0].scaling, model[0].lora_dropout.p, model[0].freeze_A) == (1.5, 0.5, True)
 
 
-def test_none_is_a_flag_that_is_not_set():
+def test_none_counts_as_false_for_flags():
     layer = lora.Linear(4, 6, r=2, merge_weights=None, fan_in_fan_out=None, freeze_A=None)
     assert (layer.merge_weights, layer.fan_in_fan_out, layer.freeze_A) == (False, False, False)
     assert lora.MergedLinear(4, 6, r=2, enable_lora=[1, None]).enable_lora == [True, False]
@@ -232,18 +232,18 @@ def test_none_is_a_flag_that_is_not_set():
 
 
 @pytest.mark.parametrize("alpha", [None, float("inf"), torch.tensor(4.0)])
-def test_what_a_layer_without_an_update_makes_nothing_of(alpha):
+def test_without_lora_alpha_and_dropout_are_not_checked(alpha):
     layer = lora.Linear(4, 6, r=0, lora_alpha=alpha, lora_dropout=False)
     assert layer.scaling == 0
     x = torch.randn(3, 4)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
-# ---- What it costs ----
+# ---- Memory ----
 
 
 class NewTensors(TorchDispatchMode):
-    """Records the sizes of the tensors whose memory the operations inside allocate."""
+    """Records the sizes of new tensors, whose memory operations allocate."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class NewTensors(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.seen:
                     self.sizes.append(storage.nbytes() // tensor.element_size())
-                    self.kept.append(tensor)  # so that no address is used twice
+                    self.kept.append(tensor)  # so that its address is not reused
                 self.seen.add(storage.data_ptr())
         return out
 
@@ -271,8 +271,8 @@ class NewTensors(TorchDispatchMode):
         lambda: lora.MergedLinear(60, 210, r=R, enable_lora=[True, False, True]),
     ],
 )
-def test_a_step_allocates_its_output_its_gradient_and_small_things(monkeypatch, make, dtype):
-    # Without instructions for bfloat16, copies in float32 are multiplied.
+def test_a_step_allocates_only_its_output_its_gradient_and_small_tensors(monkeypatch, make, dtype):
+    # Without these instructions, products would need copies in float32.
     choose_processor(monkeypatch, has_bfloat16=True, large=False)
     layer, rows = randomised(make()), 300
     layer.weight.data = layer.weight.data.to(dtype)

@@ -1,4 +1,4 @@
-"""A table of LoRA layers × precisions: half, beside float32, under autocast."""
+"""Tests of LoRA layers in half precision, in mixed precision, and under autocast."""
 
 import copy
 
@@ -12,7 +12,7 @@ import loralib as lora
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_all_in_half_precision(case, mode, dtype):
+def test_a_layer_can_be_all_in_half_precision(case, mode, dtype):
     layer, x = built(case).to(dtype).train(mode), case.x()
     wide = copy.deepcopy(layer).float()
     x = x.to(dtype) if x.is_floating_point() else x
@@ -25,7 +25,7 @@ def test_all_in_half_precision(case, mode, dtype):
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
-def test_frozen_weights_in_half_precision_beside_trainable_ones_in_float32(case, mode, grad):
+def test_frozen_weights_can_be_in_half_precision_and_trained_ones_in_float32(case, mode, grad):
     layer, x = built(case).train(mode), case.x()
     base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
     wide = copy.deepcopy(layer).float()
@@ -44,7 +44,7 @@ def test_frozen_weights_in_half_precision_beside_trainable_ones_in_float32(case,
         close_in_half(actual, expected, atol=0.3, rtol=0.05)
 
 
-def test_the_bits_of_a_merged_half_precision_weight_come_from_one_rounding(case):
+def test_a_weight_merged_in_half_precision_is_rounded_once(case):
     layer = built(case)
     base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
     weight = base_of(lora.merge(layer)).weight
@@ -57,7 +57,7 @@ def test_the_bits_of_a_merged_half_precision_weight_come_from_one_rounding(case)
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
-def test_autocast(case, mode, grad):
+def test_autocast_gives_the_plain_layers_dtype_and_float32_gradients(case, mode, grad):
     layer, plain, x = built(case).train(mode), case.plain(), case.x()
     with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)

@@ -1,4 +1,4 @@
-"""A table of LoRA layers × what becomes of their weights: saved, copied, merged."""
+"""Tests of LoRA layers' weights: saved, copied and merged, for every kind of layer."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ import loralib as lora
 # ---- The frozen weight, and what is saved ----
 
 
-def test_the_frozen_weight_keeps_its_bits(case, tmp_path):
+def test_the_frozen_weight_stays_bit_exact(case, tmp_path):
     layer, x = built(case), case.x()
     before = bits(layer)
     optimizer = torch.optim.AdamW(trainable(layer).values(), lr=0.1)
@@ -50,7 +50,7 @@ def test_the_frozen_weight_keeps_its_bits(case, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_weight_keeps_its_bits_through_a_wider_dtype(case, dtype):
+def test_a_half_precision_weight_stays_bit_exact_after_use_in_float32(case, dtype):
     layer, x = built(case).to(dtype), case.x()
     before = bits(layer)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_half_precision_weight_keeps_its_bits_through_a_wider_dtype(case, dtyp
 
 @pytest.mark.parametrize("saved_in", [True, False])
 @pytest.mark.parametrize("loaded_in", [True, False])
-def test_states_are_the_same_in_both_modes(case, saved_in, loaded_in):
+def test_state_dicts_are_the_same_in_both_modes(case, saved_in, loaded_in):
     layer, other, x = built(case), built(case), case.x()
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_states_are_the_same_in_both_modes(case, saved_in, loaded_in):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copy_is_whole_and_its_own(case, copied):
+def test_a_copied_layer_is_complete_and_independent(case, copied):
     layer, x = built(case).eval(), case.x()
     with torch.no_grad():
         expected = layer(x)
@@ -89,7 +89,7 @@ def test_a_copy_is_whole_and_its_own(case, copied):
         close(layer(x), expected)
 
 
-# ---- The merged copy is never stale ----
+# ---- The merged copy is never out of date ----
 
 
 def step(**kwargs):
@@ -135,14 +135,14 @@ def test_the_merged_copy_follows_every_change(case, change, mode):
         before = layer(x)
         made = layer._merged_copy
         layer(x)
-        assert layer._merged_copy is made  # it is made once
+        assert layer._merged_copy is made  # it is reused
     change(layer)
     with mode():
         assert not torch.allclose(layer(x), before, atol=1e-4)
         close(layer(x), reference(layer, x))
 
 
-def test_a_fused_step_after_a_backward_in_evaluation_mode_is_seen(case):
+def test_the_merged_copy_follows_fused_steps_in_evaluation_mode(case):
     layer, x = built(case).eval(), case.x()
     optimizer = torch.optim.AdamW(trainable(layer).values(), lr=0.3, fused=True)
     for _ in range(2):
@@ -156,8 +156,8 @@ def test_a_fused_step_after_a_backward_in_evaluation_mode_is_seen(case):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_write_through_data_is_seen(case, frozen):
-    """So averages of weights are kept (ema-pytorch, torch_ema, TRL), and read between writes."""
+def test_the_merged_copy_follows_writes_through_data(case, frozen):
+    """As in ema-pytorch, torch_ema and TRL, which update averages of weights in this way."""
     layer, x = built(case).requires_grad_(not frozen).eval(), case.x()
     with torch.no_grad():
         layer(x)
@@ -166,7 +166,7 @@ def test_a_write_through_data_is_seen(case, frozen):
             close(layer(x), reference(layer, x))
 
 
-def test_dora_sees_writes_to_its_magnitudes():
+def test_doras_merged_copy_follows_writes_to_its_magnitudes():
     layer, x = built(CASES["linear"], variant="dora").eval(), CASES["linear"].x()
     with torch.no_grad():
         layer(x)
@@ -174,8 +174,8 @@ def test_dora_sees_writes_to_its_magnitudes():
         close(layer(x), layer.train()(x))
 
 
-def test_a_write_by_another_process_is_seen(case):
-    """It changes shared memory, and no version here."""
+def test_the_merged_copy_follows_writes_by_another_process(case):
+    """Shared memory changes, but the tensor's version in this process does not."""
     layer, x = built(case).eval(), case.x()
     layer.share_memory()
     with torch.no_grad():
@@ -185,17 +185,17 @@ def test_a_write_by_another_process_is_seen(case):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_step_after_a_forward_between_it_and_its_backward_is_seen(case, kind):
+def test_the_merged_copy_follows_a_fused_step_after_a_forward_since_the_backward(case, kind):
     layer, x = built(case).eval(), case.x()
     optimizer = kind(trainable(layer).values(), lr=0.1, fused=True)
     layer(x).square().sum().backward()
     with torch.no_grad():
-        layer(x)  # somebody logs something, for which the merged copy is made
+        layer(x)  # makes the merged copy, such as for a log
         optimizer.step()
         close(layer(x), reference(layer, x))
 
 
-def test_a_frozen_layer_keeps_its_copy_while_another_model_is_trained():
+def test_a_frozen_layer_keeps_its_merged_copy_while_another_model_is_trained():
     layer, x = built(CASES["linear"]).eval().requires_grad_(False), CASES["linear"].x()
     other = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([other], lr=0.1)
@@ -208,7 +208,7 @@ def test_a_frozen_layer_keeps_its_copy_while_another_model_is_trained():
     assert copies[0] is copies[1]
 
 
-def test_a_parametrization_of_a_factor_is_seen():
+def test_a_layer_follows_a_parametrization_of_its_factor():
     layer = built(CASES["linear"]).eval()
     torch.nn.utils.parametrize.register_parametrization(layer, "lora_A", nn.Tanh())
     x = CASES["linear"].x()
@@ -218,7 +218,7 @@ def test_a_parametrization_of_a_factor_is_seen():
         close(layer(x), reference(layer, x))
 
 
-def test_the_scaling_can_be_changed(case):
+def test_a_layer_follows_a_change_of_its_scaling(case):
     layer, x = built(case).eval(), case.x()
     with torch.no_grad():
         layer(x)
@@ -233,7 +233,7 @@ def test_a_layer_made_in_inference_mode_computes(case):
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_a_copy_made_in_inference_mode_serves_autograd(name):
+def test_a_merged_copy_made_in_inference_mode_can_be_used_by_autograd(name):
     layer, x = built(CASES[name]).requires_grad_(False).eval(), CASES[name].x()
     with torch.inference_mode():
         layer(x)
@@ -244,20 +244,20 @@ def test_a_copy_made_in_inference_mode_serves_autograd(name):
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("leave", [lambda layer: layer.train(), lambda layer: layer.half()])
-def test_the_merged_copy_is_dropped(case, leave):
+@pytest.mark.parametrize("change", [lambda layer: layer.train(), lambda layer: layer.half()])
+def test_the_merged_copy_is_dropped_on_training_or_casting(case, change):
     layer = built(case).eval()
     with torch.no_grad():
         layer(case.x())
     assert layer._merged_copy is not None
-    leave(layer)
+    change(layer)
     assert layer._merged_copy is None
 
 
-def test_elsewhere_an_optimizers_step_counts_as_a_change():
-    """A frozen average of weights may have been written to then. Values are not compared there.
+def test_on_other_devices_an_optimizers_step_renews_the_merged_copy():
+    """A step may have updated a frozen average of weights, and comparing values would need a wait.
 
-    The meta device stands for one that would have to be waited for: it has no values to compare.
+    The meta device, which has no values, stands for such a device.
     """
     layer, x = built(CASES["linear"]).requires_grad_(False).to("meta").eval(), torch.ones(3, 6)
     other = nn.Parameter(torch.ones(1))
@@ -271,7 +271,7 @@ def test_elsewhere_an_optimizers_step_counts_as_a_change():
     assert copies[1] is not copies[2]
 
 
-def test_a_write_to_the_frozen_weight_through_data_is_seen_after_a_step(case):
+def test_after_a_step_the_merged_copy_follows_writes_to_the_frozen_weight_through_data(case):
     layer, x = built(case).eval(), case.x()
     other = nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
@@ -285,7 +285,7 @@ def test_a_write_to_the_frozen_weight_through_data_is_seen_after_a_step(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
 @torch.no_grad()
-def test_a_copy_of_values_that_are_no_numbers_is_used_again(dtype):
+def test_a_merged_copy_with_nan_or_complex_values_is_reused(dtype):
     layer = lora.Linear(6, 4, r=2, dtype=dtype).eval()
     if dtype is not torch.complex128:
         layer.lora_A[0, 0] = torch.nan
@@ -295,28 +295,28 @@ def test_a_copy_of_values_that_are_no_numbers_is_used_again(dtype):
     assert layer._merged_copy is made is not None
 
 
-# ---- Where no copy is kept ----
+# ---- Where no merged copy is kept ----
 
 
-def keeps_no_copy(layer, x, expected):
+def assert_computes_without_copy(layer, x, expected):
     with torch.no_grad():
         close(layer(x), expected)
     assert layer._merged_copy is None
 
 
-def test_tensors_that_something_gives_for_each_call(case):
+def test_no_copy_is_kept_if_tensors_are_supplied_for_each_call(case):
     layer, x = built(case).eval(), case.x()
     expected = reference(layer, x)
     held = {name: p.detach() for name, p in layer.named_parameters()}
     with torch.no_grad():
         close(functional_call(layer, held, (x,)), expected)
     assert layer._merged_copy is None
-    layer.forward = functools.partial(layer.forward)  # as the hooks do that offload weights
-    keeps_no_copy(layer, x, expected)
+    layer.forward = functools.partial(layer.forward)  # like hooks that offload weights
+    assert_computes_without_copy(layer, x, expected)
 
 
-def test_tensors_of_other_kinds(case):
-    """What wraps others, such as DTensor and quantized weights, has no address of its own."""
+def test_no_copy_is_kept_of_tensor_subclasses(case):
+    """DTensor and quantized tensors, for example, wrap others and have no address themselves."""
 
     class Other(torch.Tensor):
         pass
@@ -324,10 +324,10 @@ def test_tensors_of_other_kinds(case):
     layer, x = built(case).eval(), case.x()
     expected = reference(layer, x)
     layer.lora_B = nn.Parameter(layer.lora_B.detach().as_subclass(Other))
-    keeps_no_copy(layer, x, expected)
+    assert_computes_without_copy(layer, x, expected)
 
 
-def test_a_pass_that_computes_shapes_alone():
+def test_no_copy_is_kept_of_fake_tensors():
     layer, x = built(CASES["linear"]).eval(), CASES["linear"].x()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         assert layer(x).shape == (3, 5, 12)
@@ -348,7 +348,7 @@ def one_process(tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_fsdp_gives_tensors_for_each_call(one_process, version):
+def test_no_copy_is_kept_under_fsdp(one_process, version):
     model, x = nn.Sequential(built(CASES["linear"])).eval(), CASES["linear"].x()
     layer, other = model[0], copy.deepcopy(model[0])
     if version == 1:
@@ -368,24 +368,24 @@ def test_fsdp_gives_tensors_for_each_call(one_process, version):
 # ---- merge ----
 
 
-def test_merge_of_a_layer_gives_its_plain_counterpart(case):
+def test_merge_returns_the_plain_layer_with_the_merged_weight(case):
     layer, plain, x = built(case), case.plain(), case.x()
     before = bits(layer)
     state = torch.get_rng_state()
-    folded = lora.merge(layer.eval())
+    merged = lora.merge(layer.eval())
     assert torch.equal(torch.get_rng_state(), state)
-    assert type(folded) is type(plain)
-    assert repr(folded) == repr(plain)
-    assert folded.training is False
-    plain.load_state_dict(folded.state_dict(), strict=True)
+    assert type(merged) is type(plain)
+    assert repr(merged) == repr(plain)
+    assert merged.training is False
+    plain.load_state_dict(merged.state_dict(), strict=True)
     close(plain(x), reference(layer, x))
     assert torch.equal(bits(layer), before)
-    assert folded.weight.is_contiguous()
-    assert folded.weight.requires_grad is False
+    assert merged.weight.is_contiguous()
+    assert merged.weight.requires_grad is False
 
 
 @pytest.mark.parametrize("r", [0, 2])
-def test_merge_keeps_what_an_embedding_does_besides(r):
+def test_merge_keeps_an_embeddings_other_settings(r):
     settings = {"padding_idx": 1, "scale_grad_by_freq": True, "sparse": True}
     settings |= {} if r else {"max_norm": 2.0, "norm_type": 1.0}  # these change the weight
     merged = lora.merge(lora.Embedding(7, 5, r=r, **settings))
@@ -394,7 +394,7 @@ def test_merge_keeps_what_an_embedding_does_besides(r):
 
 def test_merge_of_rank_0_shares_the_weights(case):
     layer, x = case.make(r=0), case.x()
-    folded = lora.merge(layer)
-    assert type(folded) is type(case.plain())
-    same_as_plain(layer, layer(x), folded(x))
-    assert folded.weight.data_ptr() == base_of(layer).weight.data_ptr() or layer.fan_in_fan_out
+    merged = lora.merge(layer)
+    assert type(merged) is type(case.plain())
+    same_as_plain(layer, layer(x), merged(x))
+    assert merged.weight.data_ptr() == base_of(layer).weight.data_ptr() or layer.fan_in_fan_out

@@ -1,4 +1,4 @@
-"""Bits as integers."""
+"""Tests of viewing a tensor's bits as integers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype):
+def test_bits_share_memory_and_can_be_viewed_as_values_again(dtype):
     tensor = torch.rand(3, 4).mul(9).to(dtype).t()
     bits = bits_of(tensor)
     assert not bits.is_floating_point()
@@ -24,14 +24,14 @@ def test_there_and_back(dtype):
     assert torch.equal(back.double(), values.double())  # float8 has no `equal`
 
 
-def test_they_tell_what_values_do_not():
+def test_bits_distinguish_zeros_and_equate_nans():
     nan, zero = torch.tensor([float("nan"), 0.0]), torch.tensor([0.0, -0.0])
     assert torch.equal(bits_of(nan), bits_of(nan.clone()))
     assert zero[0] == zero[1]
     assert bits_of(zero)[0] != bits_of(zero)[1]
 
 
-def test_of_no_dtype_of_that_size():
+def test_there_is_no_integer_as_large_as_complex128():
     assert integer_of(torch.bfloat16) is torch.int16
     with pytest.raises(KeyError):
         integer_of(torch.complex128)

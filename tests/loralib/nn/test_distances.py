@@ -1,4 +1,4 @@
-"""Attention of packed rows to distances: against the formula, element by element."""
+"""Tests of attention with relative distances: against the formula, row by row."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ HEADS, DIM, LONGEST = 2, 4, 9
 LENGTHS = (6, 1, 9, 4)
 SCALE = 0.3
 SETTINGS = {"lengths": LENGTHS, "heads": HEADS, "scale": SCALE}
-# A score of three terms over 4 columns, a softmax and a mean of up to 9, a gradient over all rows.
+# Rounded sums: a score of three terms, a softmax and a mean over up to 9, a gradient over 20.
 TERMS = 3 * 4 + 9 + 9 + 20
 TERM_NAMES = [("c2p", "p2c"), ("c2p",), ("p2c",)]
 
@@ -29,7 +29,7 @@ def test_skew():
 
 
 def literal(query, key, value, keep=None, c2p=None, p2c=None, lengths=LENGTHS):
-    """Attention of every row; `keep` scales the probabilities, row by row and head by head."""
+    """The formula, row by row and head by head; `keep` scales the probabilities."""
     out = []
     longest = max(lengths)
     one_query = len(query) == len(lengths)
@@ -56,7 +56,7 @@ def literal(query, key, value, keep=None, c2p=None, p2c=None, lengths=LENGTHS):
 
 
 def draw(dtype, terms, one_query, lengths=LENGTHS):
-    """Query, key, value and the terms of distances, by name."""
+    """Random queries, keys, values and vectors of distances, by name."""
     generator = torch.Generator().manual_seed(0)
     tokens, distances = sum(lengths), 2 * max(lengths) - 1
     counts = {"query": len(lengths) if one_query else tokens, "key": tokens, "value": tokens}
@@ -68,7 +68,7 @@ def draw(dtype, terms, one_query, lengths=LENGTHS):
 
 
 def with_gradients(attend, tensors, weights):
-    """The output, and the gradients by name."""
+    """The output and the gradients, by name."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     out = attend(**leaves)
     (out * weights).sum().backward()
@@ -95,7 +95,7 @@ def test_output_and_gradients_are_the_formula(dtype, terms, one_query):
 
 
 @pytest.mark.parametrize("one_query", [False, True])
-def test_dropout_by_its_own_masks(drawn_masks, one_query):
+def test_dropout_is_the_formula_with_the_drawn_masks(drawn_masks, one_query):
     tensors = draw(torch.float32, ("c2p", "p2c"), one_query)
     weights = torch.randn(len(tensors["query"]), HEADS * DIM)
     ours = with_gradients(
@@ -111,7 +111,7 @@ def test_dropout_by_its_own_masks(drawn_masks, one_query):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("one_query", [False, True])
-def test_half_precision_is_the_formula_but_for_rounding(one_query, dtype):
+def test_half_precision_is_the_formula_up_to_rounding(one_query, dtype):
     tensors = draw(dtype, ("c2p", "p2c"), one_query)
     weights = torch.randn(len(tensors["query"]), HEADS * DIM).to(dtype)
     ours = with_gradients(
@@ -124,7 +124,7 @@ def test_half_precision_is_the_formula_but_for_rounding(one_query, dtype):
         assert_close_to_rounding(ours[name].double(), tensor, 8, dtype)
 
 
-# Of more than 64 tokens, whose distances are multiplied block by block.
+# Distances are multiplied in blocks of 64 tokens.
 LONG = (70, 5, 131, 33, 17)
 
 
@@ -143,15 +143,15 @@ def test_rows_of_several_blocks_are_the_formula(dtype, one_query):
         {name: tensor.double() for name, tensor in tensors.items()},
         weights.double(),
     )
-    # Scores, softmax and mean of 131 columns, and a gradient over all rows; rounded to half
-    # precision only in between.
+    # Sums: three terms of a score, softmax and mean over 131, a gradient over all tokens. In half
+    # precision, only intermediate results are rounded.
     terms = 3 * DIM + 2 * 131 + sum(LONG) if dtype == torch.float64 else 8
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name].double(), tensor, terms, dtype)
 
 
 class _ProductSizes(TorchDispatchMode):
-    """Notes the sizes of all batched products, without their batches'."""
+    """Records the matrix sizes of all batched products."""
 
     def __init__(self):
         super().__init__()
@@ -166,22 +166,22 @@ class _ProductSizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("one_query", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_in_half_precision_products_have_sizes_that_recur(dtype, one_query):
-    """oneDNN compiles a kernel for each."""
+def test_in_half_precision_all_sizes_of_products_are_multiples_of_16(dtype, one_query):
+    """oneDNN compiles a kernel for each size, so few sizes should occur."""
     heads, hidden = 2, 32
     queries, distances = len(LONG) if one_query else sum(LONG), 2 * max(LONG) - 1
     counts = (queries, sum(LONG), sum(LONG), distances, distances)
     leaves = [torch.randn(count, hidden).to(dtype).requires_grad_() for count in counts]
     query, key, value, c2p, p2c = leaves
-    with _ProductSizes() as noted:
+    with _ProductSizes() as recorded:
         out = attend_rows(query, key, value, LONG, heads, 0.1, c2p=c2p, p2c=p2c)
         out.sum().backward()
-    assert len(noted.sizes) > 3
-    recur = all(size % 16 == 0 for size in noted.sizes)
-    assert recur == (dtype != torch.float32)
+    assert len(recorded.sizes) > 3
+    are_multiples = all(size % 16 == 0 for size in recorded.sizes)
+    assert are_multiples == (dtype != torch.float32)
 
 
-def test_frozen_distances_have_no_gradient():
+def test_only_tensors_that_require_a_gradient_get_one():
     tensors = draw(torch.float32, ("c2p", "p2c"), one_query=False)
     tensors["key"].requires_grad_()
     tensors["p2c"].requires_grad_()
@@ -190,7 +190,7 @@ def test_frozen_distances_have_no_gradient():
     assert [name for name, tensor in tensors.items() if tensor.grad is not None] == ["key", "p2c"]
 
 
-def test_rows_may_be_shorter_than_the_distances_known():
+def test_rows_may_be_shorter_than_the_longest_distance():
     tensors = draw(torch.float32, ("c2p", "p2c"), one_query=False)
     known = {
         name: tensor[3:-3] if len(tensor) == 17 else tensor for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""The fast CPU dropout: its distribution, its gradient, and where PyTorch's own takes over."""
+"""Tests of the fast CPU dropout: its distribution and gradient, and when PyTorch's is used."""
 
 import math
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def kept_scale(p):
-    """What kept elements are multiplied by, p being rounded to a multiple of 2^-16."""
+    """The factor of kept elements, with p rounded to a multiple of 2^-16."""
     return 2**16 / (2**16 - round(p * 2**16))
 
 
@@ -33,13 +33,13 @@ def test_keeps_the_right_share_and_scales_it(p, dtype):
 
 @pytest.mark.parametrize("lane", range(4))
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_every_lane_of_a_draw_has_the_same_probability(lane, p):
+def test_every_lane_of_a_random_number_has_the_same_probability(lane, p):
     torch.manual_seed(1)
     mask = keep_mask((100_000, 4), p)[:, lane]
     assert stats.binomtest(int((mask != 0).sum()), len(mask), 1 - p).pvalue > 1e-3
 
 
-def test_lanes_and_neighbours_are_independent():
+def test_lanes_and_neighbors_are_independent():
     torch.manual_seed(2)
     kept = keep_mask((50_000, 4), 0.3).double()
     correlation = torch.corrcoef(torch.cat([kept[1:], kept[:-1]], dim=1).t())
@@ -81,7 +81,7 @@ def test_a_seed_and_a_generator_state_reproduce_it():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_passes_where_the_output_does(dtype):
-    # In half precision, some PyTorch's random numbers are 0 at times.
+    # Adding 1 avoids zeros, which random numbers in half precision may be in some PyTorch versions.
     x = torch.rand(40, 30).add_(1).to(dtype).requires_grad_()
     out = dropout(x, 0.4)
     weights = torch.randn_like(x)
@@ -99,11 +99,11 @@ def test_gradients_of_both_orders():
     assert torch.autograd.gradgradcheck(function, x)
 
 
-def test_strides_and_unfriendly_values():
+def test_dropped_infinities_in_a_transposed_tensor_are_zero():
     torch.manual_seed(6)
     x = torch.full((6, 50), torch.inf).t()
     out = dropout(x, 0.5)
-    assert set(out.unique().tolist()) == {0.0, torch.inf}  # what is dropped is 0, not NaN
+    assert set(out.unique().tolist()) == {0.0, torch.inf}  # 0, not 0 · inf = NaN
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.3, False), (1.0, False)])
@@ -114,7 +114,7 @@ def test_switched_off_it_returns_its_input(p, training):
 
 
 def test_everything_dropped():
-    # So many that one of 2^16 values, which keeps an element at any smaller p, would be met.
+    # Enough that the one of 2^16 values that keeps an element at any p < 1 would occur.
     x = torch.ones(2**20, requires_grad=True)
     out = dropout(x, 1.0)
     out.sum().backward()
@@ -137,7 +137,7 @@ def test_the_module_is_a_drop_in():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
-def test_a_probability_out_of_range_is_named(p):
+def test_the_error_names_a_probability_out_of_range(p):
     with pytest.raises(ValueError, match=f"between 0 and 1, but got {p}"):
         lora.Dropout(p)
     with pytest.raises(ValueError, match=f"between 0 and 1, but got {p}"):
@@ -145,7 +145,7 @@ def test_a_probability_out_of_range_is_named(p):
 
 
 @pytest.mark.slow
-def test_under_compile_pytorchs_own_is_used():
+def test_compiled_it_uses_pytorchs_own():
     compiled = torch.compile(lora.Dropout(0.5), backend="aot_eager", fullgraph=True)
     x = torch.ones(10_000, requires_grad=True)
     out = compiled(x)
@@ -154,11 +154,11 @@ def test_under_compile_pytorchs_own_is_used():
     assert torch.equal(x.grad, out.detach())
 
 
-def test_on_other_devices_pytorchs_own_is_used():
+def test_on_other_devices_it_uses_pytorchs_own():
     assert dropout(torch.ones(3, device="meta"), 0.5).shape == (3,)
 
 
-def test_plain_is_pytorchs_own(drawn_masks):
+def test_with_fast_paths_off_it_is_pytorchs_own(drawn_masks):
     torch.manual_seed(4)
     expected = nn.functional.dropout(torch.ones(1000), 0.3)
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""The switch that turns the fast paths off: by the environment, and within a block."""
+"""Tests of the switch that turns the fast paths off."""
 
 import importlib
 
@@ -19,7 +19,7 @@ from loralib.nn import fast_paths as module
 
 @pytest.fixture
 def with_variable(monkeypatch):
-    """Reads the module again, as a new process does, with LORALIB_PLAIN set to a text."""
+    """Imports the module again, as in a new process, with LORALIB_PLAIN set to a text."""
 
     def read(text):
         monkeypatch.setenv("LORALIB_PLAIN", text)
@@ -30,23 +30,25 @@ def with_variable(monkeypatch):
     importlib.reload(module)
 
 
-@pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
-def test_the_environment_turns_it_on(with_variable, text, on):
-    assert with_variable(text).are_fast_paths_off() == on
+@pytest.mark.parametrize(
+    ("text", "is_off"), [("1", True), ("yes", True), ("0", False), ("", False)]
+)
+def test_the_environment_turns_fast_paths_off(with_variable, text, is_off):
+    assert with_variable(text).are_fast_paths_off() == is_off
 
 
-def test_a_block_turns_it_on_and_off_again():
+def test_a_block_turns_fast_paths_off_or_on_until_it_ends():
     before = module.are_fast_paths_off()
-    for on in (True, False):
-        with module.fast_paths_off(on):
-            assert module.are_fast_paths_off() == on
-            with module.fast_paths_off(not on):
-                assert module.are_fast_paths_off() != on
-            assert module.are_fast_paths_off() == on
+    for is_off in (True, False):
+        with module.fast_paths_off(is_off):
+            assert module.are_fast_paths_off() == is_off
+            with module.fast_paths_off(not is_off):
+                assert module.are_fast_paths_off() != is_off
+            assert module.are_fast_paths_off() == is_off
         assert module.are_fast_paths_off() == before
 
 
-def test_an_error_in_a_block_ends_it():
+def test_an_error_in_a_block_restores_the_switch():
     before = module.are_fast_paths_off()
     with pytest.raises(ZeroDivisionError), module.fast_paths_off(not before):
         raise ZeroDivisionError
@@ -54,13 +56,13 @@ def test_an_error_in_a_block_ends_it():
 
 
 class FlopCounterMode(TorchDispatchMode):
-    """One of those whose name says that they count public operations."""
+    """Recognized by its name as a mode that counts public operations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_it_is_on_within_modes_that_know_public_operations_alone():
+def test_fast_paths_are_off_inside_operation_counters():
     class AnyMode(FlopCounterMode):
         pass
 
@@ -73,7 +75,7 @@ def test_it_is_on_within_modes_that_know_public_operations_alone():
 
 
 @pytest.mark.parametrize("rows", [64, 2048])
-def test_what_a_layer_computes_is_counted(rows):
+def test_an_operation_counter_counts_all_of_a_layers_products(rows):
     layer, x = lora.Linear(768, 768, r=8), torch.randn(rows, 768)
     with flop_counter.FlopCounterMode(display=False) as counted:
         layer(x)
@@ -83,14 +85,14 @@ def test_what_a_layer_computes_is_counted(rows):
 OPERATIONS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
 
-def keep_products(context, operation, *args, **kwargs):
-    keep = operation in OPERATIONS
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def save_products(context, operation, *args, **kwargs):
+    is_saved = operation in OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("kind", ["linear", "dora", "slices", "embedding", "attention"])
-def test_selective_checkpointing(kind):
-    """It keeps what products return, which nothing may then be added to in place."""
+def test_selective_checkpointing_gives_the_same_gradients(kind):
+    """It saves the results of products, so nothing may be added to them in place."""
     torch.manual_seed(0)
     x, variant = torch.randn(5, 3, 8, requires_grad=True), "dora" if kind == "dora" else "lora"
     model = nn.Sequential(nn.Linear(8, 12))
@@ -108,7 +110,7 @@ def test_selective_checkpointing(kind):
     out = checkpoint(
         *(model, x),
         use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(keep_products),
+        context_fn=lambda: create_selective_checkpoint_contexts(save_products),
     )
     found = torch.autograd.grad(out.square().sum(), trained.values())
     for ours, theirs in zip(found, expected, strict=True):

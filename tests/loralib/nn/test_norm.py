@@ -1,4 +1,4 @@
-"""Layer normalization in half precision: the same bits in autocast and out of it."""
+"""Tests of layer normalization in half precision: bit-exact inside and outside of autocast."""
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ def norm(request):
     norm = LayerNorm(8)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    norm.weight.data = norm.weight.data.to(request.param)  # the bias is trained
+    norm.weight.data = norm.weight.data.to(
+        request.param
+    )  # the bias stays in float32, as if trained
     return norm
 
 
-def test_it_stays_in_its_weight_s_precision(norm):
+def test_it_computes_in_its_weights_precision(norm):
     x = torch.randn(3, 8)
     dtype = norm.weight.dtype
     expected = F.layer_norm(x.to(dtype), (8,), norm.weight, norm.bias.to(dtype), norm.eps)
@@ -29,15 +31,15 @@ def test_it_stays_in_its_weight_s_precision(norm):
         assert torch.equal(norm(x), expected)
 
 
-def test_autocast_is_left_only_where_it_is_on(norm, monkeypatch):
+def test_autocast_is_turned_off_only_where_it_is_on(norm, monkeypatch):
     entered = []
     autocast = torch.autocast
 
-    def note(*args, **settings):
+    def record(*args, **settings):
         entered.append((args, settings))
         return autocast(*args, **settings)
 
-    monkeypatch.setattr(torch, "autocast", note)
+    monkeypatch.setattr(torch, "autocast", record)
     norm(torch.randn(3, 8))
     assert entered == []
     with autocast("cpu", dtype=norm.weight.dtype):

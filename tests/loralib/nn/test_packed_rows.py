@@ -1,4 +1,4 @@
-"""`PackedRows`: what it says of a mask, and that it travels with its batch."""
+"""Tests of `PackedRows`: what it derives from a mask, and that it can be moved with its batch."""
 
 from multiprocessing.reduction import ForkingPickler
 
@@ -24,7 +24,7 @@ def assert_same_rows(ours, theirs):
             assert torch.equal(one, other), name
 
 
-# ---- what it says ----
+# ---- rows of a mask ----
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
@@ -59,7 +59,7 @@ def test_rows_of_lengths_are_those_of_their_mask(length):
         (torch.ones(3, 2, 2), r"must be \(batch, length\), not \(3, 2, 2\)"),
     ],
 )
-def test_masks_that_no_model_takes(mask, message):
+def test_masks_with_other_than_two_dimensions_are_refused(mask, message):
     with pytest.raises(ValueError, match=message):
         PackedRows(mask)
 
@@ -82,22 +82,22 @@ def test_rows_whose_first_position_is_padding():
     assert PackedRows(torch.zeros(2, 3)).lengths == [0, 0]
 
 
-def test_targets_are_counted_among_the_packed_tokens():
+def test_targets_are_numbers_of_packed_tokens():
     rows = PackedRows(HOLES)
     is_target = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
-    told = rows.with_targets(is_target)
-    assert told.targets.tolist() == [1, 4, 6, 8]
-    assert rows.pack(is_target)[told.targets].all()
+    with_targets = rows.with_targets(is_target)
+    assert with_targets.targets.tolist() == [1, 4, 6, 8]
+    assert rows.pack(is_target)[with_targets.targets].all()
     assert rows.with_targets(torch.zeros(3, 5)).targets.tolist() == []
     assert rows.targets is None
     with pytest.raises(ValueError, match=r"attention_mask is \(3, 5\), the batch is \(3, 4\)"):
         rows.with_targets(is_target[:, :4])
 
 
-# ---- on its way ----
+# ---- moving ----
 
 
-def test_on_another_device_only_tensors_move():
+def test_only_tensors_move_to_another_device():
     rows = PackedRows(HOLES).with_targets(HOLES)
     moved = rows.to("meta", non_blocking=True)
     for name in (*TENSORS, "targets"):
@@ -110,17 +110,17 @@ def test_on_another_device_only_tensors_move():
     assert moved.pad(moved.pack(x)).shape == (3, 5, 4)
 
 
-def test_it_moves_without_targets_as_well():
+def test_rows_without_targets_can_be_moved_too():
     assert PackedRows(HOLES).to("meta").targets is None
 
 
-def test_between_processes():
+def test_rows_can_be_sent_to_another_process():
     rows = PackedRows(HOLES).with_targets(HOLES)
     assert_same_rows(ForkingPickler.loads(ForkingPickler.dumps(rows)), rows)
 
 
 @pytest.mark.gpu
-def test_pinned_and_on_a_gpu():
+def test_rows_can_be_pinned_and_moved_to_a_gpu():
     rows = PackedRows(HOLES).with_targets(HOLES)
     pinned = rows.pin_memory()
     assert all(getattr(pinned, name).is_pinned() for name in (*TENSORS, "targets"))
@@ -132,18 +132,18 @@ def test_pinned_and_on_a_gpu():
 
 
 @pytest.mark.parametrize("part", [slice(0, 2), slice(2, 3), slice(1, 3), slice(0, 3)])
-def test_a_part_is_as_those_rows_alone(part):
+def test_a_part_equals_those_rows_alone(part):
     rows = PackedRows(HOLES).with_targets(HOLES)
     assert_same_rows(rows.part(part), PackedRows(HOLES[part]))
 
 
 @pytest.mark.parametrize("more", [0, 3])
-def test_widened_is_as_the_rows_of_a_wider_mask(more):
+def test_widened_rows_equal_those_of_a_wider_mask(more):
     wider = torch.nn.functional.pad(HOLES, (0, more))
     assert_same_rows(PackedRows(HOLES).widened(5 + more), PackedRows(wider))
 
 
-def test_twice_is_as_the_rows_and_the_rows_again():
+def test_twice_equals_the_rows_of_the_repeated_mask():
     both, is_target = torch.cat([HOLES, HOLES]), HOLES.flip(1)
     assert_same_rows(PackedRows(HOLES).twice(), PackedRows(both))
     twice = PackedRows(HOLES).with_targets(is_target).twice()

@@ -1,4 +1,4 @@
-"""Attention within packed rows, by either path, against the formula: whole, causal, in half."""
+"""Tests of attention within packed rows: each path against the formula."""
 
 import importlib
 
@@ -16,12 +16,12 @@ from loralib.nn.row_groups import group_rows
 
 
 def trained(query, key, value, rows, heads, dropout_p, causal=False):
-    """What training on a CPU takes."""
+    """The path of training on a CPU."""
     return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
 
 
 def trained_alone(*given):
-    """The same, each row by itself."""
+    """The same path, with each row in a group of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("loralib.nn.row_groups._LARGEST", 1)
         group_rows.cache_clear()
@@ -33,7 +33,7 @@ def trained_alone(*given):
 PATHS = (attend, trained, trained_alone, _attend_one_by_one, _attend_padded)
 HEADS = 2
 HALVES = [torch.bfloat16, torch.float16]
-# A score of 4 columns, and the softmax and the mean of up to 10 values.
+# Rounded sums: a score over 4 columns, then a softmax and a mean over up to 10 values.
 TERMS = 4 + 10 + 10
 
 
@@ -49,8 +49,8 @@ def plain_attention(q, k, v, keep=None, causal=False):
         part = slice(head * width, (head + 1) * width)
         scores = q[:, part] @ k[:, part].T / width**0.5
         if causal:
-            behind = torch.arange(len(k)) > torch.arange(len(q))[:, None]
-            scores = scores.masked_fill(behind, float("-inf"))
+            later = torch.arange(len(k)) > torch.arange(len(q))[:, None]
+            scores = scores.masked_fill(later, float("-inf"))
         weights = scores.softmax(dim=1)
         out.append((weights if keep is None else weights * keep[head]) @ v[:, part])
     return torch.cat(out, dim=1)
@@ -93,14 +93,14 @@ def test_pack_and_pad(qkv):
     assert not padded[2, [2, 4]].any()
 
 
-def test_padding_is_no_part_of_a_gradient(qkv):
+def test_padding_gets_no_gradient(qkv):
     rows, q, _, _ = qkv
     x = torch.randn(3, 5, 8, requires_grad=True)
     (rows.pack(x) * q).sum().backward()
     assert torch.equal(x.grad, rows.pad(q))
 
 
-def test_padding_has_the_gradients_of_the_tokens(qkv):
+def test_pad_has_gradients_of_both_orders(qkv):
     rows, q, _, _ = qkv
     x = q[:, :2].double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rows.pad(x.sin(), fill=3.0), x)
@@ -116,7 +116,9 @@ def test_padding_has_the_gradients_of_the_tokens(qkv):
         ([30], 512, "_attend_one_by_one"),
     ],
 )
-def test_much_padding_is_not_computed(monkeypatch, lengths, columns, path):
+def test_rows_are_computed_one_by_one_if_padding_would_cost_more(
+    monkeypatch, lengths, columns, path
+):
     called = []
     packing = importlib.import_module("loralib.nn.packing")
     for name in ("_attend_one_by_one", "_attend_padded"):
@@ -128,8 +130,8 @@ def test_much_padding_is_not_computed(monkeypatch, lengths, columns, path):
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_recorded_takes_rows_in_groups(monkeypatch, dtype, recorded):
-    """Else PyTorch's attention keeps scores in float32, and none of long rows."""
+def test_recorded_attention_computes_rows_in_groups(monkeypatch, dtype, recorded):
+    """Otherwise PyTorch's is used, with scores in float32, but never all of long rows."""
     called = []
     monkeypatch.setattr("loralib.nn.packing.attend_rows", lambda *_: called.append("groups"))
     monkeypatch.setattr("loralib.nn.packing._attention", lambda q, *_: called.append("SDPA") or q)
@@ -138,11 +140,11 @@ def test_what_is_recorded_takes_rows_in_groups(monkeypatch, dtype, recorded):
     assert {*called} == {"groups" if recorded else "SDPA"}
 
 
-# ---- every token looks at its whole row ----
+# ---- every token attends to its whole row ----
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_float64_is_exact(qkv, path):
+def test_in_float64_it_is_the_formula(qkv, path):
     rows, *tensors = qkv
     leaves = [t.double().requires_grad_() for t in tensors]
     ours = path(*leaves, rows, HEADS, 0.0)
@@ -168,8 +170,8 @@ def test_rows_of_one_token(path, causal):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("one_query", [False, True])
-def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query, dtype):
-    """Output and gradients."""
+def test_dropout_is_the_formula_with_the_drawn_masks(drawn_masks, qkv, one_query, dtype):
+    """The output and the gradients."""
     rows, *tensors = qkv
     tensors = [t.to(dtype) for t in tensors]
     found = []
@@ -195,7 +197,7 @@ def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query, dtype):
     expected = torch.cat([plain_attention(*part) for part in parts])
     (expected * weights).sum().backward()
     found.append([expected, *(leaf.grad for leaf in leaves)])
-    # In half precision sums are made in float32; what is held in between is rounded to half.
+    # In half precision, sums are computed in float32; intermediate results are rounded to half.
     terms = 3 * TERMS if dtype is torch.float32 else 4
     for own, reference in zip(*found, strict=True):
         close(own.double(), reference, terms, dtype)
@@ -243,7 +245,7 @@ def test_causal_attention_is_the_formula(ragged, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_causal_token_does_not_see_what_follows(ragged, path):
+def test_causal_tokens_do_not_attend_to_later_ones(ragged, path):
     rows, q, k, v = ragged
     before = path(q, k, v, rows, HEADS, 0.0, True)
     # The sixth token of the third row, and the last one of the first.
@@ -265,7 +267,7 @@ def test_a_causal_token_does_not_see_what_follows(ragged, path):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("path", [trained, trained_alone, _attend_one_by_one, _attend_padded])
-def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dtype):
+def test_half_precision_is_the_formula_up_to_rounding(ragged, path, causal, dtype):
     rows, *tensors = ragged
     halves = [t.to(dtype) for t in tensors]
     weights = torch.randn(20, 8).to(dtype)
@@ -276,7 +278,7 @@ def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dt
     exact = [t.double().requires_grad_() for t in halves]
     expected = plain_rows(*exact, rows, causal=causal)
     (expected * weights).sum().backward()
-    # Sums are made in float32, and what is held in between is rounded to half.
+    # Sums are computed in float32; intermediate results are rounded to half.
     close(out.double(), expected, 1, dtype)
     for leaf, reference in zip(ours, exact, strict=True):
         close(leaf.grad.double(), reference.grad, 4, dtype)
@@ -285,7 +287,7 @@ def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dt
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the sizes of the matrices that are multiplied."""
+    """Records the sizes of the matrices that are multiplied."""
 
     def __init__(self):
         super().__init__()
@@ -299,7 +301,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
-    lengths = [290, 110, 201, 390]  # each alone
+    lengths = [290, 110, 201, 390]  # too different to share a group
     q, k, v = torch.randn(3, sum(lengths), 8).to(dtype).requires_grad_().unbind()
     with Sizes() as sizes:
         attend_rows(q, k, v, lengths, HEADS, 0.1).sum().backward()
@@ -321,7 +323,7 @@ def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
         (True, 0.1, True, True),
     ],
 )
-def test_pytorchs_own_attention_predicts_and_is_plain(
+def test_pytorchs_own_attention_is_used_for_inference_and_with_fast_paths_off(
     monkeypatch, ragged, is_trained, dropout_p, is_off, fused
 ):
     rows, *tensors = ragged
@@ -339,7 +341,7 @@ def test_pytorchs_own_attention_predicts_and_is_plain(
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 200, 3)], ids=["padded", "one by one"])
 @pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
 def test_probabilities_are_dropped_on_every_path(lengths, is_off):
-    """Of equal values, a query gets one where all probabilities are kept."""
+    """If all values are 1 and no probability is dropped, every output is 1."""
     rows, value = PackedRows.from_lengths(lengths), torch.ones(sum(lengths), 4)
     with fast_paths_off(is_off):
         kept, dropped = (attend(value, value, value, rows, 2, p) for p in (0.0, 0.5))

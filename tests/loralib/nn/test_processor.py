@@ -1,4 +1,4 @@
-"""What is known of processors: by what Linux says of them, and PyTorch."""
+"""Tests of what is known about the processor, from Linux and PyTorch."""
 
 from types import SimpleNamespace
 
@@ -17,12 +17,12 @@ from loralib.nn import processor, products
         (True, "flags: avx2 avx_ne_convert", True),
         (True, "Features: asimd bf16", True),
         (False, "Features: asimd", False),
-        (True, "", True),  # no Linux
+        (True, "", True),  # not on Linux
         (None, "flags: avx2", False),  # a PyTorch without oneDNN
         (None, "flags: avx512_bf16", True),
     ],
 )
-def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected):
+def test_bfloat16_needs_instructions_that_pytorch_uses(monkeypatch, supported, flags, expected):
     core = "\t: ".join(flags.split(": ")) + "\n\n"
     monkeypatch.setattr(processor.Path, "read_text", lambda *_, **__: core)
     operators = {} if supported is None else {"_is_mkldnn_bf16_supported": lambda: supported}
@@ -31,7 +31,7 @@ def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected)
 
 
 @pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
-def test_machines_differ_by_their_instructions(monkeypatch, name):
+def test_a_machines_name_depends_on_instructions_that_matter(monkeypatch, name):
     flags = ["fpu", "avx512f", "amx_bf16", "avx512_bf16"]
 
     def machine_with(flags: list[str]) -> str:

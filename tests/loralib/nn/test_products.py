@@ -1,4 +1,4 @@
-"""Products of large matrices: the same numbers whoever computes them, and gradients where asked."""
+"""Tests of products of large matrices: every method is right, and which one is chosen."""
 
 import collections
 import gc
@@ -18,7 +18,7 @@ from loralib.nn import processor, products
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.linear_methods import METHODS, METHODS_OF_BATCHES, _packed_copies, in_float32
 
-# A product of the first is left to F.linear; the second is large.
+# The first is too small for a choice of methods, the second is large enough.
 SIZES = [(5, 16, 24), (320, 1024, 832)]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -35,7 +35,7 @@ def make(size, dtype, with_bias):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @torch.no_grad()
-def test_it_is_the_product_to_rounding(size, dtype, with_bias, transposed):
+def test_it_is_the_product_up_to_rounding(size, dtype, with_bias, transposed):
     x, weight, bias = make(size, dtype, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
     out = products.product(x, given, bias)
@@ -46,15 +46,15 @@ def test_it_is_the_product_to_rounding(size, dtype, with_bias, transposed):
 
 
 @torch.no_grad()
-def test_inputs_that_are_not_contiguous():
+def test_inputs_need_not_be_contiguous():
     x, weight, bias = make(SIZES[1], torch.float32, with_bias=True)
     wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
     torch.testing.assert_close(products.product(wide, weight, bias), F.linear(x, weight, bias))
-    row = x[:1].expand(len(x), -1)  # as the gradient of a sum is
+    row = x[:1].expand(len(x), -1)  # like the gradient of a sum
     torch.testing.assert_close(products.product(row, weight, bias), F.linear(row, weight, bias))
 
 
-def test_gradients_are_recorded_where_they_are_on():
+def test_a_product_has_gradients():
     x, weight, bias = (tensor.requires_grad_() for tensor in make(SIZES[1], torch.float32, True))
     leaves, grad = (x, weight, bias), torch.randn(len(x), len(weight))
     found = torch.autograd.grad(products.product(x, weight, bias), leaves, grad)
@@ -70,8 +70,8 @@ SETTINGS = [(with_bias, transposed) for with_bias in (False, True) for transpose
 
 
 @pytest.fixture(params=["in batches", "no instructions"])
-def wide_batches(request, monkeypatch):
-    """Batches of bfloat16 are multiplied in float32: it was faster, or there is no other method."""
+def batches_in_float32(request, monkeypatch):
+    """Batches in bfloat16 are multiplied in float32: it was faster, or is the only method."""
     if request.param == "in batches":
         monkeypatch.setattr(products, "_chosen", {products._BATCHES: "float32"})
     else:
@@ -79,7 +79,7 @@ def wide_batches(request, monkeypatch):
 
 
 def assert_rounded_once(found, exact, terms):
-    """bfloat16's nearest numbers to what float32 may make of the exact ones."""
+    """Checks that results are what float32 computes, rounded to bfloat16 once."""
     assert found.dtype is torch.bfloat16
     half_an_ulp = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
     assert ((found.double() - exact).abs() <= half_an_ulp + rounding(exact, terms)).all()
@@ -88,8 +88,8 @@ def assert_rounded_once(found, exact, terms):
 @pytest.mark.parametrize("converted", [1, 1024 * 100, 2**22])
 @pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
 @torch.no_grad()
-def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, monkeypatch):
-    """However many parts the weight is converted in; also where autocast would narrow it."""
+def test_a_product_in_float32_is_rounded_once(with_bias, transposed, converted, monkeypatch):
+    """In however many parts the weight is converted, and under autocast too."""
     monkeypatch.setattr("loralib.nn.linear_methods._CONVERTED", converted)
     x, weight, bias = make(SIZES[1], torch.bfloat16, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
@@ -100,8 +100,8 @@ def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, 
 
 
 @pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
-def test_without_instructions_no_product_is_in_bfloat16(with_bias, transposed, monkeypatch):
-    """Frozen or trained, large or small, with gradients or without."""
+def test_without_instructions_for_it_no_product_is_in_bfloat16(with_bias, transposed, monkeypatch):
+    """Neither large nor small products, with frozen or trained weights."""
     for large in (True, False):
         choose_processor(monkeypatch, has_bfloat16=False, large=large)
         for is_frozen in (True, False):
@@ -121,7 +121,7 @@ def test_without_instructions_no_product_is_in_bfloat16(with_bias, transposed, m
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_batches_in_float32(wide_batches, autocast):
+def test_batches_are_multiplied_in_float32_and_rounded_once(batches_in_float32, autocast):
     a, b = torch.randn(6, 20, 30).bfloat16(), torch.randn(6, 30, 10).bfloat16()
     exact = 0.3 * (a.double() @ b.double())
     leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
@@ -140,7 +140,7 @@ def test_batches_in_float32(wide_batches, autocast):
         assert_close_to_rounding(grad.double(), expected, 30, torch.bfloat16)
 
 
-def test_a_product_is_added_in_float32(monkeypatch):
+def test_add_product_computes_in_float32(monkeypatch):
     choose_processor(monkeypatch, has_bfloat16=False, large=False)
     out, a, b = (torch.randn(size).bfloat16() for size in ((20, 10), (20, 4), (4, 10)))
     exact = out.double() + 0.3 * (a.double() @ b.double())
@@ -163,7 +163,9 @@ def test_a_product_is_added_in_float32(monkeypatch):
         ("AuthenticAMD", torch.bfloat16, False, "plain"),
     ],
 )
-def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bias, expected):
+def test_the_usual_method_depends_on_vendor_dtype_and_instructions(
+    monkeypatch, vendor, dtype, with_bias, expected
+):
     monkeypatch.setattr(processor, "_cpuinfo", lambda: {"vendor_id": vendor})
     monkeypatch.setattr(processor, "is_intel", processor.is_intel.__wrapped__)
     for name in ("has_avx512", "has_bfloat16"):
@@ -194,8 +196,8 @@ def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_
     }
 
 
-def test_without_instructions_nothing_is_measured(monkeypatch, no_choices):
-    """Other methods may take a hundred times as long."""
+def test_without_instructions_float32_is_chosen_without_measuring(monkeypatch, no_choices):
+    """Measuring the other methods could take a hundred times as long."""
     choose_processor(monkeypatch, has_bfloat16=False, large=True)
     monkeypatch.setattr(products, "_seconds", None)
     methods = products.measure([products.FrozenWeight(torch.randn(832, 1024))], torch.bfloat16, {})
@@ -214,13 +216,13 @@ LAYERS = {
 
 @pytest.fixture
 def no_choices(monkeypatch):
-    """Nothing is chosen yet."""
+    """No method is chosen yet."""
     monkeypatch.setattr(products, "_chosen", {})
 
 
 @pytest.fixture(params=list(METHODS))
-def one_way(request, monkeypatch, no_choices):
-    """Every large product is computed in this method."""
+def one_method(request, monkeypatch, no_choices):
+    """Every large product is computed by this method."""
     if request.param in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", lambda *_: request.param)
@@ -228,7 +230,7 @@ def one_way(request, monkeypatch, no_choices):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_way_has_the_plain_results_and_gradients(one_way, layer):
+def test_every_method_has_the_plain_results_and_gradients(one_method, layer):
     layer, found = LAYERS[layer](), []
     layer.weight.requires_grad = False
     x, weights = torch.randn(320, 1024), torch.randn(320, 832)
@@ -248,17 +250,17 @@ def test_every_way_has_the_plain_results_and_gradients(one_way, layer):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_a_frozen_product_is_given_is_not_kept_for_its_backward_pass(bias):
-    """A trained bias needs none of it; a trained weight does."""
-    kept = []
+def test_only_a_trained_weight_saves_the_input_for_the_backward_pass(bias):
+    """A trained bias does not need it."""
+    saved = []
     for is_frozen in (True, False):
         layer = products.Linear(1024, 832, bias=bias)
         layer.weight.requires_grad = not is_frozen
         x = torch.randn(320, 1024, requires_grad=True)
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             out = layer(x)
-        assert (x.data_ptr() in [t.data_ptr() for t in kept]) == (not is_frozen)
+        assert (x.data_ptr() in [t.data_ptr() for t in saved]) == (not is_frozen)
         out.sum().backward()
         assert x.grad.any()
 
@@ -271,7 +273,7 @@ def test_a_trained_weight_gets_its_gradient():
 
 @pytest.fixture
 def onednn_is_faster(monkeypatch, no_choices):
-    """As on AMD's processors: in float32, trained weights are multiplied by oneDNN as well."""
+    """As on AMD's processors: oneDNN multiplies in float32 with trained weights too."""
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
@@ -313,8 +315,8 @@ def test_onednn_multiplies_with_trained_weights_where_it_is_faster(
         assert_close_to_rounding(ours.double(), theirs, terms)
 
 
-def test_what_else_f_linear_takes(onednn_is_faster):
-    """Without inputs or rows, with biases of other shapes, one output, tangents, sparse inputs."""
+def test_arguments_that_onednn_cannot_take_give_f_linears_results(onednn_is_faster):
+    """No rows or no inputs, biases of other shapes, one output, sparse inputs, tangents."""
     x, weight, bias = (t.requires_grad_() for t in make(SIZES[1], torch.float32, True))
     given = [
         (x[:0], weight, bias),
@@ -327,15 +329,15 @@ def test_what_else_f_linear_takes(onednn_is_faster):
     for case in given:
         torch.testing.assert_close(products.linear(*case), F.linear(*case))
     with forward_ad.dual_level():
-        moved = forward_ad.make_dual(bias.detach(), torch.ones_like(bias))
-        tangent = forward_ad.unpack_dual(products.linear(x, weight, moved)).tangent
+        dual = forward_ad.make_dual(bias.detach(), torch.ones_like(bias))
+        tangent = forward_ad.unpack_dual(products.linear(x, weight, dual)).tangent
     assert torch.equal(tangent, torch.ones(len(x), len(weight)))
     with pytest.raises(RuntimeError, match="dtype"):
         products.linear(x, weight, bias.double())
 
 
-def test_onednn_is_not_asked_where_gradients_are_odd(onednn_is_faster):
-    """Few rows, the gradient of a sum (one row, repeated), and gradients of gradients."""
+def test_unusual_gradients_are_right(onednn_is_faster):
+    """Of few rows, of a sum (one row, repeated), and of gradients."""
     layer = products.Linear(1024, 832)
     for rows in (5, 320):
         x = torch.randn(rows, 1024)
@@ -350,7 +352,7 @@ def test_onednn_is_not_asked_where_gradients_are_odd(onednn_is_faster):
 
 
 def packed_where_possible(x, weight, bias):
-    """Some processors have oneDNN's linear layer in float32 alone."""
+    """Chooses the method; some processors have oneDNN's linear layer in float32 only."""
     return "packed" if processor.has_onednn(x.dtype) else "plain"
 
 
@@ -392,7 +394,7 @@ def test_a_packed_copy_follows_an_optimizer(packing, make_layer, dtype, fused):
 
 
 @torch.no_grad()
-def test_every_slice_of_a_weight_has_a_copy_of_its_own(packing):
+def test_every_slice_of_a_weight_has_its_own_packed_copy(packing):
     weight, x = (
         nn.Parameter(torch.randn(3 * 832, 1024), requires_grad=False),
         torch.randn(320, 1024),
@@ -402,13 +404,13 @@ def test_every_slice_of_a_weight_has_a_copy_of_its_own(packing):
 
 
 @torch.no_grad()
-def test_a_packed_copy_is_of_one_dtype(packing):
+def test_a_packed_copy_is_not_used_for_another_dtype(packing):
     if not processor.has_onednn(torch.bfloat16):
         pytest.skip("PyTorch has no oneDNN for bfloat16 on this processor")
     layer, x = products.Linear(1024, 832, bias=False).requires_grad_(False), torch.randn(320, 1024)
     memory = layer.weight.data.flatten()
     layer(x)
-    # Another dtype's numbers in the same place, as a cast there and back may leave them.
+    # Numbers of another dtype at the same address, as the allocator may put them.
     memory = memory.view(torch.bfloat16)[: memory.numel()]
     layer.weight.data = memory.copy_(torch.randn(832 * 1024)).view(832, 1024)
     x = x.bfloat16()
@@ -416,20 +418,20 @@ def test_a_packed_copy_is_of_one_dtype(packing):
 
 
 @torch.no_grad()
-def test_the_place_of_a_packed_weight_is_not_given_away(packing):
+def test_memory_of_a_packed_weight_is_not_reused_while_its_copy_exists(packing):
     layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
     layer(x)
-    place = weakref.ref(layer.weight.untyped_storage())
+    storage = weakref.ref(layer.weight.untyped_storage())
     layer.weight.data = torch.randn(832, 1024)
     gc.collect()
-    assert place() is not None
-    layer(x)  # with a new copy
+    assert storage() is not None
+    layer(x)  # makes a new copy
     gc.collect()
-    assert place() is None
+    assert storage() is None
 
 
 @torch.no_grad()
-def test_copies_of_replaced_weights_go_when_others_are_made(packing):
+def test_copies_of_replaced_weights_are_dropped_when_others_are_made(packing):
     x = torch.randn(320, 1024)
     first, second = (products.Linear(1024, 832).requires_grad_(False) for _ in range(2))
     first(x)
@@ -439,7 +441,7 @@ def test_copies_of_replaced_weights_go_when_others_are_made(packing):
     assert second.weight in _packed_copies
 
 
-def test_a_copy_goes_with_its_weight(packing):
+def test_a_packed_copy_is_dropped_with_its_weight(packing):
     layer = products.Linear(1024, 832).requires_grad_(False)
     layer(torch.randn(320, 1024))
     before = len(_packed_copies)
@@ -458,19 +460,19 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     layer = products.Linear(1024, 832).requires_grad_(False)
     weights = [products.FrozenWeight(layer.weight, layer.bias)]
     methods = products.measure(weights, torch.float32, {})
-    # Not "packed": it is not so much faster that it repays the memory.
+    # Not "packed": it is not faster by enough for its memory.
     expected = {
         "float32 1024 -> 832 + bias": "blocks",
         "float32 832 -> 1024 transposed": "blocks",
     }
     assert methods == expected
     times["packed"] = 0.1
-    assert products.measure(weights, torch.float32, methods) == expected, "what is known stays"
+    assert products.measure(weights, torch.float32, methods) == expected, "choices are kept"
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.8, "onednn"), (0.6, "packed")])
-def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, share, expected):
-    # Nothing is multiplied, so that it is chosen where PyTorch is built without oneDNN as well.
+def test_a_packed_copy_for_few_rows_has_to_save_more_time(monkeypatch, no_choices, share, expected):
+    # Nothing is multiplied here, so PyTorch need not be built with oneDNN.
     monkeypatch.setattr(processor, "has_onednn", lambda dtype: True)
     shares = {"plain": 1.0, "onednn": 0.67, "blocks": 1.0, "packed": 0.67 * share}
     monkeypatch.setattr(
@@ -480,17 +482,17 @@ def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, s
     for_some = products.FrozenWeight(weight, rows_at_once=lambda dtype: 256)
     found = products.measure([for_some], torch.float32, {}, backward=False)
     assert found == {"float32 1024 -> 832, few rows": expected}
-    # However many rows others have: a search and training share what was measured.
+    # Independent of the other weights' rows, so that beam search and training share measurements.
     assert products.measure([for_some], torch.float32, {}, rows=256, backward=False) == found
 
 
-def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
-    asked = []
-    monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
+def test_products_of_few_rows_have_their_own_choice(monkeypatch, no_choices):
+    measured = []
+    monkeypatch.setattr(products, "_fastest", lambda x, *_: measured.append(len(x)) or "blocks")
     weight = products.FrozenWeight(torch.randn(832, 1024))
     weights = [weight, weight._replace(rows_at_once=lambda dtype: 400 // dtype.itemsize)]
     methods = products.measure(weights, torch.float32, {}, backward=False)
-    assert asked == [products.MANY_ROWS, 100]
+    assert measured == [products.MANY_ROWS, 100]
     few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"
     assert methods == {few: "blocks", many: "blocks"}
     assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
@@ -503,7 +505,7 @@ def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     assert used == [100, 320]
 
 
-def test_a_model_takes_over_these_products():
+def test_use_products_replaces_linear_layers_and_keeps_their_parameters():
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 5),
         torch.nn.Sequential(torch.nn.Linear(5, 3, bias=False), torch.nn.ReLU()),
@@ -517,20 +519,20 @@ def test_a_model_takes_over_these_products():
     assert torch.equal(model(x), expected)
 
 
-def test_a_weight_that_could_be_trained_is_frozen_where_gradients_are_off(one_way):
+def test_trained_weights_use_the_methods_where_gradients_are_off(one_method):
     layer, x = products.Linear(1024, 832), torch.randn(320, 1024)
     with torch.inference_mode():
         assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
 
 
-def test_small_products_and_plain_runs_are_not_measured():
+def test_small_products_are_not_measured_nor_any_with_fast_paths_off():
     small, large = (products.FrozenWeight(torch.randn(n, n)) for n in (16, 1024))
     assert not products.measure([small], torch.float32, {})
     with fast_paths_off():
         assert not products.measure([large], torch.float32, {})
 
 
-def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
+def test_known_choices_need_no_random_inputs_and_no_casts(monkeypatch):
     weight = products.FrozenWeight(torch.randn(832, 1024), torch.randn(832))
     choose_processor(monkeypatch, has_bfloat16=True, large=True)
     monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
@@ -543,8 +545,8 @@ def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
     assert known.keys() == {*kinds, products._BATCHES}
 
 
-def test_choices_of_another_machine_are_not_taken(no_choices):
-    batches = {products._BATCHES: "blocks"}  # which there is not for these
+def test_choices_of_another_machine_and_unknown_methods_are_ignored(no_choices):
+    batches = {products._BATCHES: "blocks"}  # not a method of batches
     own = {
         "machine": products.machine(),
         "methods": {"a": "plain", "b": "of a later version", **batches},
@@ -555,7 +557,7 @@ def test_choices_of_another_machine_are_not_taken(no_choices):
     assert products.choices()["methods"] == {"a": "plain"}
 
 
-def test_measuring_draws_no_numbers_of_the_run():
+def test_measuring_leaves_the_random_generator_as_it_was():
     weight = products.FrozenWeight(torch.randn(832, 1024))
     before = torch.get_rng_state()
     assert products.measure([weight], torch.float32, {})

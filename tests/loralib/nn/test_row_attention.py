@@ -1,4 +1,4 @@
-"""Attention of rows in groups: a softmax's gradient; calls under autocast; what is kept."""
+"""Tests of attention of rows in groups: softmax's gradient, autocast, and what is saved."""
 
 import weakref
 
@@ -12,7 +12,7 @@ from loralib.nn.row_attention import _softmax_gradient, attend_rows, suits_cpu
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_private", [True, False])
-def test_softmax_gradient(is_private, dtype, monkeypatch):
+def test_softmax_gradient_is_the_formula(is_private, dtype, monkeypatch):
     if not is_private:
         monkeypatch.delattr(torch, "_softmax_backward_data", raising=False)
     scores = torch.randn(2, 3, 4, 7, dtype=torch.float64)
@@ -23,29 +23,29 @@ def test_softmax_gradient(is_private, dtype, monkeypatch):
     expected = exact * (wide - (exact * wide).sum(dim=-1, keepdim=True))
     found = _softmax_gradient(grad, p)
     assert found.dtype == dtype
-    # p grad, their sum, and p times that.
+    # Rounded: p grad, its sum over 7 columns, and p times the difference.
     assert_close_to_rounding(found.double(), expected, 7, dtype)
     assert not found[..., -1].any()
 
 
 @pytest.mark.parametrize("wider", [8, 1], ids=["whole heads", "part of one"])
-def test_slices_of_a_wider_tensor(wider):
-    """As queries beside keys and values; the first are read where they are."""
+def test_slices_of_a_wider_tensor_give_the_same_output(wider):
+    """Such as queries, keys and values of one product. Whole heads are read without a copy."""
     wide = torch.randn(3, 15, 24 + wider).double()
     slices = wide[..., :24]
     expected = attend_rows(*slices.contiguous(), (5, 7, 3), 3, 0.0)
     assert torch.equal(attend_rows(*slices, (5, 7, 3), 3, 0.0), expected)
 
 
-def test_one_dtype_and_no_other_is_for_rows():
+def test_mixed_dtypes_are_not_for_attention_by_rows():
     q, k, v = torch.randn(3, 15, 24)
     assert suits_cpu(q, k, v, dropout_p=0.1)
     assert not suits_cpu(q, k.double(), v, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_autocast_may_be_on_in_either_pass(dropout_p):
-    """Queries, keys and values say in which precision they are multiplied, with one another."""
+def test_autocast_does_not_change_gradients(dropout_p):
+    """The dtype of queries, keys and values decides the precision, not autocast."""
     leaves = [t.requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
     grads = []
     for forward, backward in ((False, False), (True, False), (False, True), (True, True)):
@@ -61,7 +61,7 @@ def test_autocast_may_be_on_in_either_pass(dropout_p):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_that_nothing_was_written_to_is_not_read(empty_memory_shows, causal, dtype):
+def test_uninitialized_memory_is_not_read(empty_memory_shows, causal, dtype):
     leaves = [t.to(dtype).requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
     out = attend_rows(*leaves, (5, 7, 3), 3, 0.1, causal)
     out.sum().backward()
@@ -69,36 +69,36 @@ def test_memory_that_nothing_was_written_to_is_not_read(empty_memory_shows, caus
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-def test_no_rows():
+def test_a_batch_without_rows_has_empty_gradients():
     leaves = [t.requires_grad_() for t in torch.randn(3, 0, 24).unbind()]
     attend_rows(*leaves, (), 3, 0.1).sum().backward()
     assert all(leaf.grad.shape == (0, 24) for leaf in leaves)
 
 
-def test_what_is_kept_grows_with_tokens_not_with_their_padding():
-    """Beside P and its mask: in half precision short rows are padded to five times their length."""
+def test_saved_tensors_grow_with_tokens_not_with_padding():
+    """All but P and its mask: half precision pads these rows to five times their length."""
     leaves = [t.bfloat16().requires_grad_() for t in torch.randn(3, 300, 96).unbind()]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         attend_rows(*leaves, [3] * 100, 3, 0.0)
     addresses = {leaf.data_ptr() for leaf in leaves}
-    others = [t for t in kept if t.data_ptr() not in addresses]
-    assert addresses <= {t.data_ptr() for t in kept}
+    others = [t for t in saved if t.data_ptr() not in addresses]
+    assert addresses <= {t.data_ptr() for t in saved}
     assert [t.shape[-2:] for t in others] == [(16, 16)] * len(others)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_probabilities_are_kept_for_a_backward_pass_alone(monkeypatch, recorded):
+def test_probabilities_are_kept_only_for_a_backward_pass(monkeypatch, recorded):
     lengths = (60, 150, 300)  # too different for one group
     leaves = [t.requires_grad_() for t in torch.randn(3, sum(lengths), 24).unbind()]
     made, alive, zero_dropped = [], [], row_attention._zero_dropped
 
-    def note(p, keep):
+    def record(p, keep):
         alive.append(sum(each() is not None for each in made))
         made.append(weakref.ref(p))
         return zero_dropped(p, keep)
 
-    monkeypatch.setattr(row_attention, "_zero_dropped", note)
+    monkeypatch.setattr(row_attention, "_zero_dropped", record)
     with torch.set_grad_enabled(recorded):
         attend_rows(*leaves, lengths, 3, 0.0)
-    assert alive == ([0, 1, 2] if recorded else [0, 0, 0])  # of those before
+    assert alive == ([0, 1, 2] if recorded else [0, 0, 0])  # of the earlier groups

@@ -1,4 +1,4 @@
-"""Rows in groups: which rows share one, that nothing is lost or mixed, that calls are few."""
+"""Tests of rows in groups: which rows share one, and that groups hold exactly their rows."""
 
 import itertools
 import random
@@ -13,11 +13,11 @@ from loralib.nn.row_groups import _LARGEST, GROUP_OVERHEAD, _divide, group_rows
 
 HEADS = 12
 MIXED = (5, 41, 3, 1, 123, 8, 40)
-TOO_LARGE = 200  # tokens of a row that has more probabilities than a group may have
+TOO_LARGE = 200  # tokens: such a row alone has more probabilities than a group may have
 
 
 def probabilities(lengths, rows):
-    """Of a group, padding included."""
+    """The number of a group's probabilities, including padding."""
     return HEADS * len(rows) * max(lengths[row] for row in rows) ** 2
 
 
@@ -37,7 +37,7 @@ def all_divisions(ascending):
 @pytest.mark.parametrize("longest", [30, 80, 300])
 @pytest.mark.parametrize("largest", [_LARGEST, 20_000])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_other_groups_cost_less(longest, largest, seed, monkeypatch):
+def test_no_other_division_costs_less(longest, largest, seed, monkeypatch):
     monkeypatch.setattr(row_groups, "_LARGEST", largest)
     draw = random.Random(seed)
     lengths = [draw.randint(1, longest) for _ in range(9)]
@@ -52,7 +52,7 @@ def test_no_other_groups_cost_less(longest, largest, seed, monkeypatch):
     assert cost(lengths, groups) == min(cost(lengths, division) for division in allowed)
 
 
-def test_rows_of_about_one_length_share_a_group():
+def test_rows_of_similar_length_share_a_group():
     assert _divide([100, 21, 101, 20], HEADS) == [[0, 2], [1, 3]]
     assert _divide([TOO_LARGE, 20, TOO_LARGE, 21], HEADS) == [[0], [1, 3], [2]]
 
@@ -71,8 +71,8 @@ def test_groups_are_small():
 @pytest.mark.parametrize(
     "lengths", [MIXED, (4, 4, 4), (41, 82), (7,), (1, 1), (32, 17), (16, 16, 7)]
 )
-def test_what_is_read_is_packed_again(lengths, wide, one_query, step):
-    """Also where it is the middle of a wider tensor, as queries, keys and values of one product."""
+def test_packing_what_was_read_gives_the_tokens_back(lengths, wide, one_query, step):
+    """Slices of a wider tensor too, such as queries, keys and values from one product."""
     queries, keys = group_rows(lengths, HEADS, one_query, step)
     for side, counts in ((keys, lengths), (queries, [1] * len(lengths) if one_query else lengths)):
         x = torch.randn(sum(counts), 3 if wide else 1, HEADS * 2)[:, -2 if wide else 0]
@@ -84,8 +84,10 @@ def test_what_is_read_is_packed_again(lengths, wide, one_query, step):
             assert group.shape == (matrices, length, 2)
             assert length % step == 0
             by_row = group.view(HEADS, -1, length, 2).unbind(1)
-            shown = torch.zeros(matrices, 1, length) if hidden is None else hidden
-            for row, of_heads in zip(by_row, shown.view(HEADS, -1, length).unbind(1), strict=True):
+            padding = torch.zeros(matrices, 1, length) if hidden is None else hidden
+            for row, of_heads in zip(
+                by_row, padding.view(HEADS, -1, length).unbind(1), strict=True
+            ):
                 real = int((of_heads[0] == 0).sum())
                 assert (of_heads == of_heads[0]).all()
                 assert not row[:, real:].any()
@@ -98,14 +100,14 @@ def test_what_is_read_is_packed_again(lengths, wide, one_query, step):
         assert torch.equal(side.pack(copied), x)
 
 
-def test_a_transpose_is_read():
+def test_a_transposed_tensor_can_be_read():
     keys, _ = group_rows((3, 5), HEADS, False, 1)
     x = torch.randn(HEADS * 2, 8).t()
     assert torch.equal(keys.pack(keys.read(x)), x)
 
 
 class Calls(TorchDispatchMode):
-    """Counts products of many matrices."""
+    """Counts batched products."""
 
     count = 0
 
@@ -124,8 +126,8 @@ def test_rows_take_few_calls(length, groups):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_wrong_in_a_key_does_not_reach_tokens_before_it(bad, dtype):
-    """Where each looks only back. A value does reach them: a probability of 0 times NaN is NaN."""
+def test_a_key_that_is_not_finite_does_not_reach_earlier_causal_tokens(bad, dtype):
+    """A value does reach them, because a probability of 0 times NaN is NaN."""
     torch.manual_seed(0)
     query, key, value = (t.to(dtype) for t in torch.randn(3, 12, 24))
     key[6] = bad  # token 3 of the second row
@@ -138,8 +140,8 @@ def test_what_is_wrong_in_a_key_does_not_reach_tokens_before_it(bad, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("row", [0, 2])
-def test_what_is_wrong_in_a_row_stays_in_it(row, bad, dtype):
-    """Of the rows of one group, padded to the same length."""
+def test_a_row_that_is_not_finite_does_not_reach_the_others(row, bad, dtype):
+    """All rows are in one group, padded to the same length."""
     torch.manual_seed(0)
     lengths = (3, 6, 5)
     own = torch.arange(3).repeat_interleave(torch.tensor(lengths)) == row

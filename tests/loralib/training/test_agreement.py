@@ -1,4 +1,4 @@
-"""Processes that were given other settings, data or weights are told so before they compute."""
+"""Tests that processes with different settings, data or weights end with an error."""
 
 import pytest
 import torch
@@ -9,26 +9,26 @@ from loralib.training import agreement
 from loralib.training.agreement import check_alike, check_same_code, check_same_weights
 
 
-def _as_said(each):
+def _reported(each):
     return agreement._Reported(*each) if isinstance(each, tuple) else each
 
 
 @pytest.fixture
 def others(monkeypatch):
-    """Lists what the other processes say, in the order of the calls, each of them on a host."""
-    said = []
+    """The list of what the other processes report, one entry per call: hosts and settings."""
+    reports = []
 
     def gather(value, world_size):
-        found = [value, *(_as_said(each) for each in said.pop(0))]
+        found = [value, *(_reported(each) for each in reports.pop(0))]
         assert len(found) == world_size
         return found
 
     monkeypatch.setattr(agreement, "gather_objects", gather)
     monkeypatch.setattr(agreement.socket, "gethostname", lambda: "first")
-    return said
+    return reports
 
 
-def test_what_is_the_same(others):
+def test_equal_settings_pass_and_nan_equals_nan(others):
     settings = {"--seed": 3, "--lr": 0.5, "nothing": float("nan")}
     others.append([("second", dict(settings)), ("third", {**settings, "nothing": float("nan")})])
     check_alike(settings, 3)
@@ -36,41 +36,43 @@ def test_what_is_the_same(others):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(float("nan"), 1.0), (1.0, float("nan"))])
-def test_not_a_number_is_none_of_the_numbers(others, ours, theirs):
+def test_nan_differs_from_any_number(others, ours, theirs):
     others.append([("second", {"--lr": theirs})])
     with pytest.raises(TrainingError, match=f"has --lr {theirs}, process 0 on first has {ours}"):
         check_alike({"--lr": ours}, 2)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"),
+    ("theirs", "difference"),
     [
         ({"--seed": 4, "--lr": 0.5}, "--seed 4, process 0 on first has 3"),
         ({"--seed": 3}, "--lr None, process 0 on first has 0.5"),
         ({"--seed": 3, "--lr": 0.5, "--new": True}, "--new True, process 0 on first has None"),
     ],
 )
-def test_what_differs_is_named_with_its_process(others, theirs, said):
+def test_the_error_names_the_setting_and_the_process_that_differ(others, theirs, difference):
     settings = {"--seed": 3, "--lr": 0.5}
     others.append([("second", settings), ("third", theirs)])
-    with pytest.raises(TrainingError, match=f"process 2 on third has {said}: give all"):
+    with pytest.raises(TrainingError, match=f"process 2 on third has {difference}: give all"):
         check_alike(settings, 3)
 
 
-def test_a_process_that_is_elsewhere(others):
-    """It shares warnings, say, and has not evaluated with the others."""
+def test_the_error_names_processes_at_another_step(others):
+    """Such as sharing warnings while the others begin an evaluation."""
     others.append([("second", {"--seed": 3}), ["a warning", "another"]])
     with pytest.raises(TrainingError, match=r"^another step of the run was called by process 2: "):
         check_alike({"--seed": 3}, 3)
 
 
-def test_digests_are_shown_in_part(others):
+def test_digests_are_shortened_in_the_error(others):
     others.append([("second", {"data": "ab" * 32})])
     with pytest.raises(TrainingError, match=r"has data abababababababab…, .* cdcdcdcdcdcdcdcd…:"):
         check_alike({"data": "cd" * 32}, 2)
 
 
-def test_versions(others, monkeypatch, caplog):
+def test_other_versions_of_loralib_are_an_error_and_of_pytorch_a_warning(
+    others, monkeypatch, caplog
+):
     version = {"version of loralib": agreement.__version__}
     found = [["2.13.0", "2.13.0"], ["2.13.0", "2.6.0"], []]
     monkeypatch.setattr(agreement, "gather_on_first", lambda *_: found.pop(0))
@@ -95,20 +97,20 @@ def model_of(*tensors):
     return model
 
 
-def said_of(*tensors):
-    """What a process says of such a model."""
+def reported_by(*tensors):
+    """What a process with such a model reports."""
     digests = agreement._digests(dict(model_of(*tensors).named_buffers()))
     return {f"weights of {name} (shape, digest)": each for name, each in digests.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_compared_by_their_bits(others, dtype):
-    """In any order in memory; the smallest change is seen."""
+    """Strides make no difference; a single changed value does."""
     values = torch.randint(2, (6, 4)).to(dtype)
     twice = torch.stack([values, values], dim=2)[:, :, 0]
-    known = said_of(torch.ones(3), values)
-    assert known == said_of(torch.ones(3), values.t().contiguous().t())
-    assert known == said_of(torch.ones(3), twice)
+    known = reported_by(torch.ones(3), values)
+    assert known == reported_by(torch.ones(3), values.t().contiguous().t())
+    assert known == reported_by(torch.ones(3), twice)
     changed = values.clone()
     changed[0, 0] = values[0, 0] == 0
     others.append([("second", known)])
@@ -117,12 +119,12 @@ def test_weights_are_compared_by_their_bits(others, dtype):
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_a_sign_alone_is_a_difference(others, place):
-    """It is the highest bit of a value, which an even factor would lose."""
+def test_weights_that_differ_in_one_sign_differ(others, place):
+    """The sign is the highest bit, which an even factor would lose."""
     values = torch.arange(1.0, 5.0, dtype=torch.float64)
     changed = values.clone()
     changed[place] *= -1
-    others.append([("second", said_of(values))])
+    others.append([("second", reported_by(values))])
     with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
         check_same_weights(model_of(changed), 2)
 
@@ -135,25 +137,25 @@ VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     [VALUES.t(), VALUES.flip(0), VALUES.flip(1), VALUES.reshape(4), VALUES.reshape(1, 4)],
     ids=["transposed", "other rows", "other columns", "a vector", "one row"],
 )
-def test_the_same_values_in_another_order_or_shape(others, theirs):
-    others.append([("second", said_of(VALUES))])
+def test_the_same_values_in_another_order_or_shape_differ(others, theirs):
+    others.append([("second", reported_by(VALUES))])
     with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
         check_same_weights(model_of(theirs), 2)
 
 
-def test_a_digest_does_not_depend_on_what_is_read_at_a_time(monkeypatch):
+def test_a_digest_does_not_depend_on_the_block_size(monkeypatch):
     tensors = [torch.randn(37), torch.empty(0), torch.tensor(3), torch.randn(5, 7)]
-    known = said_of(*tensors)
+    known = reported_by(*tensors)
     for size in (1, 4, 36, 37):
         monkeypatch.setitem(agreement._BLOCK, "cpu", size)
-        assert said_of(*tensors) == known
+        assert reported_by(*tensors) == known
 
 
-def test_some_weights_alone(others):
-    others.append([("second", said_of(VALUES))])
+def test_only_the_named_weights_are_compared(others):
+    others.append([("second", reported_by(VALUES))])
     check_same_weights(model_of(VALUES, torch.ones(3)), 2, names=["b0", "of another"])
 
 
-def test_a_model_without_tensors(others):
+def test_models_without_tensors_agree(others):
     others.append([("second", {})])
     check_same_weights(nn.ReLU(), 2)

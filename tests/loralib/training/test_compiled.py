@@ -1,4 +1,4 @@
-"""Compiling layers where no compiler is needed, and where there is none."""
+"""Tests of compiling layers, without a compiler."""
 
 import copy
 
@@ -26,7 +26,7 @@ def layers():
     return nn.ModuleList(Layer() for _ in range(2))
 
 
-def test_layers_keep_their_results_and_their_tensors_names(layers, monkeypatch):
+def test_compiled_layers_keep_their_results_and_their_tensors_names(layers, monkeypatch):
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
     expected = copy.deepcopy(layers)
     compiled.compile_layers(layers, torch.device("cpu"))
@@ -37,7 +37,7 @@ def test_layers_keep_their_results_and_their_tensors_names(layers, monkeypatch):
             assert torch.equal(ours(x), theirs(x))
 
 
-def test_a_compiler_that_is_missing_is_one_line(layers, monkeypatch):
+def test_a_missing_compiler_is_an_error_of_one_line(layers, monkeypatch):
     def missing(graph, inputs):
         raise RuntimeError("no compiler found\nat all")
 
@@ -47,7 +47,7 @@ def test_a_compiler_that_is_missing_is_one_line(layers, monkeypatch):
         compiled.compile_layers(layers, torch.device("cpu"))
 
 
-def test_a_python_that_is_not_supported_is_one_line(layers, monkeypatch):
+def test_an_unsupported_python_is_an_error_of_one_line(layers, monkeypatch):
     def compile(*args, **settings):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 

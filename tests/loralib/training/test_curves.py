@@ -1,4 +1,4 @@
-"""Learning curves as a picture."""
+"""Tests of drawing a run's learning curves."""
 
 import subprocess
 import sys
@@ -23,8 +23,8 @@ RECORDS = [
 ]
 
 
-def test_lines_by_panel():
-    """Of several values of a step, the first."""
+def test_lines_are_collected_by_panel():
+    """If a step has several values, the first counts."""
     assert collect(RECORDS, PLACES.get) == {
         "loss": {"training": {2: 3.0, 4: 2.0}, "evaluation": {4: 2.5}},
         "score": {"score": {4: 0.5}},
@@ -40,7 +40,7 @@ def test_a_picture_is_written_and_replaced(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [CURVES_NAME]
 
 
-def test_what_is_drawn():
+def test_each_panel_has_its_lines_and_a_legend_for_several():
     pytest.importorskip("matplotlib")
     figure = curves._draw(collect(RECORDS, PLACES.get))
     first, second = figure.axes
@@ -53,23 +53,23 @@ def test_what_is_drawn():
         "training",
         "evaluation",
     ]
-    assert second.get_legend() is None  # the title says it
+    assert second.get_legend() is None  # the title names its line
     assert first.get_xlim() == second.get_xlim()
 
 
-def test_many_panels_have_rows():
+def test_every_panel_is_drawn_if_there_are_several_rows():
     pytest.importorskip("matplotlib")
     panels = {name: {name: {1: 0.5}} for name in "abcd"}
     figure = curves._draw(panels)
     assert [panel.get_title() for panel in figure.axes if panel.axison] == list("abcd")
 
 
-def test_nothing_to_draw(tmp_path):
+def test_without_values_no_picture_is_written(tmp_path):
     assert write_curves(tmp_path, [{"step": 1, "epoch": 1.0}], PLACES.get) is None
     assert not any(tmp_path.iterdir())
 
 
-def test_a_picture_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     pytest.importorskip("matplotlib")
     (tmp_path / CURVES_NAME).mkdir()
     assert write_curves(tmp_path, RECORDS, PLACES.get) is None
@@ -78,7 +78,7 @@ def test_a_picture_that_cannot_be_written_ends_no_run(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_matplotlib_loads_when_something_is_drawn():
+def test_matplotlib_is_imported_only_to_draw():
     code = "import sys; import loralib.training.curves as c; c.is_matplotlib_available(); "
     code += "c.write_curves('.', [], dict().get); sys.exit('matplotlib.figure' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

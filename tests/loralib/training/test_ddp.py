@@ -1,4 +1,4 @@
-"""DDP: warmed up without a trace, and gradients that are summed where an update follows."""
+"""Tests of DDP: warming up has no effect, and gradients are summed only before an update."""
 
 import subprocess
 
@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
+    """A process group with only this process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_warming_up_leaves_no_trace(group):
+def test_warming_up_restores_buffers_gradients_and_rng_state(group):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     x = torch.randn(5, 3)
     model(x).sum().backward()
@@ -46,11 +46,11 @@ def test_warming_up_leaves_no_trace(group):
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_run_on_the_cpu_asks_no_gpu(group, monkeypatch, caplog):
-    """Which would take memory of the first one, for every process."""
+def test_a_run_on_the_cpu_does_not_touch_a_gpu(group, monkeypatch, caplog):
+    """Every process would take memory of the first GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("get_rng_state", "set_rng_state"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a GPU was asked"))
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a GPU was used"))
     wrapped = DistributedDataParallel(nn.Linear(3, 3))
     warm_up_ddp(wrapped, lambda: wrapped(torch.ones(1, 3)).sum().backward())
     assert not caplog.messages
@@ -89,20 +89,20 @@ end_at_once(0)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "kept"), [("constant", 11.0), ("batch norm", 10.0)])
-def test_buffers_are_sent_in_every_pass_where_some_can_change(tmp_path, kind, kept):
-    """LoRA's own are constant: they are sent once, at the beginning."""
+@pytest.mark.parametrize(("kind", "last"), [("constant", 11.0), ("batch norm", 10.0)])
+def test_buffers_are_sent_in_every_pass_only_if_some_can_change(tmp_path, kind, last):
+    """LoRA's own buffers are constant, and sent once, at the beginning."""
     command = [quick_python(), "-c", BUFFERS, f"file://{tmp_path}/store"]
     processes = [
         subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for number in range(2)
     ]
-    said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
-    assert said == ["[10.0, 10.0]", f"[10.0, {kept}]"]
+    printed = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    assert printed == ["[10.0, 10.0]", f"[10.0, {last}]"]
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_gradients_are_summed_where_an_update_follows(group, due):
+def test_gradients_are_summed_only_if_an_update_follows(group, due):
     wrapped, summed = DistributedDataParallel(nn.Linear(3, 3)), []
 
     def hook(_, bucket):

@@ -1,4 +1,4 @@
-"""How the processes of an attempt find each other."""
+"""Tests of how the processes of an attempt find each other, and what they exchange."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def store():
-    """``store()``: another connection to one server, as every process has its own."""
+    """``store()`` returns a new connection to one server, as each process has its own."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def connect():
@@ -38,7 +38,7 @@ WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ("built", "own", "needs"),
     [
         (WHEELS, (9, 0), None),
-        (WHEELS, (8, 9), None),  # by sm_86's
+        (WHEELS, (8, 9), None),  # sm_86's kernels work
         (WHEELS, (7, 0), "an older CUDA, such as 12.6 for V100"),
         (["sm_70", *WHEELS], (7, 0), None),
         (WHEELS, (13, 0), "a newer CUDA"),
@@ -48,11 +48,11 @@ WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
         ([*WHEELS, "compute_120"], (7, 0), "an older CUDA"),
         (["sm_90a"], (9, 0), None),
         (["sm_80", "compute_90a"], (10, 0), "a newer CUDA"),
-        (["gfx90a"], (9, 0), None),  # another maker's
-        ([], (7, 0), None),  # PyTorch does not say
+        (["gfx90a"], (9, 0), None),  # another vendor's
+        ([], (7, 0), None),  # unknown to PyTorch
     ],
 )
-def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, needs):
+def test_a_gpu_without_kernels_in_pytorch_is_refused(monkeypatch, built, own, needs):
     chosen = []
     for name, value in {
         "is_available": lambda: True,
@@ -68,8 +68,8 @@ def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, needs):
         assert distributed.choose_device(1) == device
         assert chosen == [device]
         return
-    named = rf"no kernels for Tesla \(sm_{own[0]}{own[1]}\): install its build for {needs}"
-    with pytest.raises(ValueError, match=named):
+    message = rf"no kernels for Tesla \(sm_{own[0]}{own[1]}\): install its build for {needs}"
+    with pytest.raises(ValueError, match=message):
         distributed.choose_device(1)
     assert chosen == []
 
@@ -78,7 +78,7 @@ def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, needs):
 
 
 def agree(store, count, numbers=None, timeout=10):
-    """What processes of these numbers, all by default, agree on, each in a thread."""
+    """Runs these processes (all by default), each in a thread; returns what they agree on."""
     numbers = range(count) if numbers is None else numbers
     with ThreadPoolExecutor(count) as pool:
         calls = [
@@ -88,27 +88,27 @@ def agree(store, count, numbers=None, timeout=10):
         return [call.result(timeout + 10) for call in calls]
 
 
-def test_every_attempt_has_a_name_of_its_own(store):
+def test_every_attempt_has_its_own_name(store):
     names = [agree(store, 3) for _ in range(3)]
     assert [len(set(attempt)) for attempt in names] == [1, 1, 1]
     assert len({attempt[0] for attempt in names}) == 3
 
 
-def test_what_dead_processes_have_said_is_passed_over(store):
-    """Processes of an attempt that never came to be have said hello, and have been answered."""
+def test_keys_of_dead_processes_are_ignored(store):
+    """Processes of an attempt that failed to start have left their greetings and answers."""
     with pytest.raises(TrainingError, match=r"of 4 processes, 2, 3 did not join within 0\.3 s"):
         agree(store, 4, numbers=[0, 1], timeout=0.3)
     store().set("hello/2", "of one that is dead")
     assert len(set(agree(store, 4))) == 1
 
 
-def test_a_process_of_another_number_of_processes(store):
+def test_a_later_attempt_may_have_another_number_of_processes(store):
     assert len(set(agree(store, 4))) == 1
     assert len(set(agree(store, 2))) == 1
 
 
-def test_processes_of_other_world_sizes(store):
-    """The first one says so at once, where both have come."""
+def test_processes_of_one_attempt_need_the_same_world_size(store):
+    """The first process raises as soon as both are there."""
 
     def join_as(number, world_size):
         return distributed._agree_on_attempt(store(), number, world_size, 30)
@@ -120,13 +120,13 @@ def test_processes_of_other_world_sizes(store):
         second.result(20)
 
 
-def test_nobody_is_there(store):
+def test_without_a_first_process_waiting_times_out(store):
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         distributed._agree_on_attempt(store(), 1, 2, 0.2)
 
 
-def test_an_error_of_an_earlier_attempt_is_gone(store, monkeypatch):
-    """NCCL's watchdog notes it past all prefixes, and every group that finds it there ends."""
+def test_an_error_of_an_earlier_attempt_is_removed_from_the_store(store, monkeypatch):
+    """NCCL's watchdog writes it without a prefix, and every group that finds it there ends."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agents = store()
     agents.set("exception_dump", "a process's number")
@@ -143,7 +143,7 @@ def test_an_error_of_an_earlier_attempt_is_gone(store, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_an_incomplete_environment(monkeypatch, name):
+def test_the_error_names_a_missing_variable_of_the_environment(monkeypatch, name):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     for key, value in given.items():
         monkeypatch.setenv(key, value)
@@ -165,7 +165,7 @@ def test_an_incomplete_environment(monkeypatch, name):
         ("MASTER_PORT", "http", "^MASTER_PORT is 'http' in the environment: "),
     ],
 )
-def test_an_environment_that_cannot_be(monkeypatch, name, value, message):
+def test_the_error_names_an_invalid_variable_of_the_environment(monkeypatch, name, value, message):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     for key, each in {**given, name: value}.items():
         monkeypatch.setenv(key, each)
@@ -174,7 +174,7 @@ def test_an_environment_that_cannot_be(monkeypatch, name, value, message):
 
 
 @pytest.mark.slow
-def test_a_first_process_that_is_not_there(monkeypatch):
+def test_a_first_process_that_cannot_be_reached_is_an_error(monkeypatch):
     given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for key, value in given.items():
         monkeypatch.setenv(key, value)
@@ -184,12 +184,12 @@ def test_a_first_process_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_port_at_which_nobody_answers(monkeypatch):
-    """Another program's, or one that a firewall keeps open."""
+def test_a_port_that_does_not_answer_is_an_error(monkeypatch):
+    """Such as the port of another program, or one that a firewall holds open."""
     monkeypatch.setattr(distributed, "_LATE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        of_it = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **of_it}.items():
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **address}.items():
             monkeypatch.setenv(name, value)
         expected = r"could not be reached within 1 s \(it accepts connections but does not answer"
         begun = time.monotonic()
@@ -199,17 +199,15 @@ def test_a_port_at_which_nobody_answers(monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [0, -3, float("nan"), float("inf")])
-def test_a_timeout_that_is_none(timeout):
+def test_invalid_timeouts_are_refused(timeout):
     with pytest.raises(ValueError, match="timeout has to be a positive number of seconds"):
         join(CPU, timeout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's interfaces")
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "second"), ("mine", "mine")])
-def test_gloo_talks_through_the_interface_that_reaches_the_first_host(
-    monkeypatch, chosen, expected
-):
-    """By itself it would take that of this host's own name, which no other host may reach."""
+def test_gloo_uses_the_interface_that_reaches_the_first_host(monkeypatch, chosen, expected):
+    """Its default is the interface of this host's own name, which others may not reach."""
     name = "GLOO_SOCKET_IFNAME"
     monkeypatch.setenv(name, chosen or "")
     if chosen is None:
@@ -222,8 +220,8 @@ def test_gloo_talks_through_the_interface_that_reaches_the_first_host(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's interfaces")
-def test_the_address_of_an_interface():
-    """That of this machine itself, where it has one."""
+def test_an_interface_has_an_address_or_none():
+    """Checked with the loopback interface, if there is one."""
     names = [name for _, name in socket.if_nameindex()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         assert distributed._address_of(probe, "none-such") is None
@@ -231,7 +229,7 @@ def test_the_address_of_an_interface():
 
 
 def test_shared_tensors_are_sent_in_one_piece(monkeypatch):
-    """Whatever their order in memory is; they become the first process's in place."""
+    """Whatever their strides; they get the first process's values in place."""
 
     def broadcast(tensor, source):
         assert tensor.is_contiguous()
@@ -239,13 +237,13 @@ def test_shared_tensors_are_sent_in_one_piece(monkeypatch):
         tensor.copy_(torch.arange(6.0).view_as(tensor))
 
     monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
-    whole, turned = torch.zeros(2, 3, requires_grad=True), torch.zeros(3, 2).t()
-    places = [whole.data_ptr(), turned.data_ptr()]
-    distributed.share_tensors([whole, turned], 1)
+    whole, transposed = torch.zeros(2, 3, requires_grad=True), torch.zeros(3, 2).t()
+    places = [whole.data_ptr(), transposed.data_ptr()]
+    distributed.share_tensors([whole, transposed], 1)
     assert not whole.any()
-    distributed.share_tensors(iter([whole, turned]), 2)
-    assert whole.tolist() == turned.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert [whole.data_ptr(), turned.data_ptr()] == places
+    distributed.share_tensors(iter([whole, transposed]), 2)
+    assert whole.tolist() == transposed.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert [whole.data_ptr(), transposed.data_ptr()] == places
 
 
 JOIN = """
@@ -266,7 +264,7 @@ end_at_once(0)
 
 
 @pytest.mark.distributed
-def test_processes_join_and_watch(tmp_path):
+def test_processes_join_and_watch_each_other(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -289,7 +287,7 @@ def test_processes_join_and_watch(tmp_path):
 # ---- warnings ----
 
 
-def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, caplog):
+def test_only_new_warnings_of_other_processes_are_shown(monkeypatch, caplog):
     shares = [["of all"], ["of all", "of the second"], ["of the second", "of the third"]]
     monkeypatch.setattr(distributed, "warnings_so_far", lambda: shares[0])
     monkeypatch.setattr(
@@ -305,6 +303,6 @@ def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, ca
     assert not caplog.messages
 
 
-def test_one_process_shares_nothing(monkeypatch):
+def test_a_single_process_shares_no_warnings(monkeypatch):
     monkeypatch.setattr(distributed.dist, "gather_object", None)
     distributed.share_warnings(0, 1)

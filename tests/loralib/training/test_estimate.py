@@ -1,4 +1,4 @@
-"""What is counted of a training step, against formulas and against what real steps take."""
+"""Tests of estimates: a training step's counts against formulas and real steps, and the table."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ ROWS, WIDE, INNER, OUT = 32, 64, 128, 10
 
 
 def training_of(model: nn.Module, make=AdamW) -> Training:
-    """A loop whose loss is the sum of what the model returns."""
+    """A training loop whose loss is the sum of the model's output."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make(trained, lr=1e-3)
 
@@ -47,25 +47,25 @@ def two_layers(layers: int | None = None) -> Training:
     return training_of(model)
 
 
-def test_what_a_small_step_takes():
+def test_counts_of_a_small_step_follow_the_formulas():
     cost = cost_of_batch(two_layers, torch.randn(ROWS, WIDE), CPU)
     frozen, trained = WIDE * INNER + INNER, INNER * OUT + OUT
     assert (cost.parameters, cost.trained) == (frozen + trained, trained)
     assert cost.memory.weights == 4 * (frozen + trained)
     assert cost.memory.gradients == 4 * trained
     assert cost.memory.optimizer == 8 * trained
-    # Forward through both, and the gradient of the second one's weight.
+    # Forward through both layers, and the gradient of the second layer's weight.
     assert cost.operations == 2 * ROWS * (WIDE * INNER + 2 * INNER * OUT)
 
 
-def test_memory_is_what_a_step_takes(tmp_path):
+def test_memory_is_about_that_of_a_real_step(tmp_path):
     batch = torch.randn(4 * ROWS, WIDE)
     cost = cost_of_batch(two_layers, batch, CPU)
     assert cost.memory.total == pytest.approx(measured_peak(two_layers(), batch, tmp_path), rel=0.1)
 
 
 class Packed(nn.Module):
-    """Decides by the values of a mask, and draws more numbers than any machine can hold."""
+    """Depends on a mask's values, and draws more random numbers than any machine can hold."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Packed(nn.Module):
         return torch.cat([rows[:length] for length in lengths])
 
 
-def test_integers_are_real_and_large_random_numbers_are_not():
+def test_batches_are_real_and_large_random_tensors_are_not():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     held = cost_of_batch(lambda: training_of(Packed()), mask, CPU).memory.total
     assert held > 10**6 * 10**7 * 4
@@ -104,7 +104,7 @@ def test_tied_weights_are_held_once():
     assert (cost.parameters, cost.memory.weights) == (64, 256)
 
 
-def test_accumulated_gradients_are_held_beside_the_next_ones():
+def test_accumulated_gradients_take_memory_in_addition_to_the_next_ones():
     def build() -> Training:
         return training_of(nn.Linear(1000, 1000, bias=False), torch.optim.SGD)
 
@@ -113,7 +113,7 @@ def test_accumulated_gradients_are_held_beside_the_next_ones():
     assert twice.operations == once.operations
 
 
-def test_bytes_that_are_held():
+def test_live_bytes_count_new_storages_until_the_last_view_is_gone():
     weight = torch.ones(100)
     with LiveBytes([{"weight": weight}]) as live:
         view, copy = weight[:50], weight + 1
@@ -131,16 +131,16 @@ def test_bytes_that_are_held():
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "fast", ""])
-def test_a_rate_that_is_none(text):
+def test_invalid_rates_are_refused(text):
     with pytest.raises(ValueError, match=f"a number of GFLOP/s above 0, not {text}$"):
         rate_of(text)
 
 
-def test_a_rate_is_in_gflop_a_second():
+def test_a_rate_is_given_in_gflop_per_second():
     assert rate_of("1.5e3") == 1.5e12
 
 
-def test_a_measured_rate_is_of_whole_steps(monkeypatch):
+def test_a_rate_is_measured_by_whole_training_steps(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     made = []
@@ -151,24 +151,24 @@ def test_a_measured_rate_is_of_whole_steps(monkeypatch):
 
     batch = torch.randn(ROWS, WIDE)
     operations = cost_of_batch(two_layers, batch, CPU).operations
-    # Steps of a second each, until two seconds are over.
-    asked = []
-    monkeypatch.setattr(module, "choose_products", lambda *given, **_: asked.append(given))
+    # Each step takes a second, and steps are made for two seconds.
+    chosen_for = []
+    monkeypatch.setattr(module, "choose_products", lambda *given, **_: chosen_for.append(given))
     assert measure_rate(build, batch, CPU, torch.bfloat16) == operations
     assert len(made[-1].optimizer.state) == 2  # it was trained
-    # As a run would: its products are measured first.
-    assert asked == [(module.frozen_weights(made[-1].model), torch.bfloat16)]
+    # As in a run, methods of products are chosen first.
+    assert chosen_for == [(module.frozen_weights(made[-1].model), torch.bfloat16)]
 
 
 # ---- the run ----
 
 
-def test_notable_batches():
+def test_notable_batches_are_the_typical_and_the_largest_ones():
     lengths = [15, 1, 9, 9, 4, 4]
     typical, largest, most_pairs = notable_batches([[0, 1], [2, 3], [4, 5]], lengths)
     assert typical == Rows([0, 1], 16)  # the mean is 14
     assert largest == Rows([2, 3], 18)
-    assert most_pairs == Rows([0, 1], 16)  # 226, 162 and 32
+    assert most_pairs == Rows([0, 1], 16)  # pairs: 226, 162 and 32
 
 
 def plan_of(**changes) -> Plan:
@@ -188,7 +188,7 @@ def plan_of(**changes) -> Plan:
     return Plan(**settings | changes)
 
 
-def test_memory_is_the_largest_batch_s_and_arithmetic_a_typical_one_s():
+def test_memory_is_of_the_largest_batch_and_arithmetic_of_a_typical_one():
     plan = plan_of()
     taken = estimate(plan)
     assert taken.memory == cost_of_batch(two_layers, torch.randn(3, WIDE), CPU, 2).memory
@@ -197,15 +197,15 @@ def test_memory_is_the_largest_batch_s_and_arithmetic_a_typical_one_s():
 
 
 @pytest.mark.parametrize("pairs", [range(2), range(9)])
-def test_memory_is_the_batch_s_that_takes_most(pairs):
-    """Of the one of most tokens, here three, and the one of most pairs."""
+def test_memory_is_of_the_batch_that_takes_most(pairs):
+    """Either the batch of most tokens, which has three rows, or that of most pairs."""
     taken = estimate(plan_of(most_pairs=Rows(pairs, 20)))
     most = torch.randn(max(3, len(pairs)), WIDE)
     assert taken.memory == cost_of_batch(two_layers, most, CPU, 2).memory
     assert taken.operations == cost_of_batch(two_layers, torch.randn(2, WIDE), CPU).operations
 
 
-def test_on_several_devices_gradients_are_in_buckets_as_well():
+def test_on_several_devices_gradients_take_memory_in_buckets_too():
     one, three = (estimate(plan_of(devices=count)) for count in (1, 3))
     assert three.memory.gradients == 2 * one.memory.gradients
     assert three.memory.total == one.memory.total + one.memory.gradients
@@ -213,24 +213,27 @@ def test_on_several_devices_gradients_are_in_buckets_as_well():
 
 
 @pytest.mark.parametrize("rate", [None, 1e9])
-def test_what_takes_long_is_said_before(monkeypatch, caplog, rate):
+def test_counting_and_measuring_are_announced(monkeypatch, caplog, rate):
     monkeypatch.setattr(module, "measure_rate", lambda *given: 7.0)
     caplog.set_level("INFO")
     estimate(plan_of(rate=rate))
-    assert ["counting" in said for said in caplog.messages] == [True, *([False] * (rate is None))]
+    assert ["counting" in message for message in caplog.messages] == [
+        True,
+        *([False] * (rate is None)),
+    ]
     assert "measuring the rate of this cpu with 2 layers" in caplog.text or rate
 
 
-def test_without_a_rate_that_of_few_layers_is_measured(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "measure_rate", lambda build, *_: asked.append(build) or 7.0)
+def test_without_a_given_rate_that_of_a_few_layers_is_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(module, "measure_rate", lambda build, *_: measured.append(build) or 7.0)
     assert estimate(plan_of(rate=None)).rate == 7.0
-    (build,) = asked
+    (build,) = measured
     assert isinstance(build, partial)
     assert build.args == (LAYERS_TIMED,)
 
 
-def test_the_table():
+def test_an_estimate_is_printed_as_a_table():
     memory = Memory(3 * 2**29, 2**20, 2**21, 2**30)
     taken = Estimate(plan_of(devices=4), 1_000_000, 2500, memory, 10**9, 1e10)
     assert str(taken).splitlines() == [
@@ -257,7 +260,7 @@ def test_the_table():
     ]
 
 
-def test_the_table_without_a_known_end():
+def test_without_a_number_of_steps_the_table_has_no_totals_of_the_run():
     taken = Estimate(plan_of(steps=None, rate=None), 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10)
     assert "measured here" in str(taken)
     assert "of the run" not in str(taken)

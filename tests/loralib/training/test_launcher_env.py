@@ -1,4 +1,4 @@
-"""Which process of a run this is, as the environment says it."""
+"""Tests of reading from the environment which process of a run this is."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from loralib.training.launcher_env import Place, is_launched, process_place
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets variables, and no others of a launcher's."""
+    """A function that sets these variables and removes a launcher's others."""
 
     def set_variables(variables):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -25,18 +25,18 @@ def environment(monkeypatch):
         ({}, False),
         ({"RANK": "0", "WORLD_SIZE": "1"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
-        # Left over, of a single process:
+        # Left over, and describing a single process:
         ({"RANK": "0"}, False),
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False),
         ({"RANK": "0", "LOCAL_RANK": "-1"}, False),
         ({"RANK": " ", "WORLD_SIZE": "", "LOCAL_RANK": "\n"}, False),
-        # One of several, of which the others' variables are missing:
+        # One of several processes, with some variables missing:
         ({"RANK": "1"}, True),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True),
         ({"RANK": "0", "LOCAL_RANK": "1"}, True),
     ],
 )
-def test_a_process_of_a_launcher(environment, variables, expected):
+def test_variables_show_whether_a_launcher_started_the_process(environment, variables, expected):
     environment(variables)
     assert is_launched() == expected
 
@@ -49,10 +49,10 @@ def test_a_process_of_a_launcher(environment, variables, expected):
         ("", "1", 4, 0),
         ("-1", "4", 1, 0),
         ("", "4", 0, 0),
-        ("", "4", 2, None),  # which of them? Each process there has one of its own
+        ("", "4", 2, None),  # unknown which GPU is this process's
     ],
 )
-def test_a_process_s_number_on_its_machine(
+def test_the_local_rank_may_be_missing_unless_it_chooses_a_gpu(
     environment, monkeypatch, local_rank, world_size, gpus, expected
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

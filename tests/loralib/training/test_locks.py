@@ -1,4 +1,4 @@
-"""The lock on a run's folder: whose it is, and when it is free again."""
+"""Tests of the lock on a run's folder: who holds it, and when it is released."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ with sole_use(sys.argv[1]):
 
 
 def holder(folder, then: str = "print(flush=True); time.sleep(600)") -> subprocess.Popen:
-    """A process that holds the folder's lock, once it has printed a line."""
+    """Starts a process, and returns it once it holds the folder's lock."""
     command = [sys.executable, "-c", HOLD.format(then=then), str(folder), "--learning rate"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -46,7 +46,7 @@ def refused(folder) -> str:
 
 
 @pytest.mark.slow
-def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
+def test_the_error_names_the_holder_and_a_killed_process_holds_no_lock(tmp_path):
     process = holder(tmp_path)
     try:
         message = refused(tmp_path)
@@ -65,13 +65,13 @@ def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["os._exit(0)", "sys.exit(3)", "raise ValueError", "pass"])
-def test_however_a_process_ends_the_folder_is_free(tmp_path, then):
+def test_the_lock_is_released_however_its_process_ends(tmp_path, then):
     holder(tmp_path, then).wait()
     take(tmp_path)
     take(tmp_path)
 
 
-def test_an_error_within_frees_the_folder(tmp_path):
+def test_an_error_in_the_block_releases_the_lock(tmp_path):
     with pytest.raises(KeyError), sole_use(tmp_path):
         raise KeyError
     assert not (tmp_path / OWNER_NAME).exists()
@@ -80,7 +80,7 @@ def test_an_error_within_frees_the_folder(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that waiting alone moves; `.after` is called after each wait, with the time."""
+    """A clock that only `sleep` advances; `.after` is called after each sleep, with the time."""
     clock = SimpleNamespace(now=0.0, after=lambda now: None)
 
     def sleep(seconds):
@@ -95,23 +95,23 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def held(tmp_path):
-    """A lock on the folder that is another's."""
+    """The folder's lock, held by another owner."""
     lock = FileLock(tmp_path / LOCK_NAME)
     with lock:
         yield lock
 
 
-def test_a_run_that_is_alive_is_not_waited_for(tmp_path, held, clock):
+def test_the_lock_of_a_live_process_is_not_waited_for(tmp_path, held, clock):
     write_owner(tmp_path)
     assert refused(tmp_path).startswith(f"{tmp_path}: another run is writing there (process ")
     assert clock.now == 0
     assert (tmp_path / OWNER_NAME).exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot be asked whether a process exists")
 @pytest.mark.parametrize("named", [True, False])
-def test_what_is_left_of_a_run_that_has_ended_is_waited_for(tmp_path, held, clock, named):
-    """Its children; or it has not written its name yet."""
+def test_a_lock_without_a_live_owner_is_waited_for(tmp_path, held, clock, named):
+    """The owner's children may still hold it, or it has not written its name yet."""
     if named:
         write_owner(tmp_path, started="of another")
     clock.after = lambda now: held.release() if now > 10 else None
@@ -120,23 +120,23 @@ def test_what_is_left_of_a_run_that_has_ended_is_waited_for(tmp_path, held, cloc
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not say whether a process is there")
-def test_it_is_not_waited_for_without_end(tmp_path, held, clock):
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot be asked whether a process exists")
+def test_waiting_for_a_lock_has_an_end(tmp_path, held, clock):
     write_owner(tmp_path, started="of another")
     refused(tmp_path)
     assert 15 < clock.now < 15.2
 
 
 @pytest.mark.parametrize("pid", [0, -1, "1", None])
-def test_a_number_that_no_process_has_is_nobody_s(tmp_path, pid):
-    """The system takes 0 and -1 for many processes."""
+def test_an_owner_file_with_an_invalid_pid_is_ignored(tmp_path, pid):
+    """Signals to 0 and -1 would go to many processes."""
     write_owner(tmp_path)
     assert Owner.read(tmp_path / OWNER_NAME).pid == os.getpid()
     write_owner(tmp_path, pid=pid)
     assert Owner.read(tmp_path / OWNER_NAME) is None
 
 
-def test_what_somebody_has_removed_is_not_missed(tmp_path):
+def test_lock_files_may_be_removed_while_they_are_held(tmp_path):
     with sole_use(tmp_path):
         for name in (LOCK_NAME, OWNER_NAME):
             (tmp_path / name).unlink()
@@ -146,7 +146,7 @@ def test_what_somebody_has_removed_is_not_missed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_children_of_a_killed_process_are_waited_for(tmp_path):
-    """As a DataLoader's are, which look only now and then whether their parent is alive."""
+    """Such as a DataLoader's, which check only now and then whether their parent is alive."""
     then = "os.fork() or (time.sleep(2), os._exit(0)); print(flush=True); time.sleep(600)"
     process = holder(tmp_path, then)
     process.send_signal(signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_children_of_a_killed_process_are_waited_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lock_of_which_nobody_says_whose_it_is(tmp_path, monkeypatch):
+def test_the_error_says_so_if_the_holder_of_a_lock_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_ORPHANS", 0.3)
     process = holder(tmp_path)
     try:
@@ -174,7 +174,7 @@ def test_a_lock_of_which_nobody_says_whose_it_is(tmp_path, monkeypatch):
 
 @pytest.fixture(params=[OSError(errno.ENOLCK, "No locks available"), NotImplementedError("flock")])
 def no_locks(request, monkeypatch):
-    """A file system that has no locks."""
+    """Makes the file system one without locks."""
 
     def acquire(self, **_):
         raise request.param
@@ -188,7 +188,7 @@ def write_owner(folder, **changes) -> None:
 
 
 @pytest.mark.slow
-def test_without_locks_the_owner_s_file_counts(tmp_path, no_locks):
+def test_without_locks_the_owner_file_is_the_lock(tmp_path, no_locks):
     take(tmp_path)
     write_owner(tmp_path)
     assert f"process {os.getpid()} on" in refused(tmp_path)
@@ -201,12 +201,12 @@ def test_without_locks_the_owner_s_file_counts(tmp_path, no_locks):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
-def test_another_process_of_the_same_number_is_not_the_owner(tmp_path, no_locks):
+def test_a_later_process_with_the_owners_pid_is_not_the_owner(tmp_path, no_locks):
     write_owner(tmp_path, started="1")
     take(tmp_path)
 
 
-def test_on_windows_no_process_is_asked_whether_it_is_there(tmp_path, monkeypatch):
+def test_on_windows_the_owner_is_not_sent_a_signal(tmp_path, monkeypatch):
     """Signal 0 is Ctrl-C there."""
     owner = Owner.this_process()
     monkeypatch.setattr(locks, "os", SimpleNamespace(name="nt"))  # without kill
@@ -215,14 +215,14 @@ def test_on_windows_no_process_is_asked_whether_it_is_there(tmp_path, monkeypatc
     assert message.endswith(f"if it is gone, remove {tmp_path / LOCK_NAME} and {OWNER_NAME}")
 
 
-def test_other_errors_are_not_taken_for_a_file_system_without_locks(tmp_path):
+def test_other_errors_of_locking_are_raised(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"), sole_use(tmp_path / "file"):
         pass
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_long_command_is_cut():
+def test_a_long_command_is_shortened():
     owner = Owner(1, "host", "", "now", "run_glue.py --a\n" + "b" * 500)
     assert str(owner).startswith("process 1 on host, since now: run_glue.py --a bbb")
     assert len(str(owner)) < 220
@@ -233,8 +233,8 @@ def test_a_long_command_is_cut():
     "name",
     ["plain", "train) R 1 (", "trainé-ünïcode", "ein-langer-naé", b"latin1-\xe9", "中文訓練程序"],
 )
-def test_a_process_of_any_name_is_told_from_others(tmp_path, name):
-    """Linux cuts a command's name to 15 bytes, within a letter maybe."""
+def test_a_process_with_any_name_has_a_start_time_and_a_parent(tmp_path, name):
+    """Linux cuts a command's name to 15 bytes, maybe within a character."""
     script = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
     with open(script, "w", encoding="utf-8") as file:
         file.write("#!/bin/sh\nread line\n")

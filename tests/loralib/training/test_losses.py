@@ -1,4 +1,4 @@
-"""Losses that stay on a device until they are read."""
+"""Tests of losses that stay on the device until they are read."""
 
 import math
 
@@ -14,7 +14,7 @@ def add(losses, values, device="cpu", start=1):
         losses.add(step, torch.full((), value, device=device, requires_grad=True))
 
 
-def test_on_a_cpu_each_is_due():
+def test_on_a_cpu_every_loss_is_due_at_once():
     losses = PendingLosses()
     assert (losses.are_due, losses.read()) == (False, [])
     assert math.isnan(losses.last)
@@ -25,7 +25,7 @@ def test_on_a_cpu_each_is_due():
     assert losses.last == 0.5
 
 
-def test_on_a_gpu_all_are_read_at_once():
+def test_on_a_gpu_all_losses_are_read_with_one_wait():
     with PretendedGpu() as gpu:
         losses = PendingLosses()
         add(losses, [0.5, math.inf, 2.0], "cuda:0", start=7)
@@ -35,7 +35,7 @@ def test_on_a_gpu_all_are_read_at_once():
         assert losses.last == 2.0
 
 
-def test_they_are_due_before_they_become_too_many(monkeypatch):
+def test_on_a_gpu_losses_are_due_when_there_are_many(monkeypatch):
     monkeypatch.setattr(PendingLosses, "_MOST", 3)
     with PretendedGpu():
         losses = PendingLosses()
@@ -46,7 +46,7 @@ def test_they_are_due_before_they_become_too_many(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_loss_is_read_as_it_is(dtype):
+def test_a_loss_of_any_dtype_is_read_exactly(dtype):
     losses = PendingLosses()
     losses.add(1, torch.tensor(0.1, dtype=dtype))
     assert losses.read() == [(1, float(torch.tensor(0.1, dtype=dtype)))]

@@ -1,4 +1,4 @@
-"""AdamW against its formula, written out one number at a time, and what it keeps in a file."""
+"""Tests of AdamW against its formula, one number at a time, and of its state."""
 
 import io
 import math
@@ -23,7 +23,7 @@ def reference(
     weight_decay: float,
     correct_bias: bool,
 ) -> float:
-    """What AdamW makes of one number."""
+    """The formula for one number."""
     m = v = 0.0
     for t, g in enumerate(gradients, start=1):
         m = betas[0] * m + (1 - betas[0]) * g
@@ -83,13 +83,13 @@ def test_without_eps_and_decay_it_is_torchs():
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=0)
 
 
-def test_a_tensor_without_a_gradient_stays_and_keeps_its_own_step():
+def test_a_tensor_without_a_gradient_is_not_updated_nor_its_step_counted():
     first, second = tensors((2,), (2,))
     optimizer = AdamW([first, second], lr=0.1, eps=1e-6, weight_decay=0.01)
-    unmoved = second.detach().clone()
+    unchanged = second.detach().clone()
     set_gradients([first], 0)
     optimizer.step()
-    assert torch.equal(second, unmoved)
+    assert torch.equal(second, unchanged)
     assert list(optimizer.state) == [first]
     set_gradients([first, second], 1)
     gradients, before = second.grad.tolist(), second.tolist()
@@ -102,7 +102,7 @@ def test_a_tensor_without_a_gradient_stays_and_keeps_its_own_step():
     assert second.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_state_survives_a_file():
+def test_training_resumes_bit_exactly_from_a_file():
     def trained(steps: range, parameters, optimizer) -> None:
         for step in steps:
             set_gradients(parameters, step)
@@ -140,7 +140,7 @@ def test_a_closure_is_run_with_gradients():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_scaler_skips_an_overflow(device):
+def test_a_gradient_scaler_skips_steps_with_an_overflow(device):
     ours, plain = tensors((3,), device=device), tensors((3,), device=device)
     scaler = torch.amp.GradScaler(device, init_scale=8.0)
     scaled, unscaled = AdamW(ours, lr=0.1), AdamW(plain, lr=0.1)
@@ -159,7 +159,7 @@ def test_a_gradient_scaler_skips_an_overflow(device):
     torch.testing.assert_close(ours[0], plain[0], rtol=1e-12, atol=0)
 
 
-def test_an_update_is_as_many_launches_for_any_number_of_tensors():
+def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors():
     counts = []
     for number in (2, 30):
         params = tensors(*[(3, 2)] * number)
@@ -196,7 +196,7 @@ def test_sparse_gradients_are_refused():
         ("betas", (0.9, -0.1)),
     ],
 )
-def test_hyperparameters_out_of_range(name, value):
+def test_hyperparameters_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name} ha.*{re.escape(str(value))}$"):
         AdamW(tensors((1,)), **{name: value})
 

@@ -1,4 +1,4 @@
-"""A run's output folder: made, locked, cleared, and removed where nothing was written."""
+"""Tests of a run's output folder: made, locked, cleared, and removed if nothing was written."""
 
 import os
 import re
@@ -16,26 +16,26 @@ from loralib.training.locks import sole_use
 from loralib.training.output import appears, check_shared, output_folder
 
 
-def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
+def test_a_folder_is_made_and_stays_if_something_is_written(tmp_path):
     folder = tmp_path / "a" / "out"
     with output_folder(folder, 0, 1):
         (folder / "model.pt").write_text("trained")
     assert [path.name for path in folder.iterdir()] == ["model.pt"]
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+def test_a_new_folder_is_removed_if_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="bad flag"), output_folder(tmp_path / "out", 0, 1):
         raise ValueError("bad flag")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_gone_in_the_meantime_is_not_missed(tmp_path):
+def test_the_folder_may_be_removed_during_the_run(tmp_path):
     with output_folder(tmp_path / "out", 0, 1):
         shutil.rmtree(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_folder_of_the_user_s_stays(tmp_path):
+def test_an_empty_folder_that_existed_before_stays(tmp_path):
     with output_folder(tmp_path, 0, 1):
         pass
     assert tmp_path.is_dir()
@@ -65,14 +65,14 @@ def test_another_run_is_kept_out(tmp_path):
         pytest.raises(TrainingError, match="another run is writing there"),
         output_folder(tmp_path, 0, 1),
     ):
-        pytest.fail("both have it")
+        pytest.fail("both runs hold the folder")
     with sole_use(tmp_path):
         pass
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links")
 @pytest.mark.parametrize("name", ["out", "out/run"])
-def test_a_link_to_nothing_is_named(tmp_path, name):
+def test_the_error_names_a_broken_link(tmp_path, name):
     (tmp_path / "out").symlink_to("nowhere")
     is_a_link = pytest.raises(FileNotFoundError, match="out is a link to nowhere, which does not")
     with is_a_link, output_folder(tmp_path / name, 0, 1):
@@ -80,7 +80,7 @@ def test_a_link_to_nothing_is_named(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_cannot_be_the_folder(tmp_path):
     (tmp_path / "out").write_text("mine")
     is_a_file = pytest.raises(NotADirectoryError, match="out is a file")
     with is_a_file, output_folder(tmp_path / "out", 0, 1):
@@ -88,7 +88,7 @@ def test_a_file_is_no_folder(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
+def test_the_error_names_a_folder_without_write_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     message = f"^{re.escape(str(tmp_path))}: no permission to write there; give another folder$"
     with pytest.raises(PermissionError, match=message), output_folder(tmp_path, 0, 1):
@@ -97,8 +97,8 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("problem", [None, "no room"])
-def test_other_processes_wait_for_the_first_one_s_folder(tmp_path, monkeypatch, problem):
-    """And see whether it is theirs as well."""
+def test_other_processes_use_the_folder_that_the_first_one_makes(tmp_path, monkeypatch, problem):
+    """They check that they see it, or end with the first one's error."""
     checked, folder = [], tmp_path / "out"
     monkeypatch.setattr(output, "gather_objects", lambda *_: [problem, None])
     monkeypatch.setattr(output, "check_shared", lambda *given: checked.append(given))
@@ -114,14 +114,16 @@ def test_other_processes_wait_for_the_first_one_s_folder(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("blind", [[], [1], [2, 0]])
-def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypatch, rank, blind):
-    """Which puts a file there, and takes it away."""
-    said, there = [["token"] * 3], []
-    monkeypatch.setattr(output, "gather_objects", lambda *_: said.pop(0))
+def test_the_error_names_processes_that_do_not_see_the_first_ones_folder(
+    tmp_path, monkeypatch, rank, blind
+):
+    """The first one puts a file there, and removes it afterwards."""
+    gathered, files_there = [["token"] * 3], []
+    monkeypatch.setattr(output, "gather_objects", lambda *_: gathered.pop(0))
     monkeypatch.setattr(output.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(output, "barrier", lambda _: there.append([*tmp_path.iterdir()]))
-    monkeypatch.setattr(output, "appears", lambda path: path in there[0])
-    said.append([(number not in blind, f"host {number % 2}") for number in range(3)])
+    monkeypatch.setattr(output, "barrier", lambda _: files_there.append([*tmp_path.iterdir()]))
+    monkeypatch.setattr(output, "appears", lambda path: path in files_there[0])
+    gathered.append([(number not in blind, f"host {number % 2}") for number in range(3)])
     if blind:
         hosts = ["host 1"] if blind == [1] else ["host 0"]
         named = f"for process {', '.join(map(str, sorted(blind)))} \\(on {', '.join(hosts)}\\)"
@@ -129,13 +131,13 @@ def test_who_does_not_see_the_first_process_s_folder_is_named(tmp_path, monkeypa
             check_shared(tmp_path, 3)
     else:
         check_shared(tmp_path, 3)
-    assert [len(files) for files in there] == [rank == 0]
+    assert [len(files) for files in files_there] == [rank == 0]
     assert not [*tmp_path.iterdir()]
     check_shared(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("late", "seen"), [(0, True), (9, True), (11, False)])
-def test_a_file_system_may_show_a_file_late(tmp_path, monkeypatch, late, seen):
+def test_a_file_may_appear_late(tmp_path, monkeypatch, late, seen):
     now = [0.0]
 
     def sleep(seconds):

@@ -1,4 +1,4 @@
-"""Which precision a device has, and updates in float16."""
+"""Tests of which precision a device supports, and of updates in float16."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from loralib.training.precision import Precision, cast_frozen, check_precision, 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-# ---- what a device has ----
+# ---- what a device supports ----
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
         (False, False, GPU, False, None),
     ],
 )
-def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, message):
-    """PyTorch has bfloat16 on every GPU, where it is emulated too."""
+def test_half_precision_needs_a_device_that_supports_it(
+    monkeypatch, fp16, bf16, device, has_bf16, message
+):
+    """By default, PyTorch counts emulated bfloat16 as supported."""
     supported = lambda including_emulation=True: including_emulation or has_bf16  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a T4")
@@ -35,12 +37,12 @@ def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, m
         check_precision(fp16, bf16, device)
 
 
-def test_the_dtype_of_products():
+def test_flags_choose_the_dtype_of_products():
     found = [compute_dtype(*flags) for flags in ((True, False), (False, True), (False, False))]
     assert found == [torch.float16, torch.bfloat16, torch.float32]
 
 
-def test_what_is_held_in_half_precision():
+def test_only_frozen_floating_weights_without_lora_are_held_in_half_precision():
     model = nn.Module()
     model.frozen, model.trained, model.lora_A = (nn.Parameter(torch.ones(2)) for _ in range(3))
     model.whole = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
@@ -59,7 +61,7 @@ def test_what_is_held_in_half_precision():
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_says_whether_there_was_an_update(fused, max_norm):
+def test_a_step_returns_whether_there_was_an_update(fused, max_norm):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=fused)
     precision = Precision(torch.float16, "cpu")
@@ -71,7 +73,7 @@ def test_a_step_says_whether_there_was_an_update(fused, max_norm):
         assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
 
 
-def test_a_scaler_goes_on_with_the_scale_that_it_had():
+def test_a_resumed_scaler_has_the_same_scale():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     first, second = (Precision(torch.float16, "cpu") for _ in range(2))

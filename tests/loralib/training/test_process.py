@@ -1,4 +1,4 @@
-"""A script's process: seeds and their state, errors as one line, the end of several processes."""
+"""Tests of a script's process: random generators, one-line errors, output, and its end."""
 
 import gc
 import io
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def draw():
-    """One number of each generator; `gauss` and `standard_normal` keep a second one for later."""
+    """Draws from each generator; `gauss` and `standard_normal` store a second number for later."""
     return (
         random.random(),
         random.gauss(0, 1),
@@ -37,7 +37,7 @@ def draw():
     )
 
 
-# ---- chance ----
+# ---- random generators ----
 
 
 def test_a_seed_gives_the_same_numbers():
@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_numbers():
     assert not set(drawn[0]) & set(drawn[2])
 
 
-def test_large_seeds():
+def test_seeds_may_exceed_32_bits():
     set_seed(2**32 + 3)
     first = draw()
     set_seed(2**32 + 3)
@@ -57,7 +57,7 @@ def test_large_seeds():
 
 
 @pytest.mark.parametrize("draws_before", [0, 1, 700])
-def test_the_state_goes_through_a_file_that_loads_weights_only(draws_before):
+def test_rng_state_can_be_loaded_from_a_file_weights_only(draws_before):
     set_seed(5)
     for _ in range(draws_before):
         draw()
@@ -70,7 +70,7 @@ def test_the_state_goes_through_a_file_that_loads_weights_only(draws_before):
     assert [draw() for _ in range(3)] == expected
 
 
-def test_taking_the_state_draws_nothing():
+def test_reading_rng_state_draws_nothing():
     set_seed(5)
     expected = draw()
     set_seed(5)
@@ -82,7 +82,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("before", "now"), [(CPU, CPU), (GPU, GPU), (CPU, GPU), (GPU, CPU)])
-def test_a_state_of_another_device_is_told(before, now, pretended_gpu, monkeypatch, caplog):
+def test_rng_state_of_another_device_is_a_warning(before, now, pretended_gpu, monkeypatch, caplog):
     monkeypatch.delenv("RANK", raising=False)
     file = io.BytesIO()
     torch.save(rng_state(before), file)
@@ -90,7 +90,7 @@ def test_a_state_of_another_device_is_told(before, now, pretended_gpu, monkeypat
     pretended_gpu.append(torch.tensor([7, 7], dtype=torch.uint8))
     file.seek(0)
     set_rng_state(torch.load(file, weights_only=True), now)
-    assert draw() == expected  # the generators that both have
+    assert draw() == expected  # generators that both devices have are restored
     restored = before == now == GPU
     assert pretended_gpu[-1].tolist() == ([1, 2] if restored else [7, 7])
     names = {CPU: "a CPU", GPU: "a GPU"}
@@ -104,7 +104,7 @@ def test_a_state_of_another_device_is_told(before, now, pretended_gpu, monkeypat
     )
 
 
-def test_the_main_process_warns_for_all(pretended_gpu, monkeypatch, caplog):
+def test_only_the_main_process_warns(pretended_gpu, monkeypatch, caplog):
     state = rng_state(CPU)
     for process, messages in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", process)
@@ -112,7 +112,7 @@ def test_the_main_process_warns_for_all(pretended_gpu, monkeypatch, caplog):
         assert len(caplog.messages) == messages
 
 
-def test_a_run_computes_on_a_gpu_where_there_is_one(pretended_gpu, caplog):
+def test_without_a_device_rng_state_is_that_of_a_gpu_if_there_is_one(pretended_gpu, caplog):
     assert "cuda" in rng_state()
     set_rng_state(rng_state())
     assert not caplog.messages
@@ -126,13 +126,13 @@ def test_a_run_computes_on_a_gpu_where_there_is_one(pretended_gpu, caplog):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("tf32", [True, False])
-def test_settings_of_the_device(device_settings, tf32, deterministic):
+def test_the_device_is_set_up_as_asked(device_settings, tf32, deterministic):
     device_settings.write(not tf32, not tf32, True, False)
     set_up_device(tf32=tf32, deterministic=deterministic)
     device_settings.expect(tf32, deterministic)
     workspace = ":4096:8" if deterministic else None
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
-    # PyTorch's other ways to ask for it are not at odds with this one.
+    # PyTorch's other settings for it agree.
     assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
@@ -156,11 +156,13 @@ def test_settings_of_the_device(device_settings, tf32, deterministic):
 )
 def test_float32_is_float32_whatever_was_set(device_settings, place, value, tf32):
     backends = torch.backends
-    operator.attrgetter(f"{place}.fp32_precision".lstrip("."))(backends)  # there is such a name
+    operator.attrgetter(f"{place}.fp32_precision".lstrip("."))(
+        backends
+    )  # fails if PyTorch has no such setting
     target = operator.attrgetter(place)(backends) if place else backends
     target.fp32_precision = value
     set_up_device(tf32=tf32)
-    device_settings.expect(tf32)  # which is an error where two names are at odds
+    device_settings.expect(tf32)  # PyTorch raises if its two settings contradict each other
     assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     on_gpu = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     assert {kind.fp32_precision == "tf32" for kind in on_gpu} == {tf32}
@@ -168,7 +170,7 @@ def test_float32_is_float32_whatever_was_set(device_settings, place, value, tf32
     assert {kind.fp32_precision for kind in on_cpu} <= {"ieee", "none"}
 
 
-def test_what_a_user_has_set_stays(device_settings, monkeypatch):
+def test_a_workspace_that_the_user_has_set_stays(device_settings, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_up_device(deterministic=True)
     set_up_device()
@@ -196,7 +198,7 @@ def lines(monkeypatch):
     return []
 
 
-def test_a_script_that_ends_well_says_nothing(lines):
+def test_a_script_that_succeeds_reports_nothing(lines):
     done = []
     run(lambda: done.append(1), lines.append)
     assert (done, lines) == ([1], [])
@@ -216,7 +218,7 @@ def test_an_error_is_one_line(kind, lines, monkeypatch):
         run(main, lines.append)
 
 
-def test_an_error_says_which_of_several_processes_had_it(lines, monkeypatch):
+def test_an_error_names_its_process_if_it_is_not_the_main_one(lines, monkeypatch):
     def main():
         raise ValueError("bad")
 
@@ -232,11 +234,11 @@ def test_an_error_says_which_of_several_processes_had_it(lines, monkeypatch):
     with pytest.raises(SystemExit):
         run(main, lines.append)
     assert lines == ["script.py: error: bad", "script.py: error (process 3): bad"]
-    # It has given the main process time to end, and the launcher to end this one for it.
+    # It waited, so that if the main process had ended, the launcher would have ended this one.
     assert waits == [(HEAD_START, 1)]
 
 
-def test_a_bug_shows_where_it_is(lines):
+def test_an_unexpected_error_keeps_its_traceback(lines):
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 / 0, lines.append)
     assert lines == []
@@ -248,7 +250,7 @@ NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reported"),
     [
         ("[pair.cc:537] Read error [10.0.0.1]:49818: Connection reset by peer. GLHF!", GONE),
         ("[pair.cc:553] Connection closed by peer [127.0.0.1]:56552.", GONE),
@@ -260,26 +262,28 @@ NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
         ("mat1 and mat2 shapes cannot be multiplied", None),
     ],
 )
-def test_a_process_whose_peer_has_died(lines, monkeypatch, message, told):
+def test_an_error_of_a_collective_says_what_happened_to_the_others(
+    lines, monkeypatch, message, reported
+):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # this process lives on
+    monkeypatch.setattr(os, "_exit", sys.exit)  # so that this process survives
 
     def fail():
         raise RuntimeError(message)
 
-    if told is None:
+    if reported is None:
         with pytest.raises(RuntimeError, match="shapes cannot"):
             run(fail, lines.append)
         return
     with pytest.raises(SystemExit) as ended:
         run(fail, lines.append)
     assert ended.value.code == 1
-    assert f"error: {told}" in lines[0]
+    assert f"error: {reported}" in lines[0]
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("connection reset by peer")])
-def test_a_process_with_an_error_is_watched_no_longer(lines, monkeypatch, error):
-    """Else it may end by the others' end before it has said why it ends itself."""
+def test_a_process_with_an_error_stops_watching_first(lines, monkeypatch, error):
+    """Otherwise the watch could end it, with the others, before it has reported its error."""
 
     def fail():
         raise error
@@ -296,7 +300,7 @@ def test_a_process_with_an_error_is_watched_no_longer(lines, monkeypatch, error)
     assert len(lines) == 1
 
 
-def test_an_interrupted_script(lines):
+def test_an_interrupt_is_one_line_and_status_130(lines):
     def main():
         raise KeyboardInterrupt
 
@@ -307,8 +311,8 @@ def test_an_interrupted_script(lines):
     assert line.endswith(": interrupted")
 
 
-def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
-    """Where the main one is interrupted as well, it is over before that would be said."""
+def test_another_process_than_the_main_one_waits_before_it_reports_an_interrupt(lines, monkeypatch):
+    """If the main process is interrupted too, the launcher ends this one meanwhile."""
 
     def main():
         raise KeyboardInterrupt
@@ -323,11 +327,13 @@ def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "local", "said"),
+    ("number", "local", "reported"),
     [("0", "0", [""]), ("1", "1", []), ("4", "0", [" (process 4)"]), ("5", "1", [])],
 )
-def test_a_launcher_s_interrupt_is_a_line_a_machine(lines, monkeypatch, number, local, said):
-    """It passes Ctrl-C on to all of its processes; a second one arrives from the terminal."""
+def test_an_interrupt_under_a_launcher_is_one_line_per_machine(
+    lines, monkeypatch, number, local, reported
+):
+    """All processes get Ctrl-C from the launcher, and once more from the terminal."""
 
     def main():
         raise KeyboardInterrupt
@@ -340,7 +346,7 @@ def test_a_launcher_s_interrupt_is_a_line_a_machine(lines, monkeypatch, number, 
     with pytest.raises(SystemExit) as ended:
         run(main, lines.append)
     assert ended.value.code == 130
-    assert lines == [f"script.py: interrupted{which}" for which in said]
+    assert lines == [f"script.py: interrupted{which}" for which in reported]
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -355,7 +361,7 @@ def main():
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
     atexit.register(lambda: print("at exit"))
     print("worked", flush=True)
-    sys.stdin.readline()  # until the others have joined as well: they need this process for that
+    sys.stdin.readline()  # until the other one has joined, which needs this process
     if "fails" in sys.argv:
         raise ValueError("bad")
 
@@ -381,7 +387,7 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         for number in range(2)
     ]
     for process in processes:
-        assert "worked\n" in iter(process.stdout.readline, "")  # after what PyTorch 2.9 prints
+        assert "worked\n" in iter(process.stdout.readline, "")  # PyTorch 2.9 prints lines before
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -393,11 +399,13 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
 
 
 @pytest.mark.slow
-def test_a_process_ends_where_nobody_reads_its_output():
-    """A thread that could not end it would leave the others waiting."""
+def test_end_at_once_works_from_a_thread_if_the_output_cannot_be_written():
+    """If it failed, the other processes would keep waiting for this one."""
     script = "import sys, threading; from loralib.training.process import end_at_once; "
     script += "sys.stdin.read(); "
-    script += "sys.stdout = open(1, 'w'); print('held back'); "  # whatever PYTHONUNBUFFERED says
+    script += (
+        "sys.stdout = open(1, 'w'); print('held back'); "  # buffered, despite PYTHONUNBUFFERED
+    )
     script += "threading.Thread(target=end_at_once, args=(3,)).start(); threading.Event().wait(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -413,7 +421,7 @@ def test_a_process_ends_where_nobody_reads_its_output():
 CLOSED = """
 import logging, sys
 from loralib.training.process import begin, run, set_up_logging
-sys.stderr = None  # as Python has it where it was closed from outside
+sys.stderr = None  # as in Python if it was closed at the start
 begin()
 from tqdm.auto import tqdm
 def main():
@@ -426,7 +434,7 @@ run(main)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_script_without_standard_error_runs_and_prints_what_it_has_to(begins):
+def test_a_script_without_standard_error_runs_and_prints_its_output(begins):
     code = CLOSED if begins else CLOSED.replace("begin()\n", "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
@@ -438,12 +446,12 @@ def test_a_script_without_standard_error_runs_and_prints_what_it_has_to(begins):
     ("printed", "last"),
     [
         ("for number in range(100_000): print(number)", "0"),
-        # So little that it is written at the end alone, when nobody reads any more.
+        # So little that it is written only at the end, when the pipe is closed.
         ("sys.stdin.read(); print(1)", ""),
         ("sys.stdin.read(); print(1); sys.exit(0)", ""),
     ],
 )
-def test_output_that_nobody_reads_to_its_end_is_no_error(printed, last, unbuffered):
+def test_a_pipe_that_is_closed_early_ends_a_script_without_a_message(printed, last, unbuffered):
     code = "import sys\nfrom loralib.training.process import run\n"
     code += f"def main():\n {printed}\nrun(main)"
     script = subprocess.Popen(
@@ -463,7 +471,7 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(printed, last, unbuffer
         assert script.wait() == 141
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error(lines):
+def test_another_broken_pipe_is_an_error(lines):
     def main():
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -472,11 +480,15 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(lines):
     assert (ended.value.code, lines) == (1, ["script.py: error: [Errno 32] Broken pipe"])
 
 
-OTHERS_PIPE = "reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')"
+BREAK_ANOTHER_PIPE = "reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')"
 
 
-def unread(ends: str) -> tuple[str, int]:
-    """What a script says, and its status, that ends so with output that cannot be written."""
+def run_with_closed_output(ends: str) -> tuple[str, int]:
+    """Returns the errors and the status of a script whose output cannot be written.
+
+    Args:
+        ends: its last line.
+    """
     code = "import os, sys\nfrom loralib.training.process import run\n"
     code += f"def main():\n print(1)\n sys.stdin.read()\n {ends}\nrun(main)"
     script = subprocess.Popen(
@@ -495,31 +507,31 @@ def unread(ends: str) -> tuple[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ends", "said", "status"),
+    ("ends", "errors", "status"),
     [
         ("raise ValueError('my own')", "-c: error: my own\n", 1),
         ("sys.exit('my own')", "my own\n", 1),
         ("sys.exit(3)", "", 3),
         ("raise KeyboardInterrupt", "-c: interrupted\n", 130),
-        (OTHERS_PIPE, "-c: error: [Errno 32] Broken pipe\n", 1),
+        (BREAK_ANOTHER_PIPE, "-c: error: [Errno 32] Broken pipe\n", 1),
         ("pass", "", 141),
     ],
 )
-def test_an_error_of_its_own_is_said_where_nobody_reads_the_output(ends, said, status):
-    """With output that is still to be written, and cannot be."""
-    assert unread(ends) == (said, status)
+def test_a_scripts_own_end_is_reported_although_its_output_cannot_be_written(ends, errors, status):
+    """Its printed line is still in the buffer when it ends."""
+    assert run_with_closed_output(ends) == (errors, status)
 
 
 @pytest.mark.slow
-def test_a_bug_is_shown_where_nobody_reads_the_output():
-    """With status 1: of output that cannot be written at its end Python makes 120."""
-    said, status = unread("1 / 0")
-    assert (said.splitlines()[-1], status) == ("ZeroDivisionError: division by zero", 1)
+def test_a_traceback_is_shown_although_the_output_cannot_be_written():
+    """The status is 1, although Python exits with 120 if it cannot flush the output."""
+    errors, status = run_with_closed_output("1 / 0")
+    assert (errors.splitlines()[-1], status) == ("ZeroDivisionError: division by zero", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_standard_output_is_called_what_python_calls_it(unbuffered):
+def test_standard_output_keeps_its_name_mode_encoding_and_descriptor(unbuffered):
     shows = "print([getattr(sys.stdout, name) for name in ('name', 'mode', 'encoding')], "
     shows += "sys.stdout.fileno(), sys.stdout.buffer.name)"
     code = "import sys\nfrom loralib.training.process import run\n"
@@ -539,7 +551,7 @@ def test_standard_output_is_called_what_python_calls_it(unbuffered):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("count", [1, 100_000])
-def test_output_that_there_is_no_room_for_is_named(count, unbuffered):
+def test_a_full_device_is_an_error_of_standard_output(count, unbuffered):
     code = "from loralib.training.process import run\n"
     code += f"run(lambda: [print(number) for number in range({count})])"
     with open("/dev/full", "w") as full:
@@ -556,8 +568,8 @@ def test_output_that_there_is_no_room_for_is_named(count, unbuffered):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_is_printed_comes_out_in_order(unbuffered):
-    """Before the process is set up, within it, and past Python's streams."""
+def test_output_keeps_its_order(unbuffered):
+    """Output from before `run`, from within it, and from outside of Python's streams."""
     code = "import os, sys; from loralib.training.process import run\nprint('a √')\n"
     code += "def main():\n print('b √')\n sys.stdout.flush()\n os.write(1, b'c')\n print('d')\n"
     code += "run(main)\nprint('e')"
@@ -581,7 +593,7 @@ def test_a_process_without_standard_output_ends_at_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 @pytest.mark.parametrize("call", ["begin(); print('√')", "run(lambda: print('√'))"])
-def test_what_an_encoding_lacks_is_an_escape(encoding, call):
+def test_characters_that_an_encoding_lacks_are_escaped(encoding, call):
     code = f"from loralib.training.process import begin, run; {call}"
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     command = [sys.executable, "-c", code]
@@ -591,7 +603,7 @@ def test_what_an_encoding_lacks_is_an_escape(encoding, call):
 
 
 @pytest.mark.parametrize("stream", ["closed", None])
-def test_output_that_was_closed_is_not_written_out(monkeypatch, stream):
+def test_closed_or_missing_output_is_not_flushed(monkeypatch, stream):
     if stream is not None:
         stream = io.TextIOWrapper(io.BytesIO())
         stream.close()
@@ -600,25 +612,25 @@ def test_output_that_was_closed_is_not_written_out(monkeypatch, stream):
         pass
 
 
-def test_a_file_in_a_folder_s_place_is_said(tmp_path):
-    """Where the system has but "File exists"; what a library raises by itself is all that it is."""
+def test_the_message_says_if_a_file_is_where_a_folder_is_needed(tmp_path):
+    """The system's text is only "File exists". An error with nothing but a text keeps it."""
     (tmp_path / "file").touch()
-    for name, said in (("file", "is a file, where a folder is needed"), ("", "File exists")):
+    for name, reason in (("file", "is a file, where a folder is needed"), ("", "File exists")):
         error = FileExistsError(17, "File exists", str(tmp_path / name))
-        assert process_module.error_in_words(error) == f"{tmp_path / name}: {said}"
+        assert process_module.error_in_words(error) == f"{tmp_path / name}: {reason}"
     assert process_module.error_in_words(OSError("cut off")) == "cut off"
 
 
 @pytest.mark.parametrize(
     ("errors", "expected"), [("strict", "backslashreplace"), ("replace", "replace")]
 )
-def test_what_a_user_does_about_characters_stays(monkeypatch, errors, expected):
-    """By PYTHONIOENCODING; by default such a character would be an error."""
+def test_the_users_handling_of_unknown_characters_stays(monkeypatch, errors, expected):
+    """Set by PYTHONIOENCODING; the default, an error, is replaced."""
     stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors)
     monkeypatch.setattr(sys, "stdout", stream)
     process_module._set_up_streams()
     assert (sys.stdout, stream.errors) == (stream, expected)
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace())  # a notebook's, say
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace())  # such as a notebook's
     process_module._set_up_streams()
 
 
@@ -642,7 +654,7 @@ SCRIPTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_import_pytorch_without_the_collector(script):
-    """And it is on, for what comes after, once they begin to work."""
+    """The collector is on again when they begin to work."""
     path = ROOT / script
     code = (
         "import contextlib, gc, io, runpy, sys\n"
@@ -681,7 +693,7 @@ def test_an_interrupt_while_a_script_imports_pytorch_is_one_line(script):
     assert (done.returncode, done.stderr) == (130, f"{path.name}: interrupted\n")
 
 
-BEGUN = """
+INTERRUPTED_LATER = """
 import os, signal, sys
 from loralib.training.process import begin, run
 sys.argv = ["script.py"]
@@ -698,17 +710,17 @@ run(main)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "status", "said"),
+    ("before", "status", "errors"),
     [("default_int_handler", 130, "script.py: interrupted\n"), ("SIG_IGN", 0, "")],
 )
-def test_an_interrupt_of_what_has_begun_is_an_exception_again(before, status, said):
-    """Unless it is ignored, as under nohup."""
-    code = BEGUN.format(before=before)
+def test_an_interrupt_in_main_is_an_exception(before, status, errors):
+    """Unless interrupts are ignored, as under nohup."""
+    code = INTERRUPTED_LATER.format(before=before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "put in order\n", said)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "put in order\n", errors)
 
 
-def test_what_a_script_imports_later_is_imported_without_it(monkeypatch):
+def test_a_script_imports_without_the_collector_later_too(monkeypatch):
     monkeypatch.setattr(process_module, "_is_script", False)
     frozen = gc.get_freeze_count()
     gc.disable()
@@ -727,8 +739,8 @@ def test_what_a_script_imports_later_is_imported_without_it(monkeypatch):
         gc.unfreeze()
 
 
-def test_a_process_that_is_no_script_s_keeps_its_collector():
-    """Its objects would never be collected."""
+def test_outside_of_scripts_the_collector_stays_on():
+    """Objects that are frozen would never be collected."""
     frozen = gc.get_freeze_count()
     run(lambda: None)
     with without_collector():

@@ -1,4 +1,4 @@
-"""Which way large products are computed in: measured once a machine, and kept with a run."""
+"""Tests of choosing methods for large products: measured once per machine, kept with a run."""
 
 import json
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ KEYS = {"float32 512 -> 1024 + bias", "float32 1024 -> 512 transposed"}
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The file that choices are kept in; nothing is chosen yet."""
+    """The file in which choices are kept; no method is chosen yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_chosen", {})
     monkeypatch.setattr(product_choices, "_chosen_before", {})
@@ -31,38 +31,38 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The products that are measured, by key; "plain" is the fastest."""
-    asked = []
+    """The keys of the products that were measured; "plain" is the fastest."""
+    keys = []
     monkeypatch.setattr(
-        products, "_fastest", lambda *given: asked.append(products._key(*given[:3])) or "plain"
+        products, "_fastest", lambda *given: keys.append(products._key(*given[:3])) or "plain"
     )
-    return asked
+    return keys
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bfloat16", "way", "is_said"),
+    ("dtype", "has_bfloat16", "method", "is_logged"),
     [
         (torch.bfloat16, True, "float32", True),
         (torch.bfloat16, True, "plain", False),
-        (torch.bfloat16, False, "plain", True),  # which is not measured then
+        (torch.bfloat16, False, "plain", True),  # nothing is measured then
         (torch.float32, False, "plain", False),
     ],
 )
-def test_it_is_said_where_bfloat16_saves_no_time(
-    cache, measured, monkeypatch, caplog, dtype, has_bfloat16, way, is_said
+def test_the_log_says_once_where_bfloat16_saves_no_time(
+    cache, measured, monkeypatch, caplog, dtype, has_bfloat16, method, is_logged
 ):
     monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
-    monkeypatch.setattr(products, "_fastest", lambda *given: way)
+    monkeypatch.setattr(products, "_fastest", lambda *given: method)
     monkeypatch.setattr(products, "_fastest_of_batches", lambda *given: "plain")
     product_choices._say_that_it_is_slow.cache_clear()
     with caplog.at_level("INFO"):
         choose_products(frozen_weights(model()), dtype, world_size=1)
         choose_products(frozen_weights(model()), dtype, world_size=1)
-    assert caplog.text.count("bfloat16 saves memory here, but not time") == is_said
+    assert caplog.text.count("bfloat16 saves memory here, but not time") == is_logged
 
 
-def test_an_evaluation_puts_back_what_was_chosen(cache, measured):
-    """Another model's, in the middle of a training, changes none of its products."""
+def test_an_evaluation_restores_the_choices_of_training(cache, measured):
+    """Also if it is of another model, or ends with an error."""
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     before = products.choices()
     other = [products.FrozenWeight(torch.randn(832, 1024))]
@@ -73,17 +73,17 @@ def test_an_evaluation_puts_back_what_was_chosen(cache, measured):
         assert products.choices() == before
 
 
-def test_what_was_known_of_emulated_bfloat16_is_not_taken(cache, monkeypatch):
-    """Other ways may take a hundred times as long there."""
+def test_known_choices_for_emulated_bfloat16_are_not_used(cache, monkeypatch):
+    """Methods other than float32 may take a hundred times as long there."""
     monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
     weights, keys = frozen_weights(model()), {key.replace("float32", "bfloat16") for key in KEYS}
     keys.add(products._BATCHES)
-    ways = products.measure(weights, torch.bfloat16, dict.fromkeys(keys, "plain"))
-    assert ways == dict.fromkeys(keys, "float32")
+    methods = products.measure(weights, torch.bfloat16, dict.fromkeys(keys, "plain"))
+    assert methods == dict.fromkeys(keys, "float32")
 
 
 def model():
-    """A layer with LoRA, one that is trained, one that is small, and one that is no such layer."""
+    """A layer with LoRA, a trained one, a small one, and one that does not use products.py."""
     layers = nn.Sequential(
         lora.Linear(512, 1024, r=4),
         products.Linear(512, 1024),
@@ -94,7 +94,7 @@ def model():
     return layers
 
 
-def test_a_machine_is_measured_once(cache, measured):
+def test_products_are_measured_once_per_machine(cache, measured):
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert set(measured) == KEYS
     assert products.choices()["methods"] == dict.fromkeys(KEYS, "plain")
@@ -106,16 +106,16 @@ def test_a_machine_is_measured_once(cache, measured):
     assert products.choices()["methods"] == dict.fromkeys(KEYS, "plain")
 
 
-def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
+def test_frozen_weights_are_packed_where_that_is_fastest(cache, monkeypatch):
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    ways = {way: name for name, way in METHODS.items()}
-    monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
+    names = {method: name for name, method in METHODS.items()}
+    monkeypatch.setattr(products, "_seconds", lambda method, *_: float(names[method] != "packed"))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert products.choices()["methods"] == dict.fromkeys(KEYS, "packed")
 
 
-def test_what_other_machines_chose_is_kept(cache, measured):
+def test_the_cache_keeps_choices_of_other_machines(cache, measured):
     cache.parent.mkdir()
     cache.write_text(json.dumps({"another": {"key": "packed"}}))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
@@ -126,7 +126,7 @@ def test_what_other_machines_chose_is_kept(cache, measured):
     }
 
 
-def test_a_run_takes_what_is_of_its_own_products(cache, measured):
+def test_a_run_uses_only_choices_for_its_own_products(cache, measured):
     cache.parent.mkdir()
     others = {"float32 512 -> 1024 + bias, few rows": "blocks", "float32 9 -> 9": "packed"}
     cache.write_text(json.dumps({products.machine(): others}))
@@ -135,10 +135,10 @@ def test_a_run_takes_what_is_of_its_own_products(cache, measured):
     assert products.choices()["methods"] == own
     assert json.loads(cache.read_text()) == {products.machine(): {**others, **own}}
     choose_products([], torch.float32, world_size=1)
-    assert products.choices()["methods"] == {}, "of the run before"
+    assert products.choices()["methods"] == {}, "the earlier run's choices are gone"
 
 
-def test_what_is_measured_meanwhile_is_kept(cache, measured, monkeypatch):
+def test_the_cache_keeps_choices_that_another_run_adds_meanwhile(cache, measured, monkeypatch):
     def fastest(*_) -> str:
         cache.parent.mkdir(exist_ok=True)
         cache.write_text(json.dumps({products.machine(): {"of another run": "blocks"}}))
@@ -150,7 +150,7 @@ def test_what_is_measured_meanwhile_is_kept(cache, measured, monkeypatch):
     assert json.loads(cache.read_text()) == {products.machine(): expected}
 
 
-def test_a_cache_that_another_process_writes_is_waited_for(cache, measured, caplog, monkeypatch):
+def test_a_locked_cache_is_waited_for_and_then_not_written(cache, measured, caplog, monkeypatch):
     monkeypatch.setattr(product_choices, "_PATIENCE", 0.1)
     cache.parent.mkdir()
     with FileLock(cache.with_suffix(".lock")):
@@ -163,7 +163,7 @@ def test_a_cache_that_another_process_writes_is_waited_for(cache, measured, capl
 @pytest.mark.parametrize(
     "content", ["{", "[1]", "null", '{"%s": [1]}', '{"%s": {"key": [1]}}', '{"another": 1}']
 )
-def test_a_damaged_cache_is_written_anew(cache, measured, caplog, content):
+def test_a_damaged_cache_is_rewritten(cache, measured, caplog, content):
     cache.parent.mkdir()
     cache.write_text(content.replace("%s", products.machine()))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
@@ -171,7 +171,7 @@ def test_a_damaged_cache_is_written_anew(cache, measured, caplog, content):
     assert json.loads(cache.read_text()).keys() == {products.machine()}
 
 
-def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
+def test_a_run_starts_without_a_writable_cache(cache, measured, caplog):
     cache.parent.write_text("a file where a folder should be")
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be" in caplog.text
@@ -180,7 +180,7 @@ def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
     assert len(measured) == len(KEYS), "a process measures once"
 
 
-def test_without_a_home_folder_the_run_goes_ahead(cache, measured, caplog, monkeypatch):
+def test_a_run_starts_without_a_home_folder(cache, measured, caplog, monkeypatch):
     def expanduser(self):
         raise RuntimeError("Could not determine home directory.")
 
@@ -205,7 +205,7 @@ def test_choices_are_part_of_a_checkpoint(cache, dtype):
     assert after.state_dict() == state
 
 
-def test_a_checkpoint_with_other_choices_is_no_damage(cache):
+def test_a_checkpoint_with_other_choices_is_not_damaged(cache):
     plain_run = Precision(torch.float32, "cpu").state_dict()
     chosen = {"machine": products.machine(), "methods": {"some product": "blocks"}}
     products.use_choices(chosen)

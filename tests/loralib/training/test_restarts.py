@@ -1,4 +1,4 @@
-"""How an attempt knows an earlier one of the same run."""
+"""Tests of how an attempt finds out that there was an earlier one of the same run."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from loralib.training.restarts import find_launch
 
 @pytest.fixture
 def agent(monkeypatch):
-    """``agent(name)``: this process was started by the agent of that name; None for nobody."""
+    """``agent(name)`` sets the agent that has started this process; None if no launcher has."""
 
     def start(name):
         monkeypatch.setattr(restarts, "_agent", lambda: name)
@@ -23,21 +23,21 @@ def agent(monkeypatch):
     return start
 
 
-def test_the_first_attempt_and_later_ones(agent, tmp_path):
+def test_later_attempts_of_one_agent_are_restarts(agent, tmp_path):
     agent("a 1 100")
     first = find_launch(tmp_path, 1)
     assert (first.is_restart, first.note) == (False, None)
-    assert not find_launch(tmp_path, 1).is_restart  # nothing has begun
+    assert not find_launch(tmp_path, 1).is_restart  # the first attempt has not begun
     first.begin({"step": 3})
     later = find_launch(tmp_path, 1)
     assert (later.is_restart, later.note) == (True, {"step": 3})
     later.begin({"step": 4})
     assert find_launch(tmp_path, 1).note == {"step": 3}
-    agent("a 1 200")  # another process of the same number
+    agent("a 1 200")  # another process with the same id
     assert not find_launch(tmp_path, 1).is_restart
 
 
-def test_a_host_that_is_left_knows_the_run(agent, tmp_path):
+def test_one_agent_in_common_makes_it_a_restart(agent, tmp_path):
     path = tmp_path / ".launch.json"
     path.write_text(json.dumps({"agents": ["lost 1 1", "left 2 2"], "note": None}))
     agent("left 2 2")
@@ -46,8 +46,8 @@ def test_a_host_that_is_left_knows_the_run(agent, tmp_path):
     assert not find_launch(tmp_path, 1).is_restart
 
 
-def test_hosts_that_replace_each_other_one_by_one(agent, tmp_path, monkeypatch):
-    """In the end none of the first attempt's is left, and the run is still known."""
+def test_a_restart_is_recognized_after_hosts_were_replaced_one_by_one(agent, tmp_path, monkeypatch):
+    """The last attempt has no agent in common with the first."""
     for hosts in (["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"]):
         monkeypatch.setattr(
             restarts,
@@ -61,24 +61,24 @@ def test_hosts_that_replace_each_other_one_by_one(agent, tmp_path, monkeypatch):
     assert found.note == "the first one's"
 
 
-def test_without_a_launcher_nothing_is_left(agent, tmp_path):
+def test_without_a_launcher_no_file_is_written(agent, tmp_path):
     agent(None)
     find_launch(tmp_path, 1).begin()
     assert list(tmp_path.iterdir()) == []
     assert not find_launch(tmp_path / "nowhere", 1).is_restart
 
 
-def test_the_agent_of_a_process_that_was_made_in_python(monkeypatch):
-    """As with torchrun --run_path: it is in the agent's session."""
+def test_the_agent_can_start_processes_by_multiprocessing(monkeypatch):
+    """As with torchrun --run_path; the process is then in the agent's own session."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert restarts._agent() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    maker = SimpleNamespace(pid=os.getppid())
-    monkeypatch.setattr(restarts.multiprocessing, "parent_process", lambda: maker)
+    parent = SimpleNamespace(pid=os.getppid())
+    monkeypatch.setattr(restarts.multiprocessing, "parent_process", lambda: parent)
     assert restarts._agent().split()[1] == str(os.getppid())
 
 
-def test_the_agent_where_there_are_no_sessions(monkeypatch):
+def test_without_sessions_the_agent_is_the_parent_process(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(restarts.sys, "platform", "win32")
     monkeypatch.delattr(os, "getsid")
@@ -91,8 +91,8 @@ AGENT = "from loralib.training import restarts; print(restarts._agent())"
 
 @pytest.mark.parametrize("wrapper", ["exec {}", "{}; exit $?", "sh -c '{}; exit $?'"])
 @pytest.mark.parametrize("has_proc", [True, False], ids=["Linux", "another system"])
-def test_the_agent_has_started_a_shell(wrapper, has_proc):
-    """As with torchrun --no-python and a script that starts Python."""
+def test_the_agent_can_start_a_shell_that_starts_python(wrapper, has_proc):
+    """As with torchrun --no-python and a shell script."""
     if not has_proc and shutil.which("ps") is None:
         pytest.skip("needs ps")
     code = AGENT if has_proc else f"{WITHOUT_PROC}{AGENT}"
@@ -108,7 +108,7 @@ def test_the_agent_has_started_a_shell(wrapper, has_proc):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"agents": 3}', "null"])
-def test_a_damaged_file_counts_as_none(agent, tmp_path, caplog, content):
+def test_with_a_damaged_file_the_run_counts_as_new(agent, tmp_path, caplog, content):
     agent("a 1 1")
     (tmp_path / ".launch.json").write_text(content)
     found = find_launch(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""What a run resumes from: damage is named, parts are restored, another run is refused."""
+"""Tests of resuming: damaged files are named, parts restored, and other runs refused."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def without_an_entry(path):
 @pytest.mark.parametrize(
     "damage", [missing, cut, with_a_bit_flipped, of_another_kind, without_an_entry]
 )
-def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
+def test_the_error_names_a_damaged_file_and_what_to_do(tmp_path, damage):
     path, example = tmp_path / "state.pt", {"step": 0, "rate": 0.0}
     write_torch(path, {"step": 3, "rate": 0.5, "averages": torch.tensor([3.0, 5.0])})
     assert read_state(path, example)["rate"] == 0.5
@@ -55,12 +55,12 @@ def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
     assert message.count(str(path)) == 1
 
 
-def test_a_file_of_torch_s_older_format_is_read(tmp_path):
+def test_a_file_in_torchs_older_format_can_be_read(tmp_path):
     torch.save({"step": 3}, tmp_path / "state.pt", _use_new_zipfile_serialization=False)
     assert read_state(tmp_path / "state.pt", {"step": 0}) == {"step": 3}
 
 
-def test_the_innermost_file_is_named(tmp_path):
+def test_of_nested_blocks_the_innermost_names_its_file(tmp_path):
     with (
         pytest.raises(DamagedStateError, match=r"inner: missing or damaged \(bad\); first"),
         naming_damaged_file(tmp_path / "outer", "second"),
@@ -69,7 +69,7 @@ def test_the_innermost_file_is_named(tmp_path):
         raise KeyError("bad")
 
 
-def test_nothing_in_a_file_is_run(tmp_path):
+def test_a_file_with_code_is_refused(tmp_path):
     torch.save(nn.Linear(1, 1), tmp_path / "state.pt")
     with (
         pytest.raises(DamagedStateError, match=r"(?i)weights"),
@@ -85,7 +85,7 @@ def stepped(weight: nn.Parameter) -> AdamW:
     return optimizer
 
 
-def test_a_part_is_restored():
+def test_restore_loads_an_optimizers_state():
     optimizer = stepped(nn.Parameter(torch.zeros(3)))
     again = AdamW([nn.Parameter(torch.zeros(3))], lr=0.5)
     restore(again, optimizer.state_dict(), checked=())
@@ -95,7 +95,7 @@ def test_a_part_is_restored():
 
 
 @pytest.mark.parametrize("checked", [None, ("base_lrs", "last_epoch", "of another version")])
-def test_what_is_checked_has_to_be_there(checked):
+def test_restore_refuses_states_with_invalid_entries(checked):
     optimizer = AdamW([nn.Parameter(torch.zeros(3))])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     state = schedule.state_dict()
@@ -105,7 +105,7 @@ def test_what_is_checked_has_to_be_there(checked):
             restore(schedule, {**state, entry: value}, checked)
 
 
-def test_settings_of_another_run_are_refused(tmp_path):
+def test_a_run_with_other_settings_is_refused(tmp_path):
     before = {"--lr": 0.1, "--clip": None, "of an older version": 1}
     check_same_run(tmp_path, before, {"--lr": 0.1, "--clip": None}, "give the same")
     with pytest.raises(CheckpointError) as caught:
@@ -118,6 +118,6 @@ def test_settings_of_another_run_are_refused(tmp_path):
         check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
 
 
-def test_a_gpu_s_generator_is_no_part_of_the_example(pretended_gpu):
+def test_the_example_of_an_rng_state_has_no_gpu_generator(pretended_gpu):
     assert "cuda" in rng_state()
     assert like_rng_state().keys() == rng_state().keys() - {"cuda"}

@@ -1,4 +1,4 @@
-"""Processes that hang: who notices, and what is said."""
+"""Tests of watching for processes that hang."""
 
 import threading
 from functools import partial
@@ -11,11 +11,13 @@ from loralib.training.watch import Watch
 
 
 class Watched:
-    """Watches of several processes, on a clock that the test moves; the lines that they end with.
+    """The watches of several processes, on a clock that the test advances.
+
+    `lines` holds, by process, the line with which it has ended.
 
     Args:
         count: how many processes there are.
-        timeout: of their watches, in seconds of that clock.
+        timeout: after how many seconds of that clock a process hangs.
     """
 
     def __init__(self, count, timeout=10.0):
@@ -25,10 +27,10 @@ class Watched:
             for n in range(count)
         ]
         for watch in self.watches:
-            watch.interval = 0.01  # in real seconds, after which one ends that is not to speak
+            watch.interval = 0.01  # real seconds that a process waits before it ends silently
 
     def pass_time(self, seconds, working=(), alive=None):
-        """Lets time pass, a second at a time, in which some come further and the living look."""
+        """Lets time pass, second by second; working processes make progress, live ones look."""
         alive = range(len(self.watches)) if alive is None else alive
         for _ in range(seconds):
             self.now += 1
@@ -45,7 +47,7 @@ def test_processes_that_work_are_left_alone():
     assert watched.lines == {}
 
 
-def test_a_pause_of_all_that_is_shorter_than_the_limit():
+def test_pauses_shorter_than_the_timeout_are_no_hang():
     watched = Watched(2)
     for _ in range(5):
         watched.pass_time(9)
@@ -54,8 +56,8 @@ def test_a_pause_of_all_that_is_shorter_than_the_limit():
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_is_stopped(stopped):
-    """Its watch is stopped as well, as by SIGSTOP, or with its host."""
+def test_a_process_that_no_longer_reports_hangs(stopped):
+    """Its watch has stopped too, as after SIGSTOP or with a lost host."""
     watched = Watched(3)
     watched.pass_time(20, working=[0, 1, 2])
     left = [number for number in range(3) if number != stopped]
@@ -67,8 +69,8 @@ def test_a_process_that_is_stopped(stopped):
     assert all(watched.lines[number] == "" for number in others)
 
 
-def test_a_process_that_does_not_come_further():
-    """The others wait for it: the one that is furthest behind is named."""
+def test_the_process_with_the_least_progress_hangs():
+    """The others wait for it, and make no progress either."""
     watched = Watched(3)
     watched.pass_time(20, working=[0, 1, 2])
     watched.pass_time(1, working=[0, 1])
@@ -79,8 +81,8 @@ def test_a_process_that_does_not_come_further():
     assert watched.lines.keys() == {0, 1, 2}
 
 
-def test_processes_that_stop_a_moment_apart_are_named_together():
-    """As those of a lost host do: each is heard of once in an interval."""
+def test_processes_that_stop_at_nearly_the_same_time_are_named_together():
+    """As those of a lost host may, because each reports once per interval."""
     watched = Watched(3)
     watched.watches[0].interval = 1.0
     watched.pass_time(20, working=[0, 1, 2])
@@ -89,24 +91,24 @@ def test_processes_that_stop_a_moment_apart_are_named_together():
     assert watched.lines == {0: "processes 1, 2 of 3 hang: nothing for 10 s"}
 
 
-def test_all_of_them_hang():
+def test_all_processes_can_hang():
     watched = Watched(2)
     watched.pass_time(13)
     assert "processes 0, 1 of 2 hang: nothing for 10 s" in watched.lines.values()
 
 
 @pytest.mark.parametrize("line", ["process 1 of 2 hangs", ""])
-def test_a_process_ends_with_an_error(monkeypatch, caplog, line):
-    """Which one of them says."""
+def test_the_end_is_logged_by_the_process_that_has_a_line(monkeypatch, caplog, line):
+    """Every process ends with status 1."""
     ends = []
     monkeypatch.setattr(watch_module, "end_at_once", ends.append)
     watch_module._end_process(line)
     assert ends == [1]
-    said = f"{line}; the run ends, and resumes from its last checkpoint"
-    assert caplog.messages == [said] * bool(line)
+    message = f"{line}; the run ends, and resumes from its last checkpoint"
+    assert caplog.messages == [message] * bool(line)
 
 
-def test_the_store_is_gone():
+def test_a_process_ends_if_the_store_is_gone():
     class Gone(HashStore):
         def set(self, *_):
             raise RuntimeError("Connection reset by peer")
