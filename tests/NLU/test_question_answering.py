@@ -83,7 +83,7 @@ def tokenizer(request):
 
 
 @pytest.mark.parametrize(("length", "stride"), [(40, 5), (16, 3), (16, 0), (12, 4)])
-def test_the_rows_of_a_text_hold_all_of_it(tokenizer, length, stride):
+def test_rows_of_a_text_cover_all_of_it(tokenizer, length, stride):
     texts = [TEXT_OF_PARTS, "a dog"]
     questions = ["the cat", "this"]
     spans = [Span(*range_of(texts[0], "quiet house")), None]
@@ -208,7 +208,7 @@ def test_rows_of_one_question_have_one_answer():
 @pytest.mark.parametrize(
     ("threshold", "text"), [(0.0, ""), (0.9, ""), (1.0, "Ann"), (1.5, "Ann"), (-1.0, "")]
 )
-def test_no_answer_wins_if_its_odds_exceed_the_threshold(threshold, text):
+def test_the_empty_answer_wins_if_its_odds_exceed_the_threshold(threshold, text):
     offsets = [NONE, [0, 3]]
     start, end = np.array([[1.5, 1.0]]), np.array([[1.5, 1.0]])
     (answer,) = answers_of(
@@ -219,7 +219,7 @@ def test_no_answer_wins_if_its_odds_exceed_the_threshold(threshold, text):
     assert [each.text for each in answer.best] == ["", "Ann"]
 
 
-def test_no_answer_stays_among_the_n_best():
+def test_the_empty_answer_stays_among_the_n_best():
     start, end = np.array([[-9.0, 1, 2, 3]]), np.array([[-9.0, 1, 2, 3]])
     offsets = [NONE, [0, 3], [4, 7], [8, 9]]
     (answer,) = answers_of([TEXT], [0], [offsets], start, end, n_best_size=2, may_be_none=True)

@@ -355,7 +355,7 @@ def test_two_spellings_of_a_label_give_a_warning(glue, tmp_path, caplog):
 
 
 def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):
-    """There are as many other rows; a run that was complete says that nothing is left."""
+    """There are as many other rows; a run that was complete logs that nothing is left."""
     rows = own_rows(["yes", "no"])
     file = write(tmp_path / "train.csv", rows)
     run = ["--do_train", *LORA, "--max_steps", 2, "--save_steps", 2, "--output_dir", "out"]

@@ -233,7 +233,7 @@ def test_every_word_of_a_test_set_is_given_a_tag(call, request, tmp_path, caplog
     assert "1 of 3 in test" in messages[0]
 
 
-def test_label_all_tokens_changes_the_loss_alone(call, tmp_path):
+def test_label_all_tokens_still_predicts_one_tag_per_word(call, tmp_path):
     """The loss covers more tokens; predictions still have one tag per word."""
     rows = [{"tokens": ["unheard-of", "dog"], "ner_tags": ["O", "B-ANI"]}] * 4
     train = write(tmp_path / "train.json", rows)

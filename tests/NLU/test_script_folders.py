@@ -88,7 +88,7 @@ def test_results_are_not_written_among_a_base_s_files(tmp_path):
     check_sources_kept(args, linked)
 
 
-def test_no_model_name_is_not_the_working_folder(tmp_path, monkeypatch):
+def test_a_missing_model_name_is_not_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_sources_kept(TrainingArguments(".", do_eval=True), {"model_name_or_path": None})
 

@@ -355,7 +355,7 @@ def test_texts_that_look_like_dates_stay_texts(tmp_path):
 
 @pytest.mark.parametrize("places", [range(2), range(10, 12)], ids=["first", "last"])
 def test_dates_in_one_part_of_a_large_file_stay_texts(tmp_path, places):
-    """By default, pyarrow would infer the type of each 10 MB of the file separately."""
+    """By default, each 10 MB of the file are read separately, with their own column types."""
     texts = [f"2020-01-{n + 10}" if n in places else f"text {n}" for n in range(12)]
     if 0 in places:
         texts[2:10] = [f"2020-02-{n + 10}" for n in range(8)]  # all of the first piece
@@ -711,15 +711,15 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path):
 
 def test_reading_the_user_s_files_sends_nothing(tmp_path, monkeypatch):
     """Otherwise, `datasets` reports reading the user's own files, and waits for the server."""
-    told = []
-    monkeypatch.setattr("datasets.load.get_session", lambda: told.append("of it"))
+    sent = []
+    monkeypatch.setattr("datasets.load.get_session", lambda: sent.append("of it"))
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.csv", [{"a": "b"}])
     datasets.load_dataset("csv", data_files=str(tmp_path / "set" / "train.csv"))
-    assert told.pop() == "of it"
+    assert sent.pop() == "of it"
     read_table(str(tmp_path / "set" / "train.csv"))
     load_tables(HubDataArguments(dataset_name=str(tmp_path / "set")), ["train"], str(tmp_path))
-    assert told == []
+    assert sent == []
     assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # it is on again for later calls
 
 

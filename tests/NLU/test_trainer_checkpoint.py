@@ -202,7 +202,7 @@ def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
     assert trainer.train().global_step == 4
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
 
-    # Resumed from its last checkpoint, the run ends at once; from an earlier one, it counts on.
+    # Resumed from its last checkpoint, the run ends at once; from an earlier one, it keeps counting.
     out = tmp_path / "out"
     assert make(9).train(str(out / "checkpoint-4")).global_step == 4
     assert make(2, 9).train(str(out / "checkpoint-3")).global_step == 4
@@ -487,7 +487,7 @@ def test_resuming_with_other_batches_warns(
     ],
 )
 def test_resuming_with_other_batches_needs_max_steps(make_trainer, checkpoint, settings, names):
-    """Epochs would have other numbers of steps, and so the schedule another length."""
+    """An epoch would have another number of steps, and so the run would have another length."""
     with pytest.raises(CheckpointError, match=f"belongs to a run with {names} would"):
         make_trainer(**settings).train(str(checkpoint))
 

@@ -40,7 +40,7 @@ for event_name in EVENTS:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a `make_line_trainer`, by default with two batches per epoch."""
+    """See `make_line_trainer`; by default with two batches per epoch."""
 
     def make(kind=Trainer, **settings):
         settings = {"per_device_train_batch_size": 10, **settings}

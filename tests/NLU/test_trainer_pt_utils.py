@@ -140,7 +140,9 @@ def test_length_grouped_indices_are_sorted_within_groups():
     order = get_length_grouped_indices(LENGTHS, 4, 3, torch.Generator().manual_seed(1))
     assert sorted(order) == list(range(50))
     assert LENGTHS[order[0]] == max(LENGTHS)
-    for start in range(12, 48, 12):  # the longest example was moved into the first group
+    for start in range(
+        12, 48, 12
+    ):  # all groups but the first, into which the longest example was moved
         group = [LENGTHS[index] for index in order[start + 1 : start + 12]]
         assert group == sorted(group, reverse=True)
     again = get_length_grouped_indices(LENGTHS, 4, 3, torch.Generator().manual_seed(1))

@@ -103,7 +103,7 @@ def test_overlapping_windows_cover_the_whole_text(tokenizer):
     assert batch["overflow_to_sample_mapping"] == [0] * len(rows)
 
 
-def test_windows_name_the_text_that_they_are_of(tokenizer):
+def test_windows_are_mapped_to_their_texts(tokenizer):
     batch = tokenizer(
         ["a", CONTEXT, "b"],
         truncation=True,

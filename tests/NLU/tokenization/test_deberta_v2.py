@@ -80,7 +80,7 @@ def test_strings_have_upstreams_ids(tiny, name):
 
 
 @pytest.mark.parametrize("skip", ["False", "True"])
-def test_texts_of_ids_are_upstreams(tiny, skip):
+def test_decoded_texts_equal_upstreams(tiny, skip):
     tokenizer = DebertaV2TokenizerFast.from_pretrained(tiny)
     rows = FIXTURE["strings"]["single"]
     ours = tokenizer.batch_decode(rows, skip == "True", clean_up_tokenization_spaces=False)
@@ -172,7 +172,7 @@ def test_blank_texts_have_special_tokens_alone(tokenizer, text):
     ],
 )
 def test_truncation_of_pairs(tokenizer, strategy, limit, first, second):
-    words = "1010101", "10"  # eight and three pieces, with the space before each
+    words = "1010101", "10"  # eight and three pieces, of which one is the space before them
     row = tokenizer(*words, truncation=strategy, max_length=limit)["input_ids"]
     middle = row.index(SEP)
     assert len(row) == limit

@@ -86,7 +86,7 @@ def test_settings_come_from_arguments_then_the_map_then_the_configuration(folder
 
 
 @pytest.mark.parametrize("limit", [None, 10**30, 1e30])
-def test_limits_that_mean_none(folder, limit):
+def test_null_and_huge_limits_mean_no_limit(folder, limit):
     write(folder / "tokenizer_config.json", {"model_max_length": limit})
     tokenizer = RobertaTokenizerFast.from_pretrained(folder)
     assert tokenizer.model_max_length > 10**20
