@@ -202,7 +202,7 @@ def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
     assert trainer.train().global_step == 4
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
 
-    # Resumed from its last checkpoint, the run ends at once; from an earlier one, it keeps counting.
+    # Resumed from its last checkpoint, the run ends at once; from an earlier one, it continues.
     out = tmp_path / "out"
     assert make(9).train(str(out / "checkpoint-4")).global_step == 4
     assert make(2, 9).train(str(out / "checkpoint-3")).global_step == 4
