@@ -1,4 +1,4 @@
-"""PyTorch's dynamic quantization of a model."""
+"""PyTorch's dynamic quantization works on the models."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ IDS = torch.tensor([[0, 5, 6, 2]])
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
 @pytest.mark.parametrize("family", ["Roberta", "DebertaV2"])
-def test_a_quantized_model_gives_about_the_same(family, head):
+def test_a_quantized_model_gives_nearly_the_same_outputs(family, head):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE, initializer_range=0.2)
     model = getattr(transformers, f"{family}For{head}")(config).eval()

@@ -1,7 +1,7 @@
 """The recipes of NLU/: their values, their commands, and a few steps of each on a small base.
 
-Every script is run with --print; its command's flags go through run_glue.py's parser. All recipes
-make two steps in this process, and a chain of two of them does so as a user starts it.
+Every script is run with --print, and run_glue.py's parser reads its command's flags. Each recipe
+trains for two steps in this process; two that depend on each other also run as a user runs them.
 """
 
 import importlib.util
@@ -29,13 +29,13 @@ FACTS = ROOT.parent / "shared" / "facts"
 SCRIPTS = sorted(path.stem for path in NLU.glob("*.sh"))
 AFTER_MNLI = [name for name in SCRIPTS if name.endswith(("_mrpc", "_rte", "_stsb"))]
 
-# The small base of each family: a fixture's name.
+# The fixture with a small base for each model.
 SMALL_BASES = {
     "roberta-base": "tiny_base",
     "roberta-large": "tiny_base",
     "microsoft/deberta-v2-xxlarge": "tiny_deberta_base",
 }
-# Positions of the published models, and what else decides how long a text may be.
+# What decides how long a text may be, in the published models' configurations.
 PUBLISHED_POSITIONS = {
     "roberta-base": {"max_position_embeddings": 514, "pad_token_id": 1},
     "roberta-large": {"max_position_embeddings": 514, "pad_token_id": 1},
@@ -61,8 +61,8 @@ RECIPES = recipe.read_recipes()
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    """No variable of the caller's, and a folder to write to."""
+def _clean_environment(monkeypatch, tmp_path):
+    """Unsets the environment variables of recipes, and changes to a temporary folder."""
     for name in ("NPROC", "MNLI_CHECKPOINT", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_every_recipe_has_its_script():
     assert set(SCRIPTS) == set(RECIPES)
 
 
-def test_the_values_are_the_release_s():
+def test_the_values_equal_the_release_s():
     path = FACTS / "nlu_release_recipes.json"
     if not path.is_file():
         pytest.skip("the release's recipes are not on this machine")
@@ -119,7 +119,7 @@ def test_the_values_are_the_release_s():
         name: (entry.nproc, recipe.read_environment(), dict(entry.flags))
         for name, entry in RECIPES.items()
     }
-    # The release's workspace of cuBLAS is too small for its fast kernels of large products.
+    # The one difference: cuBLAS's fast kernels for large products need a larger workspace.
     for _, environment, _ in release.values():
         assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -141,7 +141,7 @@ def test_no_other_recipe_starts_from_weights():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_published_model_takes_texts_as_long_as_the_recipe_s(name):
+def test_the_published_model_fits_the_recipe_s_text_length(name):
     from transformers import DebertaV2Config, RobertaConfig
     from transformers.utils.cli import check_length
 
@@ -155,7 +155,7 @@ def test_the_published_model_takes_texts_as_long_as_the_recipe_s(name):
 
 
 def parsed(run_glue, arguments: list[str]) -> dict:
-    """run_glue.py's settings by name."""
+    """Returns run_glue.py's settings by name."""
     names = ("ModelArguments", "DataTrainingArguments", "TrainingArguments", "EstimateArguments")
     types = [getattr(run_glue, name) for name in names]
     settings = HfArgumentParser(types).parse_args_into_dataclasses(arguments)
@@ -182,12 +182,12 @@ def run_script(name: str, *arguments: object, **environment: object) -> subproce
 
 
 def typed(command: str) -> list[str]:
-    """The words of a command that spans lines."""
+    """Returns the words of a command that spans lines."""
     return shlex.split(command.replace("\\\n", " "))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_s_command_is_the_recipe_and_is_understood(run_glue, name):
+def test_run_glue_parses_a_script_s_command_to_the_recipe_s_values(run_glue, name):
     result = run_script(name, "--print", "--data_dir", "my data", "--seed=7")
     assert result.returncode == 0, result.stderr
     words = typed(result.stdout)
@@ -206,7 +206,7 @@ def test_a_script_s_command_is_the_recipe_and_is_understood(run_glue, name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_what_it_is(name, capsys):
+def test_a_script_s_help_describes_its_recipe(name, capsys):
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--help"])
     assert ended.value.code == 0
@@ -221,7 +221,7 @@ def test_a_script_says_what_it_is(name, capsys):
 
 @pytest.fixture
 def started(monkeypatch) -> list:
-    """What `recipe.main` would become: (arguments, environment), instead of becoming it."""
+    """Collects (arguments, environment) of each process that `recipe.main` would become."""
     calls = []
     monkeypatch.setattr(
         os, "execve", lambda _, words, environment: calls.append((words, environment))
@@ -229,7 +229,7 @@ def started(monkeypatch) -> list:
     return calls
 
 
-def test_the_last_flag_counts(run_glue, started, monkeypatch):
+def test_the_user_s_flags_override_the_recipe_s(run_glue, started, monkeypatch):
     monkeypatch.setenv("NPROC", "1")
     recipe.main(["roberta_base_mnli", "--learning_rate", "1e-3", "--overwrite_output_dir", "False"])
     ((words, environment),) = started
@@ -239,8 +239,8 @@ def test_the_last_flag_counts(run_glue, started, monkeypatch):
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_an_estimate_is_one_process_s_for_the_recipe_s_devices(run_glue, started, monkeypatch):
-    """Without the GPUs and the weights that the recipe itself needs."""
+def test_an_estimate_runs_in_one_process_for_the_recipe_s_devices(run_glue, started, monkeypatch):
+    """It needs neither the GPUs nor the weights that the recipe needs."""
     monkeypatch.setattr(recipe, "gpu_count", lambda: 0)
     for nproc, flags in ((8, []), (2, ["--estimate_devices", "2"])):
         recipe.main(["deberta_v2_xxlarge_rte", "--estimate", *flags])
@@ -257,7 +257,7 @@ def test_an_estimate_is_one_process_s_for_the_recipe_s_devices(run_glue, started
 
 
 @pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, ""), (2, "2"), (0, "1"), (0, "3")])
-def test_processes(started, monkeypatch, gpus, nproc):
+def test_nproc_sets_the_number_of_processes(started, monkeypatch, gpus, nproc):
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
     if nproc is not None:
         monkeypatch.setenv("NPROC", nproc)
@@ -279,11 +279,11 @@ def test_processes(started, monkeypatch, gpus, nproc):
         ),
     ],
 )
-def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
-    """The advice, once followed, makes batches of the recipe's size."""
+def test_too_few_gpus_are_an_error_with_advice(started, monkeypatch, capsys, name, gpus, advice):
+    """Following the error's advice gives batches of the recipe's size."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
-    monkeypatch.setenv("NPROC", "")  # which says no more than none at all
+    monkeypatch.setenv("NPROC", "")  # counts as unset
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--seed", "1"])
     message = f", but this machine has {gpus}; for the same batches: "
@@ -301,8 +301,8 @@ def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
 @pytest.mark.parametrize(
     ("nproc", "count"), [("01", 1), (" 1", 1), ("+2", 2), ("10\n", 10), ("cpu", os.cpu_count())]
 )
-def test_what_the_launcher_takes_for_a_number_of_processes(started, monkeypatch, nproc, count):
-    # PyTorch's launcher counts by the one or by the other, which older versions do not have.
+def test_nproc_may_be_whatever_the_launcher_accepts(started, monkeypatch, nproc, count):
+    # PyTorch's launcher uses one or the other; older versions do not have the second.
     monkeypatch.setattr("os.cpu_count", lambda: count)
     monkeypatch.setattr("torch._utils.cpu_count", lambda: count, raising=False)
     monkeypatch.setenv("NPROC", nproc)
@@ -310,7 +310,7 @@ def test_what_the_launcher_takes_for_a_number_of_processes(started, monkeypatch,
     assert f"--nproc_per_node={count}" in started[0][0]
 
 
-def test_gpus_where_there_are_none(started, monkeypatch):
+def test_nproc_gpu_without_gpus_is_an_error(started, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("NPROC", "gpu")
     with pytest.raises(SystemExit) as ended:
@@ -320,7 +320,7 @@ def test_gpus_where_there_are_none(started, monkeypatch):
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
-def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
+def test_bad_values_of_nproc_are_errors(started, monkeypatch, nproc):
     monkeypatch.setenv("NPROC", nproc)
     with pytest.raises(SystemExit) as ended:
         recipe.main(["roberta_base_mnli"])
@@ -336,7 +336,7 @@ def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
         (["--per_device_train_batch_size", "9"], 18),
     ],
 )
-def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
+def test_another_batch_size_is_reported(started, monkeypatch, capsys, flags, examples):
     monkeypatch.setenv("NPROC", "2")
     recipe.main(["roberta_base_mnli", *flags])
     expected = f"each update uses {examples} examples here, but 128 in the release"
@@ -344,12 +344,12 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
     assert len(started) == 1
 
 
-# ---- files that are not there ----
+# ---- missing files ----
 
 
 @pytest.mark.parametrize("nproc", [None, "two"])
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--data_dir", "none"], "none/SST-2/train.tsv: no such file; `python utils/download_glue"),
         (["--model_name_or_path", "./none"], "'./none': no such folder"),
@@ -367,8 +367,8 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
         (["--small", "{base}", "bert", "--max_seq_length", "99"], "--max_seq_length 99: the model"),
     ],
 )
-def test_a_wrong_path_is_said_before_the_number_of_processes(
-    run_glue, started, monkeypatch, tiny_base, nproc, flags, says
+def test_a_wrong_path_is_reported_before_a_wrong_number_of_processes(
+    run_glue, started, monkeypatch, tiny_base, nproc, flags, message
 ):
     monkeypatch.setattr(recipe, "gpu_count", lambda: 0)
     if nproc:
@@ -377,11 +377,13 @@ def test_a_wrong_path_is_said_before_the_number_of_processes(
     Path("bert", "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(SystemExit) as ended:
         recipe.main(["roberta_base_sst2", *(flag.format(base=tiny_base) for flag in flags)])
-    assert ended.value.code.startswith(f"roberta_base_sst2.sh: error: {says}")
+    assert ended.value.code.startswith(f"roberta_base_sst2.sh: error: {message}")
     assert started == []
 
 
-def test_what_is_there_or_on_the_hub_is_no_error(run_glue, started, monkeypatch, tiny_glue):
+def test_models_of_the_hub_and_existing_data_are_accepted(
+    run_glue, started, monkeypatch, tiny_glue
+):
     monkeypatch.setenv("NPROC", "1")
     names = ["roberta-base", "microsoft/deberta-v2-xlarge"]
     for name in names:
@@ -390,10 +392,10 @@ def test_what_is_there_or_on_the_hub_is_no_error(run_glue, started, monkeypatch,
     assert len(started) == len(names)
 
 
-def test_the_length_is_compared_with_the_settings_that_are_used(
+def test_the_length_is_checked_against_the_configuration_in_use(
     run_glue, started, monkeypatch, tiny_base
 ):
-    """Which --config_name may have from elsewhere than the model."""
+    """They may come from --config_name instead of the model."""
     monkeypatch.setenv("NPROC", "1")
     flags = ["--model_name_or_path", str(tiny_base), "--max_seq_length", "99"]
     settings = json.loads((tiny_base / "config.json").read_text())
@@ -409,7 +411,7 @@ def test_the_length_is_compared_with_the_settings_that_are_used(
 
 
 @pytest.mark.parametrize("shown", ["--print", "--estimate"])
-def test_a_command_is_shown_for_folders_that_are_not_there_yet(started, capsys, shown):
+def test_a_command_is_shown_even_if_its_folders_do_not_exist(started, capsys, shown):
     recipe.main(["roberta_base_sst2", "--small", "no base", "no data", shown])
     assert "--model_name_or_path 'no base'" in capsys.readouterr().out
 
@@ -418,7 +420,7 @@ def test_a_command_is_shown_for_folders_that_are_not_there_yet(started, capsys, 
 
 
 @pytest.mark.parametrize("name", AFTER_MNLI)
-def test_missing_weights_are_an_error_that_says_what_makes_them(started, name):
+def test_the_error_about_missing_weights_names_the_script_that_writes_them(started, name):
     family = name.rsplit("_", 1)[0]
     with pytest.raises(SystemExit) as ended:
         recipe.main([name])
@@ -430,7 +432,7 @@ def test_missing_weights_are_an_error_that_says_what_makes_them(started, name):
 
 
 @pytest.mark.parametrize("how", ["default", "variable", "flag"])
-def test_where_the_weights_are(started, monkeypatch, how):
+def test_weights_come_from_a_flag_a_variable_or_the_default_path(started, monkeypatch, how):
     path = {"default": "roberta_base_mnli_lora.bin"}.get(how, "elsewhere.bin")
     Path(path).touch()
     monkeypatch.setenv("NPROC", "8")
@@ -455,20 +457,20 @@ def test_the_weights_may_be_in_the_home_folder(run_glue, started, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["roberta_base_sst2", "roberta_base_rte"])
-def test_weights_that_a_flag_names_have_to_be_there(run_glue, started, name):
+def test_missing_weights_of_a_flag_are_an_error(run_glue, started, name):
     with pytest.raises(SystemExit) as ended:
         recipe.main([name, "--lora_path", "none.bin"])
     assert ended.value.code == f"{name}.sh: error: --lora_path none.bin: no such file"
 
 
-def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
+def test_a_full_model_is_refused_with_advice_that_works(
     started, split_lora, tiny_base, monkeypatch
 ):
     monkeypatch.setenv("NPROC", "1")
     settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16}
     config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
     RobertaForSequenceClassification(config).save_pretrained("full")
-    for path, said in (
+    for path, message in (
         (str(tiny_base), "is a model without LoRA, but the recipe starts from LoRA weights: rob"),
         ("full/pytorch_model.bin", "full/pytorch_model.bin mnli_lora.bin takes its LoRA weights"),
     ):
@@ -476,7 +478,7 @@ def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
         with pytest.raises(SystemExit) as ended:
             recipe.main(["roberta_base_rte"])
         assert ended.value.code.startswith(f"roberta_base_rte.sh: error: {path}: ")
-        assert said in ended.value.code
+        assert message in ended.value.code
         assert started == []
     split_lora.main(["full/pytorch_model.bin", "mnli_lora.bin"])
     monkeypatch.setenv("MNLI_CHECKPOINT", "mnli_lora.bin")
@@ -485,10 +487,10 @@ def test_a_full_model_is_no_start_and_what_is_said_of_it_helps(
 
 
 @pytest.mark.parametrize("shape", [{"num_hidden_layers": 3}, {"hidden_size": 64}, {}])
-def test_weights_of_a_model_of_another_size(
+def test_weights_of_a_model_of_another_size_are_an_error(
     run_glue, started, small_glue, tiny_base, monkeypatch, shape
 ):
-    """Before a launcher lists tensors; what names them is what is said."""
+    """The error comes before any process starts, and names where the path came from."""
     settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16, **shape}
     config = RobertaConfig.from_pretrained(tiny_base, num_labels=3, **settings)
     path = "other.bin"
@@ -501,15 +503,15 @@ def test_weights_of_a_model_of_another_size(
             continue
         with pytest.raises(SystemExit) as ended:
             recipe.main([*call, *more])
-        said = f"{config.num_hidden_layers} layers of width {config.hidden_size}, but"
-        assert f"error: {name} {path}: is for a model with {said}" in ended.value.code
+        size = f"{config.num_hidden_layers} layers of width {config.hidden_size}, but"
+        assert f"error: {name} {path}: is for a model with {size}" in ended.value.code
         assert ended.value.code.endswith(
             f"{tiny_base} has 2 of width 32: give LoRA weights of this base"
         )
     assert len(started) == (0 if shape else 2)
 
 
-def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):
+def test_other_recipes_ignore_mnli_checkpoint(started, monkeypatch):
     monkeypatch.setenv("NPROC", "8")
     monkeypatch.setenv("MNLI_CHECKPOINT", "none.bin")
     recipe.main(["roberta_base_sst2"])
@@ -525,7 +527,7 @@ def steps_of(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def weights_for(run_glue, small_glue, tmp_path_factory):
-    """The LoRA weights of a recipe's trial, made once for all that start from them."""
+    """Returns the LoRA weights of a recipe's trial, trained once for all tests."""
     made = {}
 
     def make(name: str, base: Path) -> Path:
@@ -556,7 +558,7 @@ def test_a_recipe_runs(run_glue, small_glue, weights_for, request, monkeypatch, 
     assert ("eval_loss_mm" in results) == (RECIPES[name].flags["task_name"] == "mnli")
 
 
-def test_a_small_run_keeps_what_is_not_about_size(run_glue, monkeypatch):
+def test_a_small_run_keeps_settings_that_are_not_about_size(run_glue, monkeypatch):
     flags = "weight_decay warmup_ratio learning_rate lora_alpha per_device_train_batch_size seed"
     real = RECIPES["deberta_v2_xxlarge_mrpc"]
     for gpus in (0, 1):
@@ -572,7 +574,7 @@ def test_a_small_run_keeps_what_is_not_about_size(run_glue, monkeypatch):
 
 @pytest.mark.slow
 def test_two_recipes_from_the_command_line(tiny_base, small_glue, tmp_path):
-    """MNLI on two processes, and MRPC from the weights that it has left."""
+    """MNLI on two processes, then MRPC from the weights that MNLI wrote."""
     first = run_script("roberta_base_mnli", "--small", tiny_base, small_glue, NPROC=2)
     assert first.returncode == 0, first.stderr
     assert "--nproc_per_node=2" in first.stdout
@@ -599,7 +601,7 @@ def test_an_error_from_the_command_line_is_one_line():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta_base_rte", "roberta_base_sst2"])
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--learning_rat", "1"], "unrecognized arguments: --learning_rat 1; did you mean --learn"),
         (["--max_steps", "few"], "argument --max_steps: invalid int value: 'few'"),
@@ -607,15 +609,15 @@ def test_an_error_from_the_command_line_is_one_line():
         (["--report_to", "none", "tensorboard"], "report_to none: leave it out, or tensorboard"),
     ],
 )
-def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):
-    """Before weights and GPUs that are not there, and by no launcher."""
+def test_a_wrong_flag_is_reported_first(name, flags, message):
+    """It is reported before missing weights and GPUs, and without starting the launcher."""
     result = run_script(name, *flags)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"{name}.sh: error: {says}")
+    assert result.stderr.startswith(f"{name}.sh: error: {message}")
 
 
 @pytest.mark.slow
-def test_a_command_that_nobody_reads_to_its_end_is_no_error():
+def test_a_closed_pipe_ends_print_without_an_error():
     python = str(Path(sys.executable).parent)
     process = subprocess.Popen(
         ["bash", NLU / "roberta_base_rte.sh", "--print"],
@@ -629,7 +631,7 @@ def test_a_command_that_nobody_reads_to_its_end_is_no_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--lora_r", 4), ("--estimate",)])
-def test_a_python_without_the_project_is_told_of_its_environment(tmp_path, flags):
+def test_a_python_without_torch_is_reported(tmp_path, flags):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
     python.chmod(0o755)
@@ -645,14 +647,14 @@ def test_a_python_without_the_project_is_told_of_its_environment(tmp_path, flags
 
 
 @pytest.mark.slow
-def test_what_a_launcher_has_left_in_the_environment_is_no_wrong_flag():
-    """The recipe's own launcher says it anew."""
+def test_variables_of_another_launcher_are_ignored():
+    """The recipe's own launcher sets these variables again."""
     result = run_script("roberta_base_rte", "--max_steps", 3, WORLD_SIZE=2, LOCAL_RANK=1)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("roberta_base_rte.sh: error: ./roberta_base_mnli_lora.bin: no")
 
 
-# ---- what is written about them ----
+# ---- documentation ----
 
 
 def readme_rows() -> dict[str, list[str]]:
@@ -669,7 +671,7 @@ def test_the_readme_lists_the_recipes():
 
 
 @pytest.mark.parametrize("where", ["README", "script"])
-def test_the_figures_are_the_paper_s(where):
+def test_the_results_equal_the_paper_s(where):
     path = FACTS / "paper_results.json"
     if not path.is_file():
         pytest.skip("the paper's figures are not on this machine")

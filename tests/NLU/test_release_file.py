@@ -1,4 +1,4 @@
-"""The release's published LoRA weights for MNLI go into the model of roberta-base's shape."""
+"""The release's published LoRA weights for MNLI load into a model of roberta-base's shape."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def adapter():
 
 
 def build(**changed):
-    """roberta-base but for its vocabulary, which LoRA does not care about, and its weights."""
+    """Makes roberta-base, with a smaller vocabulary, which LoRA does not depend on."""
     settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16, "num_labels": 3, **changed}
     with torch.device("meta"):
         model = RobertaForSequenceClassification(RobertaConfig(vocab_size=10, **settings))
@@ -32,7 +32,7 @@ def build(**changed):
     return model
 
 
-def test_every_tensor_finds_its_place(adapter):
+def test_every_tensor_is_loaded(adapter):
     assert len(adapter.tensors) == 52
     assert adapter.metadata is None
     assert {tensor.device.type for tensor in adapter.tensors.values()} == {"cpu"}
@@ -45,7 +45,7 @@ def test_every_tensor_finds_its_place(adapter):
     assert trained == adapter.tensors.keys()
 
 
-def test_one_tensor_less_or_more(adapter):
+def test_missing_and_additional_tensors_are_errors(adapter):
     model, name = build(), "roberta.encoder.layer.7.attention.self.value.lora_B"
     less = {key: tensor for key, tensor in adapter.tensors.items() if key != name}
     with pytest.raises(CheckpointError, match=f"lacks 1 tensor: {name}"):
@@ -74,6 +74,6 @@ def test_one_tensor_less_or_more(adapter):
         ({"apply_lora": False}, "no LoRA layers to take it"),
     ],
 )
-def test_models_that_it_does_not_fit(adapter, settings, message):
+def test_models_that_it_does_not_fit_are_errors(adapter, settings, message):
     with pytest.raises(CheckpointError, match=message):
         load_into(build(**settings), adapter)

@@ -1,6 +1,6 @@
-"""The release's LoRA and bottleneck adapters against its formulas, applied to upstream's models.
+"""LoRA and bottleneck adapters compute what the release's formulas give in upstream's models.
 
-See make_release_fixture.py: logits, gradients, and the losses of a few steps of AdamW.
+make_release_fixture.py recorded logits, gradients, and the losses of a few steps of AdamW.
 """
 
 import make_release_fixture as maker
@@ -21,13 +21,13 @@ MODELS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
 }
-# All is in float64, but for the loss of our models and the scale of upstream's DeBERTa, which are
-# in float32: its relative rounding, 6e-8, through a few layers.
-TO_FLOAT32 = 1e-6
+# Everything is in float64, except the loss of our models and the scale of upstream's DeBERTa, which
+# are in float32. This is its relative rounding, 6e-8, grown through a few layers.
+FLOAT32_TOLERANCE = 1e-6
 
 
 def build(case, **settings):
-    """This project's model in training mode, and nothing trained but what the release trains."""
+    """Makes this project's model, in training mode; it trains only what the release trains."""
     family, kind, _ = maker.CASES[case]
     config_class, model_class = MODELS[family]
     if kind == "lora":
@@ -47,7 +47,7 @@ def trained(model):
 
 
 def train(model):
-    """The losses of the fixture's steps."""
+    """Trains the fixture's steps and returns their losses."""
     parameters = trained(model)
     biases = [p for name, p in parameters.items() if name.endswith("bias")]
     others = [p for name, p in parameters.items() if not name.endswith("bias")]
@@ -71,34 +71,34 @@ def train(model):
 
 
 @pytest.mark.parametrize("case", maker.CASES)
-def test_logits(case):
+def test_logits_equal_the_release_s(case):
     model, expected = build(case), RELEASE[f"{case}/logits"]
     for mode in (True, False):
         ours = model.train(mode)(**maker.draw_inputs()).logits
-        torch.testing.assert_close(ours, expected, rtol=0, atol=TO_FLOAT32)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("case", maker.CASES)
-def test_gradients(case):
+def test_gradients_equal_the_release_s(case):
     model = build(case)
     model(**maker.draw_inputs()).loss.backward()
     theirs = {n.removeprefix(f"{case}/grad/"): t for n, t in RELEASE.items() if "/grad/" in n}
     theirs = {name: t for name, t in theirs.items() if not name.startswith(tuple(maker.CASES))}
     assert trained(model).keys() == theirs.keys()
     for name, parameter in trained(model).items():
-        atol = TO_FLOAT32 * theirs[name].abs().max().item()
+        atol = FLOAT32_TOLERANCE * theirs[name].abs().max().item()
         torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("case", maker.CASES)
-def test_losses_of_training(case):
+def test_losses_of_training_equal_the_release_s(case):
     expected = RELEASE[f"{case}/losses"].tolist()
-    assert train(build(case)) == pytest.approx(expected, rel=10 * TO_FLOAT32)
+    assert train(build(case)) == pytest.approx(expected, rel=10 * FLOAT32_TOLERANCE)
     assert expected[-1] < 0.6 * expected[0]
 
 
-def test_lora_on_positions_shows():
-    """PEFT's way of adapting DeBERTa is another model, and trains otherwise."""
+def test_lora_on_positions_differs_from_the_release():
+    """PEFT also adapts DeBERTa's positions, which gives other logits and losses."""
     expected = RELEASE["deberta_lora/logits"]
     model = build("deberta_lora", lora_positions=True)
     ours = model(**maker.draw_inputs()).logits
@@ -107,8 +107,8 @@ def test_lora_on_positions_shows():
     assert train(model) != pytest.approx(losses, rel=1e-3)
 
 
-def test_torchs_adamw_shows(monkeypatch):
-    """Its epsilon is added to the corrected moment, and decay comes first."""
+def test_pytorch_s_adamw_differs_from_the_release(monkeypatch):
+    """It adds epsilon to the corrected moment, and decays weights first."""
     monkeypatch.setitem(globals(), "AdamW", torch.optim.AdamW)
     losses = RELEASE["roberta_lora/losses"].tolist()
-    assert train(build("roberta_lora")) != pytest.approx(losses, rel=10 * TO_FLOAT32)
+    assert train(build("roberta_lora")) != pytest.approx(losses, rel=10 * FLOAT32_TOLERANCE)

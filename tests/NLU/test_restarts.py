@@ -1,4 +1,4 @@
-"""run_glue.py under a launcher that restarts it: a process is killed, the bits are the same."""
+"""run_glue.py under a launcher that restarts killed processes ends with the same bits."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,13 @@ def arguments(base: Path, glue: Path, out: Path, *more: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_base, tiny_glue, tmp_path_factory):
-    """``whole(processes)``: what a run that nobody disturbed has written."""
+def uninterrupted(tiny_base, tiny_glue, tmp_path_factory):
+    """``uninterrupted(processes)``: the output folder of a run that was not interrupted."""
     runs: dict[int, Path] = {}
 
     def run(processes: int) -> Path:
         if processes not in runs:
-            runs[processes] = tmp_path_factory.mktemp("whole") / "out"
+            runs[processes] = tmp_path_factory.mktemp("uninterrupted") / "out"
             command = [SCRIPT, *arguments(tiny_base, tiny_glue, runs[processes])]
             result = launch(processes, *command, tree="NLU")
             assert result.returncode == 0, result.stderr
@@ -40,7 +40,7 @@ def whole(tiny_base, tiny_glue, tmp_path_factory):
 
 
 def assert_same_run(out: Path, expected: Path) -> None:
-    """The same tensors in the end and in the last checkpoint, and the same losses on the way."""
+    """Asserts equal tensors at the end and in the last checkpoint, and equal losses throughout."""
     ours, theirs = (list_checkpoints(folder)[-1] for folder in (out, expected))
     assert Path(ours).name == Path(theirs).name
     for mine, other in ((out, expected), (Path(ours), Path(theirs))):
@@ -61,15 +61,17 @@ def assert_same_run(out: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "rank", "at", "count"),
     [
-        (3, 0, "beat", 8),  # in the second epoch, behind an evaluation
-        (3, 2, "beat", 6),  # in the evaluation of the first
+        (3, 0, "beat", 8),  # in the second epoch, after an evaluation
+        (3, 2, "beat", 6),  # in the evaluation after the first epoch
         (3, 0, "sync", 28),  # while the second checkpoint is written
         (1, 0, "beat", 20),
     ],
     ids=["rank 0 in a step", "rank 2 in an evaluation", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count):
-    """Processes that each start Python are restarted in the tests of GPT-2."""
+def test_a_killed_run_is_restarted_and_ends_with_the_same_bits(
+    uninterrupted, tiny_base, tiny_glue, tmp_path, processes, rank, at, count
+):
+    """Here processes are forked; GPT-2's tests restart processes that each start Python."""
     mark = tmp_path / "killed"
     out = tmp_path / "out"
     command = [*killed(mark, rank, at, count), SCRIPT, *arguments(tiny_base, tiny_glue, out)]
@@ -78,4 +80,4 @@ def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank
     assert mark.exists()
     assert "Traceback" not in result.stderr
     assert "resuming from" in result.stderr
-    assert_same_run(out, whole(processes))
+    assert_same_run(out, uninterrupted(processes))

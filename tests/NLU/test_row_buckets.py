@@ -1,4 +1,4 @@
-"""Batches that are filled up: no number changes, and matrices have sizes that recur."""
+"""Filling batches up with rows changes no result, and makes the row counts of products recur."""
 
 import importlib
 
@@ -26,8 +26,10 @@ def step(model, batch):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("adapted", [{}, {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, adapted, recompute):
-    """In float64, to whose rounding nobody reads what was added."""
+def test_added_rows_change_neither_losses_nor_gradients(
+    make_classifier, batch, monkeypatch, family, adapted, recompute
+):
+    """In float64: nothing reads the added rows, so that only rounding may differ."""
     settings = {"num_labels": 3, "gradient_checkpointing": recompute, **adapted, **NO_DROPOUT}
     model = make_classifier(family, **settings).double().train()
     expected = step(model, batch)
@@ -35,7 +37,7 @@ def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, 
     monkeypatch.setattr(row_buckets, "_largest_step", lambda x: calls.append(len(x)) or 64)
     monkeypatch.setattr(row_buckets, "_FEWEST", 8)
     tokens = int(batch["attention_mask"].sum())
-    assert tokens % 2 ** (tokens.bit_length() - 4)  # there is something to fill
+    assert tokens % 2 ** (tokens.bit_length() - 4)  # the count is not a multiple, so rows are added
     ours = step(model, batch)
     assert calls == [tokens]
     assert ours.keys() == expected.keys()
@@ -46,9 +48,7 @@ def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 288), (torch.float32, 272)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_multiply_a_number_of_rows_that_recurs(
-    make_classifier, monkeypatch, family, dtype, expected
-):
+def test_row_counts_of_all_layers_recur(make_classifier, monkeypatch, family, dtype, expected):
     choose_processor(monkeypatch, has_bfloat16=True, large=False)
     model = make_classifier(family, num_labels=3).eval()
     seen = []
@@ -67,7 +67,9 @@ def test_all_layers_multiply_a_number_of_rows_that_recurs(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_shown_is_not_filled(make_classifier, batch, monkeypatch, family):
+def test_no_rows_are_added_if_hidden_states_are_returned(
+    make_classifier, batch, monkeypatch, family
+):
     encoder = importlib.import_module("transformers.modeling_encoder")
     monkeypatch.setattr(encoder, "with_filler_rows", None)
     del batch["labels"]
@@ -76,7 +78,7 @@ def test_what_is_shown_is_not_filled(make_classifier, batch, monkeypatch, family
 
 
 def masked_lm_step(model, counts):
-    """Loss, logits and gradients of rows of 20 tokens, of which `counts` are targets."""
+    """Loss, logits and gradients of rows of 20 tokens, with `counts` targets in each."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 60, (len(counts), 20), generator=generator)
     behind = torch.arange(20) >= torch.tensor(counts)[:, None]
@@ -91,7 +93,7 @@ def masked_lm():
     return RobertaForMaskedLM(config).train()
 
 
-def test_added_targets_change_nothing(masked_lm, monkeypatch):
+def test_added_targets_change_neither_losses_nor_gradients(masked_lm, monkeypatch):
     model, counts = masked_lm.double(), [7, 10]
     expected = masked_lm_step(model, counts)
     assert expected["logits"].shape == (17, 60)
@@ -103,7 +105,7 @@ def test_added_targets_change_nothing(masked_lm, monkeypatch):
 
 
 def test_added_targets_are_finite_in_half_precision(masked_lm):
-    """Where all is held in float16, a norm of zeros would be 1e-12 ** -0.5, which is not."""
+    """In float16, a norm would multiply rows of zeros by 1e-12 ** -0.5, which is infinite."""
     model = masked_lm.half()
     assert model.config.layer_norm_eps == 1e-12
     assert not model.lm_head.dense.bias.any()
@@ -126,7 +128,7 @@ def test_added_tokens_are_finite_in_half_precision(make_classifier, family):
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.bfloat16, {288}), (torch.float32, {288, 272})]
 )
-def test_numbers_of_targets_recur(masked_lm, monkeypatch, dtype, expected):
+def test_row_counts_of_targets_recur(masked_lm, monkeypatch, dtype, expected):
     choose_processor(monkeypatch, has_bfloat16=True, large=False)
     seen = []
     for last in (8, 20):  # 258 and 270 targets among 280 tokens
@@ -136,7 +138,7 @@ def test_numbers_of_targets_recur(masked_lm, monkeypatch, dtype, expected):
     assert seen == [expected] * 2
 
 
-def test_numbers_of_all_tokens_recur_at_the_head(masked_lm, monkeypatch):
+def test_row_counts_of_all_tokens_recur_at_the_head(masked_lm, monkeypatch):
     choose_processor(monkeypatch, has_bfloat16=True, large=False)
     seen = []
     for last in (3, 12):  # 143 and 152 tokens

@@ -1,4 +1,4 @@
-"""run_glue.py from its command line to its files, in one process."""
+"""run_glue.py, from its command line to its files, in one process."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ RTE_STEPS = 12
 # ---- files of a run ----
 
 
-def test_results(trained):
+def test_results_files(trained):
     assert results(trained).keys() == {"eval_loss", "eval_accuracy", "eval_samples"}
     assert results(trained)["eval_samples"] == 13
     train = json.loads((trained / "train_results.json").read_text())
@@ -47,7 +47,7 @@ def test_results(trained):
     assert [r["step"] for r in state["log_history"] if "loss" in r] == [2, 4, 6, 8, 10, 12]
 
 
-def test_predictions_are_words(trained):
+def test_predictions_are_label_names(trained):
     header, *rows = (trained / "test_results_rte.txt").read_text().splitlines()
     assert header == "index\tprediction"
     assert [row.split("\t")[0] for row in rows] == [str(n) for n in range(7)]
@@ -55,7 +55,7 @@ def test_predictions_are_words(trained):
 
 
 @pytest.mark.parametrize("where", ["", "checkpoint-4", "checkpoint-12"])
-def test_lora_files(trained, tiny_base, where):
+def test_lora_files_hold_the_adapter_the_head_and_metadata(trained, tiny_base, where):
     folder = trained / where
     tensors = lora_of(folder)
     head = {f"classifier.{m}.{p}" for m in ("dense", "out_proj") for p in ("weight", "bias")}
@@ -67,8 +67,8 @@ def test_lora_files(trained, tiny_base, where):
     safe, metadata = read_tensors(folder / "pytorch_model_lora.safetensors")
     assert_same_bits(tensors, safe)
     base = {f"roberta.{name}": t for name, t in read_weights(tiny_base).items()}
-    said = metadata.keys() - {"format", "digest"}
-    assert {name: json.loads(metadata[name]) for name in said} == {
+    recorded = metadata.keys() - {"format", "digest"}
+    assert {name: json.loads(metadata[name]) for name in recorded} == {
         "rank": 4,
         "alpha": 8,
         "targets": ["query", "value"],
@@ -82,7 +82,7 @@ def test_lora_files(trained, tiny_base, where):
     }
 
 
-def test_the_base_keeps_its_bits(trained, tiny_base):
+def test_training_does_not_change_the_base(trained, tiny_base):
     base, full = read_weights(tiny_base), read_weights(trained)
     assert_same_bits(base, {name: full[f"roberta.{name}"] for name in base})
 
@@ -93,7 +93,7 @@ FACTS = SHARED / "facts" / "nlu_cli.json"
 
 
 def parse(run_glue, text: str) -> dict:
-    """The settings of a command line, by name."""
+    """Returns the settings of a command line, by name."""
     types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
     arguments = f"--model_name_or_path m --task_name rte --output_dir o {text}".split()
     parts = HfArgumentParser(types).parse_args_into_dataclasses(arguments)
@@ -101,7 +101,7 @@ def parse(run_glue, text: str) -> dict:
 
 
 @pytest.mark.skipif(not FACTS.is_file(), reason="the release's flags are absent from ../shared")
-def test_every_flag_of_the_release_is_there(run_glue):
+def test_every_flag_of_the_release_exists_with_its_default(run_glue):
     groups = json.loads(FACTS.read_text())
     ours = {}
     for group, flags in groups.items():
@@ -112,10 +112,10 @@ def test_every_flag_of_the_release_is_there(run_glue):
     release = {f["flag"].removeprefix("--"): f["default"] for g in groups.values() for f in g}
     differ = {name for name in ours if ours[name] != release[name]}
     required = {"model_name_or_path", "output_dir"}
-    settled = {"adapter_type", "adapter_size", "max_seq_length"}
-    # What is settled later, by a file or by the model's settings, has no default here. Batches are
-    # padded to their longest row.
-    assert differ == required | settled | {"logging_dir", "pad_to_max_length"}
+    decided_later = {"adapter_type", "adapter_size", "max_seq_length"}
+    # What an adapter's file or the model's settings decide later has no default here. Batches are
+    # padded to their longest row by default.
+    assert differ == required | decided_later | {"logging_dir", "pad_to_max_length"}
     config = run_glue.PretrainedConfig()
     assert (config.adapter_type, config.adapter_size) == ("houlsby", 64)
 
@@ -140,13 +140,13 @@ def test_consistency_flags(run_glue, flags, expected):
     ["--apply_rdrop --apply_cutoff", "--apply_rdrop --masking_prob 0.1",
      "--apply_cutoff --reg_loss_wgt 0.5"],
 )  # fmt: skip
-def test_consistency_flags_that_contradict_each_other(run_glue, capsys, flags):
+def test_contradicting_consistency_flags_are_errors(run_glue, capsys, flags):
     with pytest.raises(SystemExit):
         parse(run_glue, flags)
     assert "leave out those flags, or --" in capsys.readouterr().err
 
 
-def test_how_long_a_text_may_be(run_glue):
+def test_max_seq_length_is_checked_against_the_model_s_positions(run_glue):
     from transformers import DebertaV2Config, RobertaConfig
 
     roberta = RobertaConfig(max_position_embeddings=66)
@@ -171,10 +171,10 @@ BASELINES = {
 
 @pytest.mark.parametrize("format", ["bin", "safetensors", "folder", "split"])
 @pytest.mark.parametrize("name", BASELINES)
-def test_what_was_trained_evaluates_again(
+def test_trained_weights_evaluate_to_the_same_results(
     glue, tiny_glue, tmp_path, split_lora, baseline, name, format
 ):
-    """From its own file or from the whole checkpoint's part, without a word on its shape."""
+    """From its own file, or split from the full checkpoint, without flags about its shape."""
     flags, part = BASELINES[name]
     trained = baseline(name)
     given = {
@@ -185,9 +185,9 @@ def test_what_was_trained_evaluates_again(
     }[format]
     if format == "split":
         split_lora.main([str(trained), str(given), "--part", part])
-        sidecar = trained / f"pytorch_model_{part}.safetensors"
-        assert_same_bits(read_tensors(given)[0], read_tensors(sidecar)[0])
-        assert read_tensors(given)[1] == read_tensors(sidecar)[1]
+        written = trained / f"pytorch_model_{part}.safetensors"
+        assert_same_bits(read_tensors(given)[0], read_tensors(written)[0])
+        assert read_tensors(given)[1] == read_tensors(written)[1]
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", flags.split()[0]]
     glue(*arguments, f"--{part}_path", given, "--output_dir", "evaluated")
     assert results(tmp_path / "evaluated") == results(trained)
@@ -195,7 +195,7 @@ def test_what_was_trained_evaluates_again(
 
 @pytest.fixture(scope="module")
 def baseline(run_glue, tiny_base, tiny_glue, tmp_path_factory):
-    """What a short run of one of `BASELINES` has written, made once."""
+    """Returns the output folder of a short run of one of `BASELINES`, made once."""
     made = {}
 
     def make(name: str) -> Path:
@@ -211,7 +211,7 @@ def baseline(run_glue, tiny_base, tiny_glue, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["houlsby", "bitfit"])
-def test_a_baseline_moves_its_own_weights_alone(baseline, tiny_base, name):
+def test_a_baseline_changes_only_its_own_weights(baseline, tiny_base, name):
     out, part = baseline(name), BASELINES[name][1]
     assert sorted(path.name for path in out.glob("pytorch_model*")) == [
         "pytorch_model.bin",
@@ -225,8 +225,8 @@ def test_a_baseline_moves_its_own_weights_alone(baseline, tiny_base, name):
 
 
 @pytest.mark.slow
-def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
-    """LoRA, adapters and biases, in checkpoints of these alone."""
+def test_lora_adapters_and_biases_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
+    """LoRA, adapters and biases, with --save_lora_only, which saves only these."""
     flags = ["--apply_adapter", "--adapter_size", 3, "--apply_bitfit", "--save_lora_only"]
     glue(*on_rte(tiny_glue, "whole"), *flags)
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
@@ -248,7 +248,7 @@ def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "flags"), [("bitfit", []), ("adapter", ["--adapter_size", 4])], ids=str
 )
-def test_what_another_kind_has_trained_is_given_as_the_error_says(
+def test_the_error_about_a_file_of_another_kind_names_flags_that_work(
     glue, tiny_glue, tmp_path, kind, flags
 ):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue]
@@ -269,9 +269,7 @@ def test_what_another_kind_has_trained_is_given_as_the_error_says(
     assert 0 <= results(tmp_path / "evaluated")["eval_accuracy"] <= 1
 
 
-def test_the_settings_of_a_file_with_patterns_are_left_out_as_the_error_says(
-    glue, tiny_glue, tmp_path
-):
+def test_the_error_about_patterns_names_flags_to_leave_out(glue, tiny_glue, tmp_path):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora"]
     patterns = ["--lora_rank_pattern", "layer.0.*.value=2", "--lora_alpha_pattern", "query=4"]
     glue(*arguments, "--do_train", "--max_steps", 1, *LORA, *patterns, "--output_dir", "out")
@@ -294,7 +292,7 @@ def test_the_settings_of_a_file_with_patterns_are_left_out_as_the_error_says(
         ("--lora_targets", "key", "targets query, value, the model was built with key"),
     ],
 )
-def test_a_run_is_resumed_with_its_own_settings(
+def test_resuming_with_other_settings_is_an_error(
     glue, trained, tiny_glue, tmp_path, flag, value, message
 ):
     shutil.copytree(trained / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
@@ -307,11 +305,11 @@ def test_a_run_is_resumed_with_its_own_settings(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["tiny_base", "tiny_deberta_base"])
-def test_cutoff_and_checkpointing(glue, tiny_glue, tmp_path, request, family):
-    """Same bits with activations computed again; two losses; nothing of it in evaluation."""
+def test_cutoff_with_gradient_checkpointing(glue, tiny_glue, tmp_path, request, family):
+    """Gradient checkpointing keeps the bits of cutoff; the next run uses cutoff only if told to."""
     base = request.getfixturevalue(family)
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval", *LORA]
-    # All rows in one batch: a loss of few is left to dropout's chance.
+    # All rows are in one batch: dropout changes the loss of a few rows too much.
     arguments += ["--max_steps", 3, "--logging_steps", 1, "--per_device_train_batch_size", 45]
     glue(*arguments, "--output_dir", "plain", base=base)
     glue(*arguments, "--apply_cutoff", "--output_dir", "cutoff", base=base)
@@ -322,19 +320,19 @@ def test_cutoff_and_checkpointing(glue, tiny_glue, tmp_path, request, family):
         json.loads((tmp_path / out / "trainer_state.json").read_text())["log_history"][0]["loss"]
         for out in ("plain", "cutoff")
     ]
-    # Two passes' losses, and how far their predictions lie apart.
+    # The losses of two passes are added, and how far their predictions differ.
     assert 1.6 < first[1] / first[0] < 3.5
 
     config = json.loads((tmp_path / "cutoff" / "config.json").read_text())
     assert (config["reg_loss_wgt"], config["masking_prob"], config["unk_token_id"]) == (1, 0.1, 3)
     assert {0, 1, 2, 3} <= set(config["special_token_ids"])
-    # A model that was trained so is trained plainly unless the flags say so again.
+    # Training that model again uses cutoff only if the flags ask for it again.
     glue(*arguments, "--max_steps", 1, "--output_dir", "next", base=tmp_path / "cutoff")
     config = json.loads((tmp_path / "next" / "config.json").read_text())
     assert (config["reg_loss_wgt"], config["masking_prob"]) == (0, 0)
 
 
-def test_the_dropout_before_the_classifier(glue, tiny_deberta_base, tiny_glue, tmp_path):
+def test_cls_dropout_is_saved_and_applied(glue, tiny_deberta_base, tiny_glue, tmp_path):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", *LORA]
     arguments += ["--max_steps", 1, "--max_seq_length", 500]
     for value in (None, 0.4):
@@ -365,7 +363,7 @@ SPLITS = {
         ("pytorch_model_lora.safetensors", LORA),
         ("", ["--apply_lora"]),
         ("checkpoint-12", ["--apply_lora"]),
-        # Its rank is that of its tensors.
+        # Where the file does not record the rank, the tensors' shapes give it.
         *((name, ALPHA if name.endswith(".bin") else ["--apply_lora"]) for name in SPLITS),
     ],
 )
@@ -383,10 +381,10 @@ def test_base_and_adapter_evaluate_as_the_trained_model(
     assert results(out) == results(trained)
 
 
-def test_an_adapter_in_peft_s_form_evaluates_as_the_trained_model(
+def test_an_adapter_in_peft_s_format_evaluates_as_the_trained_model(
     glue, trained, tiny_glue, tmp_path
 ):
-    """Its own rank, alpha and targets are taken, from the folder or from a file within."""
+    """Its own rank, alpha and targets are used, from the folder or from the file in it."""
     write_adapter(tmp_path / "peft", read_adapter(trained), "peft")
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
     for path in ("peft", "peft/adapter_model.safetensors"):
@@ -413,7 +411,9 @@ def test_an_adapter_with_biases_is_evaluated_and_not_trained_on(glue, trained, t
 
 
 @pytest.mark.parametrize("flags", [[], LORA, ["--apply_lora"]])
-def test_a_full_lora_checkpoint_is_a_model(glue, trained, tiny_glue, tmp_path, flags):
+def test_a_full_checkpoint_with_lora_evaluates_as_the_trained_model(
+    glue, trained, tiny_glue, tmp_path, flags
+):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--do_predict"]
     glue(*arguments, *flags, "--output_dir", "evaluated", base=trained / "checkpoint-12")
     assert results(tmp_path / "evaluated") == results(trained)
@@ -430,10 +430,10 @@ def test_bf16_adapter_evaluates_as_the_trained_model(glue, tiny_glue, tmp_path):
 
 
 def reversed_classes(folder, to):
-    """A copy of a trained model whose head has the classes in the other order, in capitals."""
+    """Copies a trained model with its head's classes reversed and one name in capitals."""
     shutil.copytree(folder, to)
-    for kept in list_checkpoints(to):
-        shutil.rmtree(kept)
+    for checkpoint in list_checkpoints(to):
+        shutil.rmtree(checkpoint)
     tensors = read_weights(to)
     for name in ("classifier.out_proj.weight", "classifier.out_proj.bias"):
         tensors[name] = tensors[name].flip(0)
@@ -449,7 +449,7 @@ def reversed_classes(folder, to):
 
 
 def test_a_head_with_the_classes_in_another_order(glue, trained, tiny_glue, tmp_path):
-    """Models on the hub have their own order, as roberta-large-mnli does."""
+    """Models on the hub may have another order, as roberta-large-mnli does."""
     model = reversed_classes(trained, tmp_path / "reversed")
     data = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--output_dir"]
     glue(*data, "eval", "--do_predict", base=model)
@@ -465,7 +465,7 @@ def test_a_head_with_the_classes_in_another_order(glue, trained, tiny_glue, tmp_
     }
 
 
-def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_path, caplog):
+def test_an_adapter_can_start_training_for_another_task(glue, trained, tiny_glue, tmp_path, caplog):
     arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--apply_lora"]
     path = trained / "pytorch_model_lora.safetensors"
     glue(*arguments, "--lora_path", path, "--max_steps", 1, "--output_dir", "next")
@@ -476,17 +476,19 @@ def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_
     assert (tensors[name] - lora_of(trained)[name]).abs().max() < 0.02
 
 
-def test_a_model_that_was_adapted_says_that_it_stays_so(glue, trained, tiny_glue, tmp_path, caplog):
+def test_training_an_adapted_model_warns_that_it_stays_adapted(
+    glue, trained, tiny_glue, tmp_path, caplog
+):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
     glue(*arguments, "--output_dir", "silent", "--apply_lora", base=trained / "checkpoint-12")
     glue(*arguments, "--output_dir", "evaluated", base=trained / "checkpoint-12")
     assert "stays on" not in caplog.text
     arguments += ["--do_train", "--max_steps", 1]
-    glue(*arguments, "--output_dir", "said", base=trained / "checkpoint-12")
+    glue(*arguments, "--output_dir", "trained", base=trained / "checkpoint-12")
     assert caplog.text.count("checkpoint-12 was trained with --apply_lora, which stays on") == 1
 
 
-def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(
+def test_weights_that_an_adapter_loads_are_not_reported_as_new(
     glue, trained, tiny_glue, tmp_path, caplog
 ):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora"]
@@ -500,7 +502,7 @@ def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "new_kinds"),
     [
         (["--apply_bitfit"], LORA, ["LoRA"]),
         (["--apply_bitfit"], ["--apply_adapter", "--adapter_size", "4"], ["adapter"]),
@@ -508,8 +510,8 @@ def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(
         (["--apply_adapter", "--adapter_size", "4"], LORA, ["LoRA"]),
     ],
 )
-def test_what_no_adapter_brings_is_said_to_be_new(
-    glue, tiny_glue, tmp_path, caplog, first, second, said
+def test_weights_that_no_adapter_loads_are_reported_as_new(
+    glue, tiny_glue, tmp_path, caplog, first, second, new_kinds
 ):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--max_steps", 1]
     glue(*arguments, *first, "--output_dir", "out")
@@ -518,14 +520,14 @@ def test_what_no_adapter_brings_is_said_to_be_new(
     given = [*first, f"--{path[first[0]]}_path", "out", *second]
     glue(*arguments, *given, "--output_dir", "next")
     new = [message for message in caplog.messages if "newly initialized" in message]
-    assert [message.partition(" weights")[0].split()[-1] for message in new] == said
+    assert [message.partition(" weights")[0].split()[-1] for message in new] == new_kinds
     assert all(message.endswith("they are newly initialized") for message in new)
 
 
 # ---- resuming ----
 
 
-def test_an_output_folder_with_a_checkpoint_is_gone_on_with(glue, trained, tiny_glue, tmp_path):
+def test_an_output_folder_with_a_checkpoint_is_resumed(glue, trained, tiny_glue, tmp_path):
     shutil.copytree(trained / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
     glue(*on_rte(tiny_glue, "out"))
     assert_same_bits(lora_of(tmp_path / "out"), lora_of(trained))
@@ -533,7 +535,7 @@ def test_an_output_folder_with_a_checkpoint_is_gone_on_with(glue, trained, tiny_
 
 
 @pytest.mark.parametrize("base", ["base", "checkpoint"])
-def test_a_model_s_folder_is_never_taken_for_a_checkpoint_to_resume(
+def test_a_model_s_folder_is_not_resumed_as_a_checkpoint(
     glue, trained, tiny_base, tiny_glue, tmp_path, caplog, base
 ):
     folder = tiny_base if base == "base" else trained / "checkpoint-12"
@@ -544,7 +546,7 @@ def test_a_model_s_folder_is_never_taken_for_a_checkpoint_to_resume(
     assert [record["step"] for record in state["log_history"] if "loss" in record] == [1, 2, 3]
 
 
-def test_overwriting_begins_anew(glue, trained, tiny_glue, tmp_path, caplog):
+def test_overwrite_output_dir_starts_a_new_run(glue, trained, tiny_glue, tmp_path, caplog):
     shutil.copytree(trained, tmp_path / "out")
     glue(*on_rte(tiny_glue, "out"), "--overwrite_output_dir", "--max_steps", 5)
     assert "are replaced at the first save: to resume from them, stop it now" in caplog.text

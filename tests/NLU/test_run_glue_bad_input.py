@@ -1,4 +1,4 @@
-"""run_glue.py on everything that is wrong: one line each."""
+"""run_glue.py reports every error in its input as one line."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def bad(tmp_path, tiny_glue, trained):
-    """Files that are wrong in one way each, under {tmp}."""
+    """Makes files with one error each; flags name their folder as {tmp}."""
     shutil.copytree(tiny_glue / "RTE", tmp_path / "columns" / "RTE")
     shutil.copytree(tiny_glue / "RTE", tmp_path / "labels" / "RTE")
     shutil.copytree(tiny_glue / "RTE", tmp_path / "empty" / "RTE")
@@ -108,8 +108,8 @@ BAD = {
         "--task_name sst2 --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
         "was trained for rte, not for sst2",
     ),
-    "no layer": (f"{EVAL} {{tmp}}/elsewhere.bin {R4}", "matches no layer of the model"),
-    "no LoRA in it": (f"{EVAL} {{tmp}}/head.bin {R4}", "none of its 4 tensors is LoRA's"),
+    "tensors of no layer": (f"{EVAL} {{tmp}}/elsewhere.bin {R4}", "matches no layer of the model"),
+    "no LoRA in the file": (f"{EVAL} {{tmp}}/head.bin {R4}", "none of its 4 tensors is LoRA's"),
     "not finite": (f"{EVAL} {{tmp}}/nan.bin {R4}", "not finite"),
     "missing": (f"{EVAL} {{tmp}}/none.bin {R4}", "none.bin: no such checkpoint file"),
     "truncated": (f"{EVAL} {{tmp}}/truncated.bin {R4}", "truncated.bin: damaged"),
@@ -127,7 +127,7 @@ BAD = {
     ),
     "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
     "adapter alone": (f"{RTE} --do_eval --lora_path {{trained}}", "needs --apply_lora"),
-    "checkpoint as another": (
+    "damaged model": (
         f"{RTE} --do_eval --apply_lora {R4} --model_name_or_path {{tmp}}/half",
         "half/pytorch_model.bin: damaged",
     ),
@@ -139,7 +139,7 @@ BAD = {
         f"{RTE} --do_eval --apply_lora --lora_r 2 --model_name_or_path {{trained}}",
         "was trained with lora_r 4, not 2",
     ),
-    "nothing trained": (f"{RTE} --do_eval", "has no trained classifier.dense.bias, …"),
+    "untrained head": (f"{RTE} --do_eval", "has no trained classifier.dense.bias, …"),
     "no such model": (
         f"{RTE} --do_train --model_name_or_path {{tmp}}/nowhere",
         "nowhere': no such folder",
@@ -160,7 +160,7 @@ BAD = {
         "--task_name rte --data_dir {tmp}/empty --do_train",
         "RTE/train.tsv: the file holds no rows",
     ),
-    "emptied set": (
+    "max_train_samples 0": (
         f"{RTE} --do_train --max_train_samples 0",
         "--max_train_samples must be at least 1, not 0",
     ),
@@ -178,7 +178,7 @@ BAD = {
         f"{EVAL} {{trained}} --lora_variant dora",
         "the model was built with dora (leave --lora_variant out)",
     ),
-    "a rank of one module's own": (
+    "another rank of one module": (
         f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",
         "self.value) (leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file",
     ),
@@ -194,14 +194,14 @@ BAD = {
     ),
     "a model with LoRA as an adapter": (
         f"{EVAL} {{trained}}/pytorch_model.bin {R4}",
-        "/out)",  # the folder, and not the file
+        "/out)",  # the folder instead of the file
     ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
         "--adapter_size needs --apply_adapter",
     ),
     "no such biases": (f"{RTE} --do_eval --bitfit_path x.bin", "x.bin: no such checkpoint file"),
-    "no biases in it": (
+    "no biases in the file": (
         f"{RTE} --do_eval --apply_bitfit --bitfit_path {{tmp}}/nan.bin",
         "nan.bin: none of its 12 tensors is BitFit's",
     ),
@@ -219,23 +219,23 @@ BAD = {
         "was trained with targets query, value, the model was built with key (--lora_targets query "
         "value, or leave it out: the file records it)",
     ),
-    "no adapter of such a size": (
+    "adapter size 0": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
         "--adapter_size must be at least 1, not 0",
     ),
-    "masking more than all": (
+    "masking_prob above 1": (
         f"{RTE} --do_train --masking_prob 1.5",
         "masking_prob must lie in [0, 1], not 1.5",
     ),
-    "consistency of scores": (
+    "consistency training of scores": (
         f"{TRAIN_OWN}/floats.csv --apply_rdrop",
         "a score has none: leave out --reg_loss_wgt",
     ),
-    "consistency of smoothed labels": (
+    "consistency training with label smoothing": (
         f"{RTE} --do_train --apply_rdrop --label_smoothing_factor 0.1",
         "--label_smoothing_factor and consistency training",
     ),
-    "only what is trained, where all is": (
+    "save_lora_only of a model without adapters": (
         f"{RTE} --do_train --save_lora_only",
         "--save_lora_only needs a model with LoRA, adapters or BitFit",
     ),
@@ -243,7 +243,7 @@ BAD = {
         f"{RTE} --do_train --label_names label",
         "--label_names: RobertaForSequenceClassification takes no label: leave the flag out",
     ),
-    "predictions without predictions": (
+    "do_predict with prediction_loss_only": (
         f"{RTE} --do_predict --prediction_loss_only",
         "--prediction_loss_only leaves no predictions for --do_predict",
     ),
@@ -261,12 +261,18 @@ BAD = {
         "--load_best_model_at_end --metric_for_best_model acuracy",
         "no evaluation gives eval_acuracy; known: loss, accuracy",
     ),
-    "a rate beyond all": (
+    "a learning rate that is too large": (
         f"{RTE} --do_train --learning_rate 1e39 --save_steps 1",
         "the weights are not finite after step 1; no checkpoint was saved before",
     ),
-    "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
-    "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be above 0"),
+    "an infinite learning rate": (
+        f"{RTE} --do_train --learning_rate inf",
+        "--learning_rate must be",
+    ),
+    "a negative number of epochs": (
+        f"{RTE} --do_train --num_train_epochs -2",
+        "--num_train_epochs must be above 0",
+    ),
     "alpha 0": (
         f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0",
         "--lora_alpha must be at",
@@ -293,7 +299,7 @@ BAD = {
         f"{RTE} --do_train --max_seq_length 7",
         "--max_seq_length 7: a pair of texts needs at least 8 tokens, of which 4 are special ones",
     ),
-    "columns of a task": (
+    "text columns of a GLUE task": (
         f"{RTE} --do_train --text_columns sentence1",
         "--text_columns is for files of your own, not for --task_name",
     ),
@@ -315,7 +321,7 @@ BAD = {
         f"{TRAIN_OWN}/list.json",
         'text is a list of words in each row: write them as one text, such as "a b"',
     ),
-    "own: an object that is asked for": (
+    "own: an object in a text column": (
         f"{TRAIN_OWN}/object.json --text_columns text",
         'object.json: row 1: its text is an object, not a text ({"a": "b"})',
     ),
@@ -331,7 +337,7 @@ BAD = {
         f"{TRAIN_OWN}/class.csv",
         "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
     ),
-    "own: one class, and others to evaluate": (
+    "own: one class to train, more to evaluate": (
         f"{TRAIN_OWN}/class.csv --do_eval --validation_file {{tmp}}/good.csv",
         "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
     ),
@@ -367,12 +373,15 @@ BAD = {
         "floats.csv; if they are classes, write them without a point, as in 0, 1",
     ),
     "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
-    "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
-    "own: no file": (f"{TRAIN_OWN}/good.csv --do_eval", "this run needs --validation_file"),
+    "own: another file type": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
+    "own: no file to evaluate": (
+        f"{TRAIN_OWN}/good.csv --do_eval",
+        "this run needs --validation_file",
+    ),
     "own: header alone": (f"{TRAIN_OWN}/header.csv", "header.csv: holds no examples"),
-    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: is empty"),
-    "own: no byte of JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
-    "own: no row of JSON": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
+    "own: empty CSV": (f"{TRAIN_OWN}/zero.csv", "zero.csv: is empty"),
+    "own: empty JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
+    "own: JSON without rows": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
     "own: ragged": (
         f"{TRAIN_OWN}/ragged.csv",
         "ragged.csv: row 2: has 4 fields, the header names 2 columns: a text that holds a comma",
@@ -406,7 +415,7 @@ BAD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line(
+def test_bad_input_is_an_error_of_one_line(
     run_glue, tiny_base, tiny_glue, trained, bad, monkeypatch, capsys, flags, message
 ):
     if "org/name" in flags:
@@ -423,10 +432,10 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_another_family(
+def test_an_adapter_of_another_family_is_an_error(
     run_glue, tiny_deberta_base, tiny_glue, trained, tmp_path, monkeypatch, capsys
 ):
-    """Not that it has other targets, nor that it does not say whether it reaches positions."""
+    """The error is about the base, not about targets or positions, which differ as well."""
     given = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
     given += ["--lora_path", trained, "--output_dir", tmp_path / "out"]
     line = failure(run_glue, [*common(tiny_deberta_base), *given], monkeypatch, capsys)
@@ -437,7 +446,7 @@ def test_an_adapter_of_another_family(
     ("out", "message"),
     [("full", "is not empty and holds no checkpoint to resume from"), ("file", "file is a file")],
 )
-def test_an_output_folder_that_is_taken(
+def test_an_output_folder_with_other_files_is_an_error(
     run_glue, tiny_base, tiny_glue, bad, monkeypatch, capsys, out, message
 ):
     arguments = [*common(tiny_base), *on_rte(tiny_glue, bad / out)]
@@ -462,7 +471,7 @@ def test_an_output_folder_that_is_taken(
         (["--apply_lora", False], "--lora_r needs --apply_lora"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_resumed(
+def test_a_checkpoint_that_cannot_be_resumed_is_left_as_it_is(
     run_glue, trained, tiny_base, tiny_glue, bad, monkeypatch, capsys, flags, message
 ):
     source = bad / "half" if not flags else trained / "checkpoint-4"
@@ -484,18 +493,18 @@ def test_a_checkpoint_that_cannot_be_resumed(
         ("absent.json", "absent.json: No such file"),
     ],
 )
-def test_settings_files_that_are_wrong(run_glue, bad, monkeypatch, capsys, name, message):
-    # As torch.distributed.launch calls it.
+def test_errors_in_settings_files(run_glue, bad, monkeypatch, capsys, name, message):
+    # torch.distributed.launch adds --local-rank.
     arguments = ["--local-rank=0", bad / name]
     assert message in failure(run_glue, arguments, monkeypatch, capsys)
 
 
-def test_an_error_in_the_middle_of_a_bar_has_its_own_line(
+def test_an_error_during_a_progress_bar_has_its_own_line(
     run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch, capsys
 ):
     shown = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
     flags = ["--learning_rate", "1e30", "--save_steps", 1, "--max_grad_norm", 0]
-    flags += ["--disable_tqdm", "false"]  # for stderr is no terminal here
+    flags += ["--disable_tqdm", "false"]  # stderr is not a terminal here
     arguments = [*shown, *on_rte(tiny_glue, tmp_path / "out"), *flags]
     line = failure(run_glue, arguments, monkeypatch, capsys)
     assert "not finite" in line

@@ -1,4 +1,4 @@
-"""run_glue.py on data of every kind: GLUE's, one's own, and the hub's."""
+"""run_glue.py on data of every kind: GLUE, the user's own files, and the hub."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
 
 
 @pytest.mark.slow
-def test_padding_to_max_length_changes_no_number(glue, trained, tiny_glue, tmp_path, steady_base):
+def test_pad_to_max_length_changes_no_loss(glue, trained, tiny_glue, tmp_path, steady_base):
     for name, flags in (("short", []), ("long", ["--pad_to_max_length"])):
         arguments = [*on_rte(tiny_glue, name), *flags, "--learning_rate", 1e-3]
         glue(*arguments, "--evaluation_strategy", "epoch", base=steady_base)
@@ -72,7 +72,9 @@ def test_padding_to_max_length_changes_no_number(glue, trained, tiny_glue, tmp_p
         assert numbers[0] == pytest.approx(numbers[1], abs=2e-4 if key == "loss" else 1e-5)
 
 
-def test_settings_from_a_file(run_glue, glue, trained, tiny_base, tiny_glue, tmp_path):
+def test_settings_can_come_from_a_json_file(
+    run_glue, glue, trained, tiny_base, tiny_glue, tmp_path
+):
     settings = {
         "model_name_or_path": str(tiny_base),
         "max_seq_length": 60,
@@ -100,7 +102,7 @@ def test_settings_from_a_file(run_glue, glue, trained, tiny_base, tiny_glue, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rte", "cola", "sst2"])
 @pytest.mark.skipif(not REAL_GLUE.is_dir(), reason="the real GLUE files are not on this machine")
-def test_real_data(glue, tmp_path, name):
+def test_real_glue_files(glue, tmp_path, name):
     arguments = ["--task_name", name, "--data_dir", REAL_GLUE, "--do_train", "--do_eval", *LORA]
     arguments += ["--max_train_samples", 64, "--max_val_samples", 50, "--num_train_epochs", 1]
     glue(*arguments, "--output_dir", "out")
@@ -109,13 +111,13 @@ def test_real_data(glue, tmp_path, name):
     assert results(tmp_path / "out", "train")["train_loss"] < 3
 
 
-# ---- data of one's own ----
+# ---- the user's own files ----
 
 
 def own(suffix: str, tmp_path: Path, labels: list, pair: bool = False) -> list:
-    """Flags for three files, the last without labels."""
+    """Writes three files, the last without labels, and returns the flags that name them."""
     train = write(tmp_path / f"train{suffix}", own_rows(labels, pair))
-    # Labels come in another order, and one does not come at all.
+    # Labels are in another order, and one is missing.
     dev = write(tmp_path / f"dev{suffix}", own_rows(labels[::-1], pair, count=len(labels) - 1))
     rows = [{n: v for n, v in row.items() if n != "label"} for row in own_rows(labels, pair, 5)]
     test = write(tmp_path / f"test{suffix}", rows)
@@ -132,7 +134,7 @@ def own(suffix: str, tmp_path: Path, labels: list, pair: bool = False) -> list:
         ([0.5, 1.25, 3.75], ["LABEL_0"], True),
     ],
 )
-def test_files_of_one_s_own(glue, tmp_path, suffix, labels, names, pair):
+def test_the_user_s_own_files(glue, tmp_path, suffix, labels, names, pair):
     files = own(suffix, tmp_path, labels, pair)
     flags = ["--do_eval", "--do_predict"]
     glue(*files, *flags, "--do_train", *LORA, "--num_train_epochs", 2, "--output_dir", "out")
@@ -157,19 +159,19 @@ def test_files_of_one_s_own(glue, tmp_path, suffix, labels, names, pair):
     with safe_open(tmp_path / "out" / "pytorch_model_lora.safetensors", "pt") as file:
         assert json.loads(file.metadata()["labels"]) == names
 
-    # The label order is the adapter's own, or the training set's where a .bin does not say.
+    # The order of labels is the adapter's, or the training set's for a .bin file without names.
     evaluation = [*flags, *files[2:], "--apply_lora", "--lora_path", "out"]
     glue(*evaluation, "--output_dir", "safe")
     glue(*flags, *files, *LORA, "--lora_path", "out/pytorch_model_lora.bin", "--output_dir", "bin")
     for name in ("safe", "bin"):
         assert results(tmp_path / name) == results(tmp_path / "out")
         assert (tmp_path / name / "test_results_None.txt").read_text() == predicted
-    # Predicting alone, nothing but the adapter tells classes from scores.
+    # In prediction alone, only the adapter distinguishes classes from scores.
     glue("--do_predict", *files[4:], *evaluation[-3:], "--output_dir", "alone")
     assert (tmp_path / "alone" / "test_results_None.txt").read_text() == predicted
 
 
-def test_sentence_columns_win_over_others(glue, tmp_path):
+def test_sentence_columns_are_the_texts_if_there_are_others(glue, tmp_path):
     rows = [
         {"id": f"row {n}", "sentence1": "a dog", "sentence2": "a cat", "label": n % 2}
         for n in range(8)
@@ -178,8 +180,8 @@ def test_sentence_columns_win_over_others(glue, tmp_path):
     glue("--train_file", file, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
 
 
-def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
-    """Whatever they are called, and where a text looks like a number, it stays the text it was."""
+def test_columns_can_be_chosen_by_flags(glue, run_glue, tmp_path, caplog):
+    """Columns may have any name, and a text that looks like a number is read as text."""
     texts = ["a dog", "007", "the cat", "12"] * 4
     plain = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
     named = [{"label": r["text"], "id": n, "y": r["label"]} for n, r in enumerate(plain)]
@@ -195,7 +197,7 @@ def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
 
 
 def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog):
-    """In their order, whatever else a file has; a file of fewer or more texts is refused."""
+    """In that order, whatever other columns a file has; other columns of texts are refused."""
     rows = own_rows(["yes", "no"], pair=True)
     file = write(tmp_path / "train.csv", rows)
     glue("--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir", "out")
@@ -223,17 +225,17 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog
         message = f"was trained on rows of review and answer, not of {found}; in your own files"
         with pytest.raises(ValueError, match=message):
             glue(*flags, *evaluate, "refused")
-    # Training begins with the same model on any texts, and its adapter says these.
+    # Training may continue from the model on any texts, which its adapter then records.
     train = ["--train_file", one, "--do_train", "--apply_lora", "--lora_path", "out"]
     glue(*train, "--max_steps", 1, "--output_dir", "next")
     assert read_adapter(tmp_path / "next").metadata.text_columns == ("review",)
-    # A full model says it as well.
+    # A full model records its text columns as well.
     with pytest.raises(ValueError, match="was trained on rows of review, not of premise and claim"):
         glue(*named, "--do_eval", "--output_dir", "refused", base="next")
 
 
-def test_a_text_that_is_called_label(glue, tmp_path):
-    """Later runs have to say where the label is, lest another column is read for the text."""
+def test_a_text_column_named_label(glue, tmp_path):
+    """Later runs have to name the label column; otherwise, another column would be the text."""
     rows = own_rows(["yes", "no"], pair=True)
     rows = [{"label": r["review"], "note": r["answer"], "verdict": r["label"]} for r in rows]
     file = write(tmp_path / "rows.csv", rows)
@@ -251,7 +253,7 @@ def test_a_text_that_is_called_label(glue, tmp_path):
 
 
 def test_an_adapter_without_label_names(glue, tmp_path):
-    """As the release's: they come from its training set, or it cannot name what it predicts."""
+    """As for the release's, the training set names the labels; predicting needs its file."""
     rows = own_rows(["no", "yes"])
     file = write(tmp_path / "train.csv", rows)
     glue("--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir", "out")
@@ -265,8 +267,8 @@ def test_an_adapter_without_label_names(glue, tmp_path):
     assert {*predicted[3::2]} <= {"no", "yes"}
 
 
-def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
-    """A regressor takes whole numbers for scores; else classes and scores do not go together."""
+def test_labels_that_do_not_fit_the_model_are_errors(glue, tmp_path):
+    """A regressor reads whole numbers as scores; other mixes of classes and scores are errors."""
     files = {
         "scores": own_rows([0.5, 1.25, 3.0]),
         "whole": own_rows([0, 1, 3]),
@@ -287,7 +289,7 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scores", "level", "said"),
+    ("scores", "level", "labels"),
     [
         ([0.0, 1.0], "WARNING", ("0.0, 1.0", "0, 1")),
         ([-1.0, 1.0], "WARNING", ("-1.0, 1.0", "-1, 1")),
@@ -299,21 +301,23 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
         ([0, 1], None, None),
     ],
 )
-def test_few_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, scores, level, said):
-    """They may be classes, of a table that had missing values; more of them may be a scale."""
+def test_a_few_scores_that_are_whole_numbers_are_reported(
+    glue, tmp_path, caplog, scores, level, labels
+):
+    """They may be classes from a table with missing values; more of them are rather a scale."""
     rows = own_rows(scores)
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
     with caplog.at_level("INFO"):
         glue(*train, "--max_steps", 1, "--output_dir", "out")
-    told = [record for record in caplog.records if "taken for scores" in record.message]
-    assert [record.levelname for record in told] == [level] * (said is not None)
-    for record in told:
-        assert f"train.csv: the labels {said[0]} are taken for scores; " in record.message
-        assert record.message.endswith(f"classes, write them without a point, as in {said[1]}")
+    warnings = [record for record in caplog.records if "taken for scores" in record.message]
+    assert [record.levelname for record in warnings] == [level] * (labels is not None)
+    for record in warnings:
+        assert f"train.csv: the labels {labels[0]} are taken for scores; " in record.message
+        assert record.message.endswith(f"classes, write them without a point, as in {labels[1]}")
 
 
-def test_scores_that_are_0_and_1_train_a_regressor(glue, tmp_path, caplog):
-    """Which resumes, is evaluated and begins another one without a warning."""
+def test_scores_0_and_1_train_a_regressor(glue, tmp_path, caplog):
+    """Resuming it, evaluating it and training from it give no further warning."""
     rows = own_rows([0.0, 1.0])
     files = ["--train_file", write(tmp_path / "train.csv", rows)]
     files += ["--validation_file", write(tmp_path / "dev.csv", own_rows([1.0], count=4))]
@@ -334,7 +338,7 @@ def test_scores_that_are_0_and_1_train_a_regressor(glue, tmp_path, caplog):
     assert "taken for scores" not in caplog.text
 
 
-def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
+def test_a_class_for_each_row_gives_a_warning(glue, tmp_path, caplog):
     rows = [{**row, "label": f"about {n}"} for n, row in enumerate(own_rows(["a"], count=8))]
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
     glue(*train, "--max_steps", 1, "--output_dir", "out")
@@ -342,7 +346,7 @@ def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
     assert "are they one?" not in caplog.text
 
 
-def test_two_spellings_of_a_label_are_warned_of(glue, tmp_path, caplog):
+def test_two_spellings_of_a_label_give_a_warning(glue, tmp_path, caplog):
     spellings = ("good", "bad", "Good ", "good")
     rows = [{**row, "label": spellings[n % 4]} for n, row in enumerate(own_rows(["a"], count=8))]
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
@@ -351,7 +355,7 @@ def test_two_spellings_of_a_label_are_warned_of(glue, tmp_path, caplog):
 
 
 def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):
-    """Of which it has as many; and one that had ended says so."""
+    """There are as many other rows; a run that was complete logs that nothing is left."""
     rows = own_rows(["yes", "no"])
     file = write(tmp_path / "train.csv", rows)
     run = ["--do_train", *LORA, "--max_steps", 2, "--save_steps", 2, "--output_dir", "out"]
@@ -368,7 +372,7 @@ def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):
 
 
 def test_a_run_is_not_resumed_on_other_texts(glue, tmp_path):
-    """A checkpoint that does not say its texts, as older ones do not, is resumed."""
+    """An older checkpoint, which does not record its text columns, is resumed."""
     file = write(tmp_path / "train.csv", own_rows(["yes", "no"], pair=True))
     run = ["--train_file", file, "--do_train", *LORA, "--max_steps", 4, "--save_steps", 2]
     run += ["--output_dir", "out"]
@@ -380,13 +384,13 @@ def test_a_run_is_not_resumed_on_other_texts(glue, tmp_path):
         with pytest.raises(CheckpointError, match=message + columns[0]):
             glue(*run, "--text_columns", *columns)
     settings = tmp_path / "out" / "checkpoint-2" / "config.json"
-    said = json.loads(settings.read_text())
-    settings.write_text(json.dumps({k: v for k, v in said.items() if k != "text_columns"}))
+    recorded = json.loads(settings.read_text())
+    settings.write_text(json.dumps({k: v for k, v in recorded.items() if k != "text_columns"}))
     glue(*run)
     assert_same_bits(lora_of(tmp_path / "out"), before)
 
 
-def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_path, caplog):
+def test_identifiers_and_numbers_are_not_read_as_texts(glue, run_glue, tmp_path, caplog):
     rows = [
         {
             "guid": f"row-{n}",
@@ -414,7 +418,7 @@ def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_pat
         assert f"{file}: texts from said; labels from label" in caplog.text
 
 
-def test_blank_lines_at_the_end_of_json_lines(glue, tmp_path):
+def test_blank_lines_at_the_end_of_json_lines_are_ignored(glue, tmp_path):
     file = write(tmp_path / "train.json", own_rows(["yes", "no"]))
     run = ["--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir"]
     glue(*run, "without")
@@ -436,11 +440,11 @@ def test_texts_that_are_cut_are_counted(glue, tmp_path, caplog, tiny_base, more)
     dev = write(tmp_path / "dev.csv", rows[1:3])
     files = ["--train_file", train, "--validation_file", dev, "--max_seq_length", length]
     glue(*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, *more, "--output_dir", "out")
-    said = [record.message for record in caplog.records if "were cut" in record.message]
-    assert said == [f"texts were cut to {length} tokens: 2 of 4 in train, 1 of 2 in validation"]
+    messages = [record.message for record in caplog.records if "were cut" in record.message]
+    assert messages == [f"texts were cut to {length} tokens: 2 of 4 in train, 1 of 2 in validation"]
 
 
-def test_the_usual_length_adapts_itself_to_the_base(
+def test_the_default_length_is_limited_by_the_base(
     run_glue, tiny_base, tiny_glue, tmp_path, caplog
 ):
     arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), "--max_steps", 1]
@@ -452,37 +456,37 @@ def test_the_usual_length_adapts_itself_to_the_base(
 
 
 @pytest.fixture
-def cached():
-    """A function that says which tables of tokens are cached, and since when."""
+def cached_tables():
+    """Returns a function that lists the cached tables of tokens with their times."""
     cache = Path(os.environ["HF_HOME"])
     return lambda: {(path, path.stat().st_mtime_ns) for path in cache.rglob("cache-*.arrow")}
 
 
 @pytest.mark.slow
-def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, cached):
+def test_tokens_are_cached_unless_settings_or_flags_differ(glue, tmp_path, cached_tables):
     files = own(".csv", tmp_path, ["yes", "no"])[:4]
     arguments = [*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, "--output_dir"]
     glue(*arguments, "first")
-    first = cached()
+    first = cached_tables()
     glue(*arguments, "second", "--learning_rate", 1e-3)
-    assert cached() == first
+    assert cached_tables() == first
     glue(*arguments, "third", "--max_seq_length", 10)
-    assert cached() > first
-    before = cached()
+    assert cached_tables() > first
+    before = cached_tables()
     glue(*arguments, "fourth", "--overwrite_cache")
-    assert cached() != before
+    assert cached_tables() != before
 
 
 @pytest.fixture
-def usual_cache(monkeypatch):
-    """A function that says where the cache is to be, for those who name none."""
+def set_default_cache(monkeypatch):
+    """Returns a function that sets the default cache folder."""
     return partial(monkeypatch.setattr, datasets.config, "HF_DATASETS_CACHE")
 
 
 @pytest.mark.parametrize("kind", ["csv", "glue"])
-def test_data_is_kept_where_the_user_says(glue, tiny_glue, tmp_path, usual_cache, caplog, kind):
+def test_cache_dir_is_used(glue, tiny_glue, tmp_path, set_default_cache, caplog, kind):
     (tmp_path / "file").touch()
-    usual_cache(tmp_path / "file" / "no folder")
+    set_default_cache(tmp_path / "file" / "no folder")
     files = own(".csv", tmp_path, ["yes", "no"])[:2]
     data = files if kind == "csv" else ["--task_name", "rte", "--data_dir", tiny_glue]
     arguments = [*data, "--do_train", *LORA, "--max_steps", 1, "--cache_dir", "mine"]
@@ -492,11 +496,13 @@ def test_data_is_kept_where_the_user_says(glue, tiny_glue, tmp_path, usual_cache
 
 
 @pytest.mark.parametrize("place", ["{}/file/huggingface", "~nosuchuser/.cache/huggingface"])
-def test_a_run_whose_cache_cannot_be_written(glue, tmp_path, usual_cache, caplog, place):
-    """As in a container whose user is not the image's."""
+def test_a_default_cache_that_cannot_be_written_is_replaced(
+    glue, tmp_path, set_default_cache, caplog, place
+):
+    """For example, in a container that runs as another user than its image was made for."""
     place = place.format(tmp_path)
     (tmp_path / "file").touch()
-    usual_cache(Path(place))
+    set_default_cache(Path(place))
     files = own(".csv", tmp_path, ["yes", "no"])[:2]
     before = {path.name for path in tmp_path.iterdir()}
     glue(*files, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
@@ -505,7 +511,7 @@ def test_a_run_whose_cache_cannot_be_written(glue, tmp_path, usual_cache, caplog
     assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
 
 
-def test_a_cache_that_is_asked_for_and_cannot_be_written(glue, tmp_path):
+def test_a_cache_dir_that_cannot_be_written_is_an_error(glue, tmp_path):
     (tmp_path / "file").touch()
     files = own(".csv", tmp_path, ["yes", "no"])[:2]
     arguments = [*files, "--do_train", *LORA, "--output_dir", "out", "--cache_dir", "file/mine"]
@@ -513,23 +519,23 @@ def test_a_cache_that_is_asked_for_and_cannot_be_written(glue, tmp_path):
         glue(*arguments)
 
 
-def test_tokens_of_glue_are_cached_by_the_files_contents(glue, tiny_glue, tmp_path, cached):
+def test_tokens_of_glue_are_cached_by_file_contents(glue, tiny_glue, tmp_path, cached_tables):
     folder = tmp_path / "data"
     shutil.copytree(tiny_glue, folder)
     arguments = ["--task_name", "rte", "--data_dir", folder, "--do_train", "--do_eval", *LORA]
     arguments += ["--max_steps", 1, "--output_dir"]
-    before = cached()
+    before = cached_tables()
     glue(*arguments, "first")
-    first = cached()
+    first = cached_tables()
     assert first > before
     os.utime(folder / "RTE" / "dev.tsv")
     glue(*arguments, "second")
-    assert cached() == first
+    assert cached_tables() == first
     path = folder / "RTE" / "dev.tsv"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(lines[:-1]), encoding="utf-8")
     glue(*arguments, "third")
-    assert cached() > first
+    assert cached_tables() > first
     assert results(tmp_path / "third")["eval_samples"] == len(lines) - 2
 
 
@@ -601,7 +607,7 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
         assert result.returncode == 0, result.stderr
 
     call("online")
-    # The same numbers as from the TSV files and the local folder.
+    # The results equal those from the TSV files and the local folder.
     assert_same_bits(lora_of(tmp_path / "online"), lora_of(trained))
     assert results(tmp_path / "online") == results(trained)
     predicted = (tmp_path / "online" / "test_results_rte.txt").read_text()
@@ -610,7 +616,7 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
     call("offline", HF_HUB_OFFLINE="1")
     assert hub_server.requests == []
     assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
-    call("unreached", HF_ENDPOINT="http://127.0.0.1:9")  # where nobody listens
+    call("unreached", HF_ENDPOINT="http://127.0.0.1:9")  # no server listens there
     assert_same_bits(lora_of(tmp_path / "unreached"), lora_of(trained))
 
     adapter = ["--task_name", "rte", "--do_eval", "--apply_lora", "--lora_path", "org/peft"]
@@ -619,8 +625,8 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
         assert results(tmp_path / out) == results(trained)
 
 
-def test_tokenizing_counts_as_coming_further(glue, run_glue, tiny_glue, monkeypatch):
-    """Otherwise processes that tokenize for long would be taken for ones that hang."""
+def test_tokenizing_counts_as_progress(glue, run_glue, tiny_glue, monkeypatch):
+    """Otherwise the watchdog would end processes that tokenize for long, as if they hung."""
     beats = []
     monkeypatch.setattr(run_glue, "beat", lambda: beats.append(1))
 

@@ -1,4 +1,4 @@
-"""run_glue.py with LoRA's variants: its flags, what its files say, and what reads them again."""
+"""run_glue.py with LoRA's variants: the flags, the files, and scripts that read those files."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ EACH = pytest.mark.parametrize("name", FLAGS)
 
 @pytest.fixture(scope="module")
 def run(run_glue, tiny_base, tiny_glue, tmp_path_factory):
-    """``run(name)``: what a run with these flags has written, made once."""
+    """``run(name)``: the output folder of a run with the flags `FLAGS[name]`, made once."""
     made = {}
 
     def train(name: str) -> Path:
@@ -53,7 +53,9 @@ def on_rte(tiny_glue, *flags) -> list:
 
 
 @EACH
-def test_a_file_or_a_folder_brings_it_back_without_a_flag(glue, run, tiny_glue, tmp_path, name):
+def test_a_file_or_a_folder_evaluates_as_trained_without_flags(
+    glue, run, tiny_glue, tmp_path, name
+):
     trained = run(name)
     for path in (trained, trained / "pytorch_model_lora.safetensors"):
         flags = ["--do_eval", "--do_predict", "--apply_lora", "--lora_path", path]
@@ -64,14 +66,14 @@ def test_a_file_or_a_folder_brings_it_back_without_a_flag(glue, run, tiny_glue, 
 
 
 @EACH
-def test_the_full_checkpoint_keeps_it(glue, run, tiny_glue, tmp_path, name):
+def test_the_full_checkpoint_evaluates_as_trained(glue, run, tiny_glue, tmp_path, name):
     flags = ["--do_eval", "--output_dir", "again"]
     glue(*on_rte(tiny_glue, *flags), base=run(name))
     assert results(tmp_path / "again") == results(run(name))
 
 
 @EACH
-def test_its_own_flags_fit_its_file(glue, run, tiny_glue, tmp_path, name):
+def test_the_flags_of_training_fit_the_file(glue, run, tiny_glue, tmp_path, name):
     flags = ["--do_eval", *LORA, "--lora_path", run(name), *FLAGS[name].split()]
     glue(*on_rte(tiny_glue, *flags), "--output_dir", "again")
     assert results(tmp_path / "again") == results(run(name))
@@ -87,15 +89,17 @@ def test_a_killed_run_resumes_to_the_same_bits(glue, run, tiny_glue, tmp_path, n
 
 
 @EACH
-def test_the_release_s_format_is_written_where_it_can_hold_it(run, name):
-    """A scale of its own, magnitudes, starts: the release's models know none of these."""
+def test_the_release_s_format_is_written_if_it_can_hold_the_adapter(run, name):
+    """The release's models have no scales per module, magnitudes or initializations."""
     files = {path.name for path in run(name).glob("pytorch_model_lora.*")}
     assert "pytorch_model_lora.safetensors" in files
     assert ("pytorch_model_lora.bin" in files) == (name == "frozen")
 
 
 @EACH
-def test_split_from_the_full_checkpoint(run, split_lora, tmp_path, name):
+def test_the_adapter_split_from_the_full_checkpoint_equals_the_written_one(
+    run, split_lora, tmp_path, name
+):
     split_lora.main([str(run(name)), str(tmp_path / "lora.safetensors")])
     split, written = read_adapter(tmp_path / "lora.safetensors"), read_adapter(run(name))
     assert_same_bits(split.tensors, written.tensors)
@@ -103,8 +107,8 @@ def test_split_from_the_full_checkpoint(run, split_lora, tmp_path, name):
 
 
 @EACH
-def test_predict(run, tiny_base, tiny_glue, tmp_path, name):
-    """The same labels as the run's own predictions; from a bank beside plain LoRA."""
+def test_predict_py_gives_the_run_s_predictions(run, tiny_base, tiny_glue, tmp_path, name):
+    """A bank with a second adapter gives the labels of the run's own predictions."""
     predict = load_script("examples/text-classification/predict.py")
     rows = (tiny_glue / "RTE" / "test.tsv").read_text().splitlines()[1:]
     texts = [row.split("\t")[1:3] for row in rows]
@@ -121,8 +125,10 @@ def test_predict(run, tiny_base, tiny_glue, tmp_path, name):
 
 
 @EACH
-def test_merged_into_its_base(glue, run, tiny_base, tiny_glue, tmp_path, name):
-    """A plain model that evaluates as the adapter does."""
+def test_merged_into_its_base_it_evaluates_the_same(
+    glue, run, tiny_base, tiny_glue, tmp_path, name
+):
+    """The merged model has no LoRA and evaluates as the adapter does."""
     merged = [str(run(name)), str(tmp_path / "merged"), "--to", "merged", "--base", str(tiny_base)]
     importlib.import_module("convert").main(merged)
     glue(*on_rte(tiny_glue, "--do_eval", "--output_dir", "again"), base=tmp_path / "merged")
@@ -130,8 +136,8 @@ def test_merged_into_its_base(glue, run, tiny_base, tiny_glue, tmp_path, name):
 
 
 @EACH
-def test_peft_s_folder(glue, run, tiny_glue, tmp_path, name):
-    """Evaluates as the run's own files do; nothing but the folder says how."""
+def test_converted_to_peft_it_evaluates_the_same(glue, run, tiny_glue, tmp_path, name):
+    """It evaluates as the run's own files do, without flags."""
     importlib.import_module("convert").main(
         [str(run(name)), str(tmp_path / "peft"), "--to", "peft"]
     )
@@ -149,11 +155,11 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_info_shows_them(run, capsys, name):
+def test_convert_info_shows_the_variant(run, capsys, name):
     importlib.import_module("convert").main([str(run(name)), "--info"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for what, value in SHOWN[name].items():
-        assert any(line.split()[:1] == [what] and value in line for line in said.splitlines())
+        assert any(line.split()[:1] == [what] and value in line for line in output.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -163,8 +169,8 @@ def test_info_shows_them(run, capsys, name):
         "--lora_rank_pattern layer.*.value=4 --lora_alpha_pattern query=8.0",
     ],
 )
-def test_flags_that_say_nothing_new_change_nothing(glue, run, tiny_glue, tmp_path, flags):
-    """Settings by module: all layers are no layers, and a rank of its own is one that differs."""
+def test_flags_equal_to_the_defaults_are_not_recorded(glue, run, tiny_glue, tmp_path, flags):
+    """All layers are recorded as no choice of layers, and an equal rank is not in the pattern."""
     train = ["--do_train", *LORA, *flags.split(), "--max_steps", 1]
     glue(*on_rte(tiny_glue, *train), "--output_dir", "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -179,9 +185,12 @@ TRAIN = f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 8"
 BAD = {
     "unknown variant": (f"{TRAIN} --lora_variant dorra", "invalid choice: 'dorra' (choose from"),
     "variant without LoRA": (f"{RTE} --do_train --lora_variant dora", "needs --apply_lora"),
-    "unknown start": (f"{TRAIN} --lora_init pisa", "invalid choice: 'pisa' (choose from"),
-    "start without LoRA": (f"{RTE} --do_train --lora_init olora", "needs --apply_lora"),
-    "freezing by no word": (f"{TRAIN} --lora_freeze_A perhaps", "neither true nor false"),
+    "unknown initialization": (f"{TRAIN} --lora_init pisa", "invalid choice: 'pisa' (choose from"),
+    "initialization without LoRA": (f"{RTE} --do_train --lora_init olora", "needs --apply_lora"),
+    "freezing neither true nor false": (
+        f"{TRAIN} --lora_freeze_A perhaps",
+        "neither true nor false",
+    ),
     "freezing without LoRA": (f"{RTE} --do_train --lora_freeze_A", "needs --apply_lora"),
     "ratio 0": (
         f"{TRAIN} --lora_plus_ratio 0",
@@ -203,7 +212,7 @@ BAD = {
         "--lora_layers: 'first' is not a layer's number, nor a range such as 6-11",
     ),
     "range backwards": (f"{TRAIN} --lora_layers 1-0", "--lora_layers: '1-0' is not a layer's"),
-    "pattern of nothing": (
+    "unmatched rank pattern": (
         f"{TRAIN} --lora_rank_pattern key=2",
         "lora_rank_pattern: 'key' matches no projection that LoRA adapts; similar names: query",
     ),
@@ -214,7 +223,10 @@ BAD = {
     "rank that is no integer": (f"{TRAIN} --lora_rank_pattern query=2.5", "'query=2.5' is not"),
     "rank 0": (f"{TRAIN} --lora_rank_pattern query=0", "has to be a positive integer, not 0"),
     "target named twice": (f"{TRAIN} --lora_rank_pattern query=1 query=2", "names 'query' twice"),
-    "alpha of nothing": (f"{TRAIN} --lora_alpha_pattern keys=2", "'keys' matches no projection"),
+    "unmatched alpha pattern": (
+        f"{TRAIN} --lora_alpha_pattern keys=2",
+        "'keys' matches no projection",
+    ),
     "alpha in words": (f"{TRAIN} --lora_alpha_pattern query=two", "'=' and a number"),
     "alpha 0": (f"{TRAIN} --lora_alpha_pattern query=0", "has to be a positive number, not 0"),
     "rank beyond a dimension": (
@@ -227,7 +239,7 @@ BAD = {
         f"{RTE} --do_eval --apply_lora --lora_path {{dora}} --lora_variant lora",
         "was trained with variant dora",
     ),
-    "file of another start": (
+    "file of another initialization": (
         f"{RTE} --do_eval --apply_lora --lora_path {{pissa}} --lora_init olora",
         "was trained with initialization pissa",
     ),
@@ -243,7 +255,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
-def test_bad_input(
+def test_bad_input_is_an_error_of_one_line(
     run_glue, tiny_base, tiny_glue, tmp_path, run, monkeypatch, capsys, arguments, message
 ):
     files = {name: run(name) for name in FLAGS if f"{{{name}}}" in arguments}
@@ -258,13 +270,13 @@ def test_bad_input(
     assert message in line
 
 
-def test_another_variant_s_release_file_is_refused(run, split_lora, tmp_path, capsys):
+def test_splitting_dora_into_a_bin_file_is_refused(run, split_lora, tmp_path, capsys):
     with pytest.raises(ValueError, match="variant dora"):
         split_lora.main([str(run("dora")), str(tmp_path / "lora.bin")])
     assert not (tmp_path / "lora.bin").exists()
 
 
-def test_an_unevenly_adapted_model_is_as_its_targets_say(run):
+def test_targets_can_differ_between_layers(run):
     adapter = read_adapter(run("uneven"))
     shapes = {name: tuple(t.shape) for name, t in adapter.tensors.items() if "lora_A" in name}
     start = "roberta.encoder.layer"

@@ -1,4 +1,4 @@
-"""run_ner.py, run_qa.py and run_swag.py from their command lines to their scores and files."""
+"""run_ner.py, run_qa.py and run_swag.py, from their command lines to their scores and files."""
 
 import dataclasses
 import json
@@ -24,9 +24,9 @@ CASES = [
     ("qa", "tiny_deberta_base"),
     ("swag", "tiny_base"),
 ]
-# What says that the task was learned, and how far at least: chance is a third of the way.
+# The score that shows that a task was learned, and its least value, far above chance.
 SCORES = {"ner": ("eval_f1", 0.75), "qa": ("eval_f1", 75.0), "swag": ("eval_accuracy", 0.75)}
-# Long and slowly enough for each of eight seeds: other processors draw and round otherwise.
+# Each of eight seeds learned with these: other processors draw and round differently.
 LEARNING = {
     "ner": "--num_train_epochs 20",
     "qa": "--num_train_epochs 12",
@@ -48,7 +48,7 @@ def scripts():
 
 @pytest.fixture(scope="module")
 def learned(scripts, request, tmp_path_factory):
-    """``learned(task, base)``: where a task was learned, and the flags that did it."""
+    """``learned(task, base)``: the output folder of a trained task, and its flags."""
     made = {}
 
     def run(task: str, base: str) -> tuple[Path, list]:
@@ -76,10 +76,8 @@ def call(scripts, tiny_base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(
-    scripts, tiny_base, tmp_path, caplog, task
-):
-    """Of LoRA alone, and not where the default's is given; the default is for all weights."""
+def test_lora_with_the_default_learning_rate_warns(scripts, tiny_base, tmp_path, caplog, task):
+    """Only LoRA warns, and only if the flag is missing: the default is for training all weights."""
     data = write_data(task, tmp_path / "data")
     flags = [*data, "--do_train", "--max_steps", 1, "--save_strategy", "no", "--no_cuda"]
     given = command(tiny_base, tmp_path / "given", *flags)
@@ -94,8 +92,10 @@ def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(
     ):
         caplog.clear()
         scripts[task].main([*argv, "--output_dir", str(tmp_path / out)])
-        said = "--learning_rate is not given: the default, 5e-05, is for training all weights; LoRA"
-        assert caplog.text.count(said) == count
+        warning = (
+            "--learning_rate is not given: the default, 5e-05, is for training all weights; LoRA"
+        )
+        assert caplog.text.count(warning) == count
 
 
 def predicted(out: Path, task: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_a_task_is_learned(learned, task, base):
 @pytest.mark.parametrize(("task", "base"), CASES)
 def test_base_and_adapter_evaluate_as_the_trained_model(learned, call, request, task, base):
     out, flags = learned(task, base)
-    files = flags[2 : flags.index("--do_train")]  # without those to train on
+    files = flags[2 : flags.index("--do_train")]  # without the training file
     stages = ["--do_eval", "--do_predict", "--lora_path", out]
     evaluated = call(task, "evaluated", *files, *stages, base=request.getfixturevalue(base))
     assert results(evaluated) == results(out)
@@ -141,7 +141,7 @@ def test_a_run_is_resumed_to_the_same_bits(learned, call, request, tmp_path, tas
 
 
 @pytest.mark.parametrize(("task", "base"), CASES)
-def test_csv_and_json_are_the_same(call, request, tmp_path, task, base):
+def test_csv_and_json_give_the_same_results(call, request, tmp_path, task, base):
     runs = []
     for suffix in (".csv", ".json"):
         flags = write_data(task, tmp_path / suffix[1:], suffix)
@@ -153,8 +153,8 @@ def test_csv_and_json_are_the_same(call, request, tmp_path, task, base):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_data_set_s_folder(call, tmp_path, task):
-    """As a data set of the hub is read, a file over it where one is given."""
+def test_a_folder_can_be_the_dataset(call, tmp_path, task):
+    """It is read like a dataset of the hub; a file that is given replaces its split."""
     flags = write_data(task, tmp_path / "set", ".json")
     stages = ["--do_train", "--do_eval", "--max_steps", 1]
     files = call(task, "files", *flags, *stages)
@@ -166,8 +166,8 @@ def test_a_data_set_s_folder(call, tmp_path, task):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_adapters_and_biases(call, tmp_path, task):
-    """The paper's baselines, and all of them together with LoRA, as run_glue.py trains them."""
+def test_adapters_and_biases_are_trained_and_loaded(call, tmp_path, task):
+    """The paper's baselines train together with LoRA, as in run_glue.py."""
     kinds = ["--apply_adapter", "--adapter_size", 3, "--apply_bitfit"]
     data = write_data(task, tmp_path / "data")
     stages = ["--do_train", "--do_eval", "--max_steps", 2]
@@ -178,7 +178,7 @@ def test_adapters_and_biases(call, tmp_path, task):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_padding_to_one_length(call, steady_base, tmp_path, task):
+def test_pad_to_max_length_keeps_the_loss(call, steady_base, tmp_path, task):
     data = [*write_data(task, tmp_path / "data"), *STAGES, "--max_steps", 2]
     short = call(task, "short", *data, base=steady_base)
     long = call(task, "long", *data, "--pad_to_max_length", base=steady_base)
@@ -186,12 +186,12 @@ def test_padding_to_one_length(call, steady_base, tmp_path, task):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_an_estimate(scripts, tiny_base, tmp_path, capsys, task):
+def test_estimate_prints_the_number_of_steps(scripts, tiny_base, tmp_path, capsys, task):
     flags = [*write_data(task, tmp_path / "data")[:2], "--do_train", "--estimate"]
     arguments = command(tiny_base, tmp_path / "out", *flags, "--estimate_rate", 100, "--no_cuda")
     scripts[task].main(arguments)
     read = capsys.readouterr().out
-    assert "optimizer steps         24\n" in read  # of 8 examples each, three times
+    assert "optimizer steps         24\n" in read  # 60 examples in batches of 8, three epochs
     scripts[task].main([*arguments, "--estimate_length", "9", "--max_steps", "5"])
     assert "optimizer steps         5\n" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
@@ -200,7 +200,7 @@ def test_an_estimate(scripts, tiny_base, tmp_path, capsys, task):
 # ---- tagged words ----
 
 
-def test_scores_of_each_type(call, tmp_path):
+def test_entity_level_metrics_are_reported(call, tmp_path):
     data = write_data("ner", tmp_path / "data")
     flags = ["--do_train", "--do_eval", "--max_steps", 1, "--return_entity_level_metrics"]
     scores = results(call("ner", "out", *data, *flags))
@@ -216,8 +216,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("base", ["tiny_base", "tiny_deberta_base"])
-def test_a_tag_for_every_word_of_a_test_set(call, request, tmp_path, caplog, base):
-    """Without tags of its own; sentences that are cut are counted, in one line."""
+def test_every_word_of_a_test_set_is_given_a_tag(call, request, tmp_path, caplog, base):
+    """The set has no tags; one message counts the sentences that were cut."""
     data = write_data("ner", tmp_path / "data")
     rows = [{"tokens": ["the", "dog", *["warm"] * extra]} for extra in (1, 50, 0)]
     test = write(tmp_path / "test.json", rows)
@@ -228,13 +228,13 @@ def test_a_tag_for_every_word_of_a_test_set(call, request, tmp_path, caplog, bas
     assert lines[1].endswith(" _ _")
     assert "_" not in lines[0] + lines[2]
     assert results(out, "test").keys() == {"test_samples"}
-    said = [record.message for record in caplog.records if "were cut" in record.message]
-    assert len(said) == 1
-    assert "1 of 3 in test" in said[0]
+    messages = [record.message for record in caplog.records if "were cut" in record.message]
+    assert len(messages) == 1
+    assert "1 of 3 in test" in messages[0]
 
 
-def test_all_tokens_of_a_word(call, tmp_path):
-    """The loss is of more tokens; tags are still one a word."""
+def test_label_all_tokens_still_predicts_one_tag_per_word(call, tmp_path):
+    """The loss covers more tokens; predictions still have one tag per word."""
     rows = [{"tokens": ["unheard-of", "dog"], "ner_tags": ["O", "B-ANI"]}] * 4
     train = write(tmp_path / "train.json", rows)
     flags = ["--train_file", train, "--test_file", train, "--do_train", "--do_predict"]
@@ -248,8 +248,8 @@ def test_all_tokens_of_a_word(call, tmp_path):
         assert [len(line.split()) for line in lines] == [2] * 4
 
 
-def test_scores_are_of_words_where_all_tokens_are_labelled(call, tmp_path):
-    """As the predictions are, which are written."""
+def test_scores_count_words_with_label_all_tokens(call, tmp_path):
+    """Scores agree with the predictions that are written, which are of words."""
     chance = random.Random(3)
     tags = {"unheard-of": "B-A", "zebra-like": "B-B", "dog": "O", "warm": "O"}
     rows = [
@@ -270,8 +270,8 @@ def test_scores_are_of_words_where_all_tokens_are_labelled(call, tmp_path):
         assert results(out, stage)[f"{stage}_accuracy"] == pytest.approx(sum(same) / len(same))
 
 
-def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
-    """They are those of all its rows, so that a longer run has the same head."""
+def test_max_train_samples_does_not_change_the_tags(call, tmp_path):
+    """The tags are those of all rows, so that a run on more rows has the same head."""
     data = write_data("ner", tmp_path / "data")
     rows = [{"tokens": ["the"], "ner_tags": ["O"]}, *read_rows(data[1])]
     write(data[1], rows)
@@ -283,7 +283,7 @@ def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "warning"),
     [
         ({"O": 0, "B-ANI": 1, "B-PLA": 2}, "the tags are numbers, and each is scored as"),
         (
@@ -293,19 +293,19 @@ def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
         ({"O": "O", "B-ANI": "U_ANI", "B-PLA": "B_PLA"}, ""),
     ],
 )
-def test_tags_that_are_no_entities_are_warned_of(call, tmp_path, caplog, names, said):
+def test_tags_that_are_not_entities_give_a_warning(call, tmp_path, caplog, names, warning):
     data = write_data("ner", tmp_path / "data")
     for file in data[1::2]:
         rows = read_rows(file)
         write(file, [{**row, "ner_tags": [names[tag] for tag in row["ner_tags"]]} for row in rows])
     call("ner", "out", *data, *STAGES, "--max_steps", 1)
     warned = [record.message for record in caplog.records if "type of entity" in record.message]
-    assert len(warned) == bool(said)
-    assert said in "".join(warned)
+    assert len(warned) == bool(warning)
+    assert warning in "".join(warned)
 
 
-def test_a_file_that_names_no_tags_is_given_them(learned, call, tmp_path):
-    """A .bin adapter does not say what its classes are: the training set does."""
+def test_tags_of_a_bin_file_come_from_the_training_set(learned, call, tmp_path):
+    """A .bin file does not name its tags, so they come from the training set."""
     out, flags = learned("ner", "tiny_base")
     path = shutil.copy(out / "pytorch_model_lora.bin", tmp_path / "lone.bin")
     adapter = ["--lora_path", path, "--do_eval", "--lora_targets", "all-linear"]
@@ -317,8 +317,8 @@ def test_a_file_that_names_no_tags_is_given_them(learned, call, tmp_path):
 # ---- questions ----
 
 
-def test_long_texts_are_read_in_parts(call, tmp_path, caplog):
-    """Several rows a question, and nothing is cut."""
+def test_long_texts_are_split_into_rows(call, tmp_path, caplog):
+    """A question has several rows, and nothing is cut."""
     data = write_data("qa", tmp_path / "data")
     flags = ["--do_train", "--do_eval", "--do_predict", "--max_seq_length", 14, "--doc_stride", 3]
     out = call("qa", "out", *data, *flags, "--num_train_epochs", 12)
@@ -332,7 +332,7 @@ def test_long_texts_are_read_in_parts(call, tmp_path, caplog):
 
 
 def test_questions_without_answers(call, tiny_deberta_base, tmp_path):
-    """Scores of SQuAD 2.0; a threshold decides how many there are."""
+    """SQuAD 2.0's scores; a threshold decides how many questions are answered."""
     data = write_data("qa", tmp_path / "data", none=0.4)
     flags = [*data, "--version_2_with_negative"]
     train = ["--do_train", "--num_train_epochs", 12, "--lora_targets", "all-linear"]
@@ -352,7 +352,7 @@ def test_questions_without_answers(call, tiny_deberta_base, tmp_path):
         assert sum(map(bool, answers.values())) == wanted
 
 
-def test_a_run_that_ends_before_its_first_checkpoint_is_started_again(
+def test_a_run_that_fails_before_its_first_checkpoint_can_be_repeated(
     scripts, call, tmp_path, monkeypatch
 ):
     data = write_data("qa", tmp_path / "data")
@@ -377,7 +377,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_is_started_again(
     assert not (loss / "eval_predictions.json").exists()
 
 
-def test_the_n_best(call, tmp_path):
+def test_n_best_size_and_max_answer_length_limit_the_answers(call, tmp_path):
     data = write_data("qa", tmp_path / "data")
     flags = [*data, "--do_train", "--do_eval", "--max_steps", 1]
     out = call("qa", "out", *flags, "--n_best_size", 3, "--max_answer_length", 2)
@@ -406,8 +406,8 @@ def test_choices_that_are_cut_are_counted(call, tmp_path, caplog):
     rows[3]["ending1"] = "warm " * 60
     train = write(tmp_path / "train.json", rows)
     call("swag", "out", "--train_file", train, "--do_train", "--max_steps", 1)
-    said = [record.message for record in caplog.records if "were cut" in record.message]
-    assert said == ["texts were cut to 40 tokens: 1 of 24 in train"]
+    messages = [record.message for record in caplog.records if "were cut" in record.message]
+    assert messages == ["texts were cut to 40 tokens: 1 of 24 in train"]
 
 
 def test_a_test_set_without_labels(call, tmp_path):
@@ -433,7 +433,7 @@ OF_4_4 = {
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_every_flag_of_4_4_is_there(scripts, task):
+def test_every_flag_of_4_4_exists(scripts, task):
     known = {field.name for field in dataclasses.fields(scripts[task].DataTrainingArguments)}
     assert {*OF_ALL.split(), *OF_4_4[task].split()} <= known
     ours = {field.name for field in dataclasses.fields(scripts[task].AdaptedModelArguments)}
@@ -443,15 +443,17 @@ def test_every_flag_of_4_4_is_there(scripts, task):
     assert theirs - ours == only_glue
 
 
-# ---- what does not go together ----
+# ---- bad input ----
 
 
 def test_heads_of_other_tasks_are_refused(learned, call, tiny_base, tmp_path):
     out, _ = learned("ner", "tiny_base")
     data = write_data("qa", tmp_path / "data")
-    said = "trained for token classification, and this script is for question answering: give it to"
+    message = (
+        "trained for token classification, and this script is for question answering: give it to"
+    )
     for flags in (["--do_eval"], ["--do_train"], ["--do_train", "--estimate"]):
-        with pytest.raises(ValueError, match=rf"{said} run_ner\.py$"):
+        with pytest.raises(ValueError, match=rf"{message} run_ner\.py$"):
             call("qa", "other", *data, *flags, "--lora_path", out)
     tags = [{**row, "ner_tags": ["O"] * len(row["tokens"])} for row in rows_of_words()]
     dev = write(tmp_path / "dev.json", tags)
@@ -462,22 +464,22 @@ def test_heads_of_other_tasks_are_refused(learned, call, tiny_base, tmp_path):
         ValueError, match=r"this script is for sequence class.*: give it to run_ner"
     ):
         glue.main([*map(str, command(tiny_base, tmp_path / "o", *flags, "--lora_path", out))])
-    out = call("ner", "fine", *train, "--lora_path", out)  # fewer tags are no other tags
+    out = call("ner", "fine", *train, "--lora_path", out)  # a file may have fewer tags
     assert results(out)["eval_recall"] == 0
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_base_whose_own_head_reads_texts(call, tiny_base, tmp_path, task):
-    """The columns that it was trained on are not those of the new head."""
+def test_a_base_with_another_head_is_given_a_new_one(call, tiny_base, tmp_path, task):
+    """The columns and the task of the old head are not recorded for the new one."""
     base = shutil.copytree(tiny_base, tmp_path / "base")
     settings = json.loads((base / "config.json").read_text())
     own = {"text_columns": ["premise", "claim"], "finetuning_task": "rte"}
     (base / "config.json").write_text(json.dumps({**settings, **own}))
     flags = [*write_data(task, tmp_path / "data"), "--do_train", "--max_steps", "1"]
     out = call(task, "out", *flags, base=base)
-    said = json.loads((out / "config.json").read_text())
-    assert said["text_columns"] is None
-    assert said["finetuning_task"] != "rte"
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_columns"] is None
+    assert config["finetuning_task"] != "rte"
     assert read_adapter(out).metadata.text_columns is None
 
 
@@ -485,7 +487,7 @@ def rows_of_words() -> list[dict]:
     return sentence_rows(random.Random(1), 4)
 
 
-def test_a_question_that_is_too_long(call, tmp_path):
+def test_a_question_that_is_too_long_is_an_error(call, tmp_path):
     rows = question_rows(random.Random(0), 3)
     rows[1]["question"] = "where " * 40
     train = write(tmp_path / "train.json", rows)
@@ -531,7 +533,7 @@ BEST = ("--load_best_model_at_end", "--evaluation_strategy", "epoch", "--metric_
         ),
     ],
 )
-def test_wrong_flags(call, tmp_path, capsys, task, flags, message):
+def test_wrong_flags_are_errors(call, tmp_path, capsys, task, flags, message):
     data = write_data(task, tmp_path / "data")[:2]
     if set(BEST) & set(flags):
         data += ["--validation_file", data[1]]
@@ -551,7 +553,7 @@ def test_wrong_flags(call, tmp_path, capsys, task, flags, message):
         ("ner", "loss", []),
     ],
 )
-def test_the_scores_of_a_task_can_be_compared(call, tmp_path, task, score, more):
+def test_the_best_model_can_be_chosen_by_any_score_of_the_task(call, tmp_path, task, score, more):
     flags = "--do_train --do_eval --num_train_epochs 1 --evaluation_strategy epoch"
     best = ["--load_best_model_at_end", "--metric_for_best_model", score]
     call(task, "out", *write_data(task, tmp_path / "data")[:4], *flags.split(), *best, *more)
@@ -565,5 +567,5 @@ def test_a_base_is_not_overwritten(call, tiny_base, tmp_path, task):
     message = "--model_name_or_path .*: training would overwrite it, as it is in --output_dir"
     with pytest.raises(ValueError, match=message):
         call(task, "base", *flags, base=base)
-    kept = {path.name: path.read_bytes() for path in base.iterdir() if path.suffix != ".lock"}
-    assert kept == before
+    after = {path.name: path.read_bytes() for path in base.iterdir() if path.suffix != ".lock"}
+    assert after == before

@@ -1,4 +1,4 @@
-"""The same command, run twice in processes of their own, writes the same bytes."""
+"""The same command, run in two processes, writes the same bytes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """What the files of a run hold: bytes, but of those that note times, which are left out."""
+    """Returns the contents of a run's files, without the times that some of them record."""
     found: dict[str, object] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[str, object]:
             state = json.loads(path.read_text())
             found[name] = {**state, "log_history": without_runtimes(state["log_history"])}
         elif path.name == "training_args.bin":
-            # TensorBoard's folder, which nothing is written to here, is named by the time.
+            # The name of TensorBoard's folder contains the time; nothing is written there here.
             found[name] = {**torch.load(path, weights_only=True), "logging_dir": None}
         else:
             found[name] = path.read_bytes()
@@ -38,7 +38,7 @@ def figures(results: dict) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "bitfit"])
-def test_run_glue(tiny_base, tiny_glue, tmp_path, kind):
+def test_run_glue_writes_the_same_bytes_twice(tiny_base, tiny_glue, tmp_path, kind):
     out = tmp_path / "out"
     arguments = [*common(tiny_base), *on_rte(tiny_glue, out), "--do_predict"]
     if kind == "bitfit":

@@ -1,4 +1,4 @@
-"""The stages that the tasks' scripts share: what each writes and says, and in which order."""
+"""The stages that the tasks' scripts share: what each writes, and in which order."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from transformers.fine_tuning.script import check_scores, needed_splits, report,
 
 
 class Recorder:
-    """A Trainer that notes what it is asked for.
+    """A Trainer that records the calls of its methods.
 
     Args:
         args: its settings.
@@ -36,7 +36,7 @@ def args(tmp_path):
     return lambda **given: TrainingArguments(str(tmp_path / "out"), **given)
 
 
-def test_a_training_writes_its_model_state_and_metrics(args):
+def test_training_writes_model_state_and_metrics(args):
     trainer = Recorder(args(do_train=True))
     train(trainer, "checkpoint-3")
     metrics = {"train_loss": 0.5, "train_samples": 7, "epoch": 1.23}
@@ -49,7 +49,7 @@ def test_a_training_writes_its_model_state_and_metrics(args):
     ]
 
 
-def test_an_evaluation_without_a_training_is_of_no_epoch(args):
+def test_evaluation_without_training_has_no_epoch(args):
     trainer = Recorder(args(do_eval=True))
     trainer.state.epoch = None
     report(trainer, "eval", {"eval_loss": 0.5}, range(3))
@@ -59,12 +59,12 @@ def test_an_evaluation_without_a_training_is_of_no_epoch(args):
 
 @pytest.mark.parametrize("apply_lora", [True, False])
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_rate_for_lora_that_nobody_has_given(args, caplog, apply_lora, is_given):
+def test_lora_with_the_default_learning_rate_warns(args, caplog, apply_lora, is_given):
     trainer = Recorder(args(do_train=True), apply_lora)
     trainer.args.rate_is_given = is_given
     train(trainer, None)
-    is_said = "--learning_rate is not given: the default, 5e-05" in caplog.text
-    assert is_said == (apply_lora and not is_given)
+    warned = "--learning_rate is not given: the default, 5e-05" in caplog.text
+    assert warned == (apply_lora and not is_given)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_a_rate_for_lora_that_nobody_has_given(args, caplog, apply_lora, is_give
         ({"do_predict": True}, ["test"]),
     ],
 )
-def test_the_splits_that_a_run_needs(args, given, splits):
+def test_stages_decide_which_splits_are_needed(args, given, splits):
     assert needed_splits(args(**given)) == splits
 
 
-def test_the_best_model_is_looked_for_by_a_score_that_there_is(args):
-    """A run that trains no model looks for none."""
+def test_metric_for_best_model_has_to_be_a_score_of_the_task(args):
+    """A run without training does not check the name."""
     given = {"load_best_model_at_end": True, "evaluation_strategy": "epoch"}
     asked = args(do_train=True, metric_for_best_model="f1", **given)
     check_scores(asked, ["accuracy", "f1"])

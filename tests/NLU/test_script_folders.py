@@ -1,4 +1,4 @@
-"""The folders that a task's script reads from and writes to: what resumes, and what is refused."""
+"""The folders of a task's script: which runs are resumed, and what is not overwritten."""
 
 import os
 from pathlib import Path
@@ -12,8 +12,8 @@ from transformers.utils.cli import check_sources_kept, find_checkpoint
 
 
 @pytest.mark.parametrize("folder", ["out", "./out", "a/../out"])
-def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
-    """Not what an earlier one has left, whose checkpoints count further."""
+def test_a_restart_resumes_only_its_own_run(tmp_path, monkeypatch, folder):
+    """It ignores an earlier run's checkpoints, though their step numbers are higher."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(restarts, "_agent", lambda: "host 1 1")
     for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
@@ -23,7 +23,7 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     args.launch.begin(identities(args))
     assert find_checkpoint(args) is None
     Path("out/checkpoint-10").mkdir()
-    Path("out/checkpoint-30").rename("away")  # its place is taken
+    Path("out/checkpoint-30").rename("away")  # this run writes one of that name
     Path("out/checkpoint-30").mkdir()
     later = os.stat("away").st_mtime_ns + 10**9
     os.utime("out/checkpoint-30", ns=(later, later))
@@ -51,15 +51,15 @@ def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, 
     args = TrainingArguments("out", do_train=True, overwrite_output_dir=True)
     with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):
         check_sources_kept(args, {"model_name_or_path": "roberta-base", "lora_path": source})
-    # Nothing is written over files of other names, nor beside the folder.
+    # Training writes neither to files of other names nor outside of the folder.
     check_sources_kept(args, {"model_name_or_path": ".", "lora_path": "out/mine.bin"})
     args.overwrite_output_dir = False  # the run resumes from the checkpoint
     check_sources_kept(args, {"lora_path": source})
-    args.do_train, args.overwrite_output_dir = False, True  # evaluation writes results alone
+    args.do_train, args.overwrite_output_dir = False, True  # evaluation writes only results
     check_sources_kept(args, {"lora_path": source})
 
 
-def test_a_folder_with_a_base_is_not_proposed_to_be_overwritten(tmp_path):
+def test_training_does_not_write_into_a_base_s_folder(tmp_path):
     args = TrainingArguments(str(tmp_path), do_train=True)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="training would overwrite it"):
@@ -67,15 +67,15 @@ def test_a_folder_with_a_base_is_not_proposed_to_be_overwritten(tmp_path):
 
 
 def test_results_are_not_written_among_a_base_s_files(tmp_path):
-    """But into the folder of a run whose model is evaluated again."""
+    """They are written to the folder of a run, whose model is evaluated again."""
     args = TrainingArguments(str(tmp_path / "out"), do_eval=True)
     sources = {"model_name_or_path": str(tmp_path / "out"), "lora_path": None}
-    check_sources_kept(args, sources)  # there is no such folder: it is a name on the hub
+    check_sources_kept(args, sources)  # there is no such folder, so it is a name on the hub
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match=r"^--model_name_or_path \S+: results would be written am"):
         check_sources_kept(args, sources)
     check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
-    for name in ("lora_path", "adapter_path"):  # beside an adapter, PEFT's as well
+    for name in ("lora_path", "adapter_path"):  # results may be written to an adapter's folder
         check_sources_kept(
             args, {"model_name_or_path": "roberta-base", name: str(tmp_path / "out")}
         )
@@ -88,13 +88,15 @@ def test_results_are_not_written_among_a_base_s_files(tmp_path):
     check_sources_kept(args, linked)
 
 
-def test_a_model_that_is_not_named_is_not_the_working_folder(tmp_path, monkeypatch):
+def test_a_missing_model_name_is_not_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_sources_kept(TrainingArguments(".", do_eval=True), {"model_name_or_path": None})
 
 
-def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
-    """Which may number the files of a shared folder otherwise."""
+def test_a_restart_on_another_machine_recognizes_an_earlier_run_s_checkpoints(
+    tmp_path, monkeypatch
+):
+    """Another machine may give the files of a shared folder other inode numbers."""
     monkeypatch.setattr(restarts, "_agent", lambda: "host 1 1")
     (tmp_path / "checkpoint-30").mkdir()
     args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
@@ -117,7 +119,7 @@ def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_pat
 
 @pytest.mark.parametrize("overwrites", [True, False])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_new_run_that_overwrites_replaces_what_is_there(tmp_path, overwrites, is_new):
+def test_a_new_run_that_overwrites_replaces_old_checkpoints(tmp_path, overwrites, is_new):
     (tmp_path / "checkpoint-30").mkdir()
     args = TrainingArguments(str(tmp_path), overwrite_output_dir=overwrites)
     found = trainer_checkpoint.outdated_checkpoints(args, is_new=is_new)

@@ -1,4 +1,4 @@
-"""SQuAD's scores against their definitions."""
+"""SQuAD's scores follow their definitions."""
 
 import random
 
@@ -13,7 +13,7 @@ from transformers.data.metrics.squad_metrics import (
 )
 
 
-def test_what_does_not_count_in_an_answer():
+def test_normalizing_drops_case_articles_punctuation_and_spaces():
     assert normalize_answer("  The Cat,  an owl & a\tdog! ") == "cat owl dog"
     assert normalize_answer("Theatre a-b") == "theatre ab"
     assert normalize_answer("the") == ""
@@ -31,13 +31,13 @@ def test_what_does_not_count_in_an_answer():
         ("the", "a", 1, 1),
     ],
 )
-def test_one_answer(answer, prediction, exact, f1):
+def test_scores_of_one_answer(answer, prediction, exact, f1):
     assert compute_exact(answer, prediction) == exact
     assert compute_f1(answer, prediction) == pytest.approx(f1)
     assert compute_f1(prediction, answer) == pytest.approx(f1)
 
 
-def test_of_several_true_answers_the_best_counts():
+def test_the_best_of_several_true_answers_counts():
     predictions = {"1": "in Paris", "2": "no"}
     answers = {"1": ["Lyon", "Paris"], "2": ["yes"]}
     assert squad_metrics(predictions, answers) == {
@@ -48,8 +48,8 @@ def test_of_several_true_answers_the_best_counts():
     assert squad_metrics(predictions, answers) == {"exact_match": 50, "f1": 50}
 
 
-def test_articles_alone_as_in_either_script():
-    """An answer of articles has no words to share in 1.1; in 2.0 it is no answer."""
+def test_answers_of_articles_alone():
+    """As in the official scripts: 1.1 finds no common words in them, and 2.0 no answer."""
     assert squad_metrics({"1": "the"}, {"1": ["a"]}) == {"exact_match": 100, "f1": 0}
     scores = squad_v2_metrics({"1": "the"}, {"1": ["a"]})
     assert (scores["exact"], scores["f1"]) == (100, 100)
@@ -57,7 +57,7 @@ def test_articles_alone_as_in_either_script():
     assert (scores["exact"], scores["f1"]) == (0, 0)
 
 
-def test_with_questions_that_have_no_answer():
+def test_scores_with_questions_that_have_no_answer():
     predictions = {"1": "Paris", "2": "", "3": "Rome", "4": ""}
     answers = {"1": ["Paris"], "2": ["Lyon"], "3": [], "4": []}
     assert squad_v2_metrics(predictions, answers) == {
@@ -69,8 +69,8 @@ def test_with_questions_that_have_no_answer():
     assert not [name for name in only if name.startswith("NoAns")]
 
 
-def test_of_thresholds_that_are_as_good_the_least_is_given():
-    """As SQuAD's script does: only a better one replaces it."""
+def test_the_lowest_of_equally_good_thresholds_is_given():
+    """As in SQuAD's script, where only a better threshold replaces an earlier one."""
     predictions, answers = {"1": "a", "2": "b", "3": "c"}, {"1": ["a"], "2": [], "3": ["c"]}
     scores = squad_v2_metrics(predictions, answers, {"1": -1.0, "2": 0.5, "3": 1.0})
     for score in ("exact", "f1"):
@@ -79,8 +79,8 @@ def test_of_thresholds_that_are_as_good_the_least_is_given():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_best_thresholds_are_the_best_there_are(seed):
-    """Every threshold is tried: odds above it become no answer."""
+def test_best_thresholds_are_the_best_of_all(seed):
+    """Compared with every possible threshold; odds above it mean no answer."""
     chance = random.Random(seed)
     words = ["red", "green", "blue"]
     answers, predictions, odds = {}, {}, {}
@@ -93,19 +93,19 @@ def test_best_thresholds_are_the_best_there_are(seed):
     for score in ("exact", "f1"):
         tried = {}
         for threshold in (min(odds.values()) - 1, *odds.values()):
-            kept = {n: "" if odds[n] > threshold else text for n, text in predictions.items()}
-            tried[threshold] = squad_v2_metrics(kept, answers)[score]
+            answered = {n: "" if odds[n] > threshold else text for n, text in predictions.items()}
+            tried[threshold] = squad_v2_metrics(answered, answers)[score]
         assert scores[f"best_{score}"] == pytest.approx(max(tried.values()))
         threshold = scores[f"best_{score}_thresh"]
-        if threshold:  # 0 is what SQuAD's script gives where none is better than no answer at all
+        if threshold:  # SQuAD's script gives 0 if no threshold is better than answering nothing
             assert tried[threshold] == pytest.approx(scores[f"best_{score}"])
 
 
-def test_an_answer_of_articles_is_one_in_the_search_for_a_threshold():
-    """As in SQuAD's script, which asks there whether a question has answers, whatever they are.
+def test_the_search_for_a_threshold_counts_answers_of_articles_as_answers():
+    """As in SQuAD's script, which here looks at whether there are answers, not at their words.
 
-    It begins with the one question that has none. "1" then adds its point, as its answer is none
-    once normalized and "" was predicted; "2" adds none, "3" a point, and "4" loses the first.
+    The search begins with the point of "4", which has no answer. "1" adds a point, as its answer is
+    empty once normalized and "" is predicted; "2" adds none, "3" adds one, and "4" loses its point.
     """
     answers = {"1": ["the"], "2": ["..."], "3": ["Paris"], "4": []}
     predictions = {"1": "", "2": "Rome", "3": "Paris", "4": "Rome"}
@@ -124,6 +124,6 @@ def test_an_answer_of_articles_is_one_in_the_search_for_a_threshold():
         ({"1": "a"}, {"1": []}, "question 1 has no answer; SQuAD 2.0 is for such questions"),
     ],
 )
-def test_what_cannot_be_scored(predictions, answers, message):
+def test_missing_predictions_or_answers_are_errors(predictions, answers, message):
     with pytest.raises(ValueError, match=message):
         squad_metrics(predictions, answers)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are damaged: each is named, in one line, with the way out."""
+"""Damaged files of a checkpoint: a one-line error names the file and what to do about it."""
 
 import json
 import shutil
@@ -13,24 +13,24 @@ from loralib.io.tensors import read_tensors
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 RNG, SETTINGS, CONFIG = "rng_state_0.pth", "training_args.bin", "config.json"
-WAY_OUT = "; move {} away to resume from an earlier checkpoint, or start over with "
-WAY_OUT += "--overwrite_output_dir"
+ADVICE = "; move {} away to resume from an earlier checkpoint, or start over with "
+ADVICE += "--overwrite_output_dir"
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, Path]:
+def saved() -> dict[str, Path]:
     return {}
 
 
 @pytest.fixture
-def checkpoint(make_trainer, kept, tmp_path, tmp_path_factory) -> Path:
-    """The third update of a run of five, with gradients that are not applied yet."""
-    if not kept:
+def checkpoint(make_trainer, saved, tmp_path, tmp_path_factory) -> Path:
+    """A copy of the checkpoint of the third update, with gradients of a started accumulation."""
+    if not saved:
         settings = {"gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
         make_trainer(save_strategy="steps", **settings).train()
-        kept["folder"] = tmp_path_factory.mktemp("kept") / "checkpoint-3"
-        shutil.move(tmp_path / "out" / "checkpoint-3", kept["folder"])
-    return Path(shutil.copytree(kept["folder"], tmp_path / "checkpoint-3"))
+        saved["folder"] = tmp_path_factory.mktemp("saved") / "checkpoint-3"
+        shutil.move(tmp_path / "out" / "checkpoint-3", saved["folder"])
+    return Path(shutil.copytree(saved["folder"], tmp_path / "checkpoint-3"))
 
 
 def refused(make_trainer, checkpoint: Path, name: str) -> str:
@@ -38,9 +38,9 @@ def refused(make_trainer, checkpoint: Path, name: str) -> str:
         make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
     message = str(caught.value)
     assert message.startswith(f"{checkpoint / name}: missing or damaged (")
-    assert message.endswith(WAY_OUT.format(checkpoint))
+    assert message.endswith(ADVICE.format(checkpoint))
     assert "\n" not in message
-    # One reason, one way out.
+    # The error is not wrapped in another that repeats it.
     assert message.count("missing or damaged") == message.count(str(checkpoint / name)) == 1
     return message
 
@@ -74,14 +74,14 @@ DAMAGES = {
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [STATE, OPTIMIZER, SCHEDULER, RNG, SETTINGS, "scaler.pt", CONFIG])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files(make_trainer, checkpoint, name, damage):
+def test_damaged_files_are_named(make_trainer, checkpoint, name, damage):
     DAMAGES[damage](checkpoint / name)
     refused(make_trainer, checkpoint, name)
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RNG])
-def test_a_flipped_bit(make_trainer, checkpoint, name):
-    """It would leave a state of the same structure, and a run that ends with other bits."""
+def test_a_flipped_bit_in_the_state_is_found(make_trainer, checkpoint, name):
+    """Without a checksum, the state would load, and the run would end with other bits."""
     value = read(checkpoint / name)
     state = first(value["state"])["exp_avg"] if name == OPTIMIZER else value["rng"]["torch"]
     flip_in(checkpoint / name, state)
@@ -89,7 +89,7 @@ def test_a_flipped_bit(make_trainer, checkpoint, name):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model_lora.safetensors"])
-def test_a_flipped_bit_in_the_weights(make_trainer, checkpoint, name):
+def test_a_flipped_bit_in_the_weights_is_found(make_trainer, checkpoint, name):
     path = checkpoint / name
     tensors = read_tensors(path)[0]
     flip_in(path, next(tensor for key, tensor in tensors.items() if key.endswith("lora_A")))
@@ -97,11 +97,11 @@ def test_a_flipped_bit_in_the_weights(make_trainer, checkpoint, name):
         make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
     message = str(caught.value)
     assert message.startswith(f"{path}: damaged")
-    assert message.endswith(WAY_OUT.format(checkpoint))
+    assert message.endswith(ADVICE.format(checkpoint))
 
 
-def test_a_file_of_torch_s_older_format_is_read(make_trainer, checkpoint):
-    """It has no checksums."""
+def test_a_file_in_pytorch_s_older_format_is_read(make_trainer, checkpoint):
+    """That format has no checksums."""
     path = checkpoint / OPTIMIZER
     torch.save(read(path), path, _use_new_zipfile_serialization=False)
     make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
@@ -127,26 +127,42 @@ FIELDS = {
         "'global_step' is of the type str",
     ),
     "half a step": (STATE, lambda s: s.update(global_step=1.5), "type float, not int"),
-    "true for a step": (STATE, lambda s: s.update(global_step=True), "type bool, not int"),
-    "null for a step": (STATE, lambda s: s.update(global_step=None), "type NoneType, not int"),
+    "a boolean step": (STATE, lambda s: s.update(global_step=True), "type bool, not int"),
+    "a null step": (STATE, lambda s: s.update(global_step=None), "type NoneType, not int"),
     "a metric as text": (STATE, lambda s: s.update(best_metric="0.9"), "'best_metric' is of"),
-    "a number for a folder": (STATE, lambda s: s.update(best_model_checkpoint=3), "type int, not"),
+    "a number as the best checkpoint": (
+        STATE,
+        lambda s: s.update(best_model_checkpoint=3),
+        "type int, not",
+    ),
     "history as text": (STATE, lambda s: s.update(log_history="x"), "'log_history' is of"),
     "history of texts": (STATE, lambda s: s.update(log_history=["x"]), "an entry of"),
     "history without steps": (STATE, lambda s: s.update(log_history=[{}]), "has no 'step'"),
-    "a field more": (STATE, lambda s: s.update(other=3), "other"),
+    "an unknown field": (STATE, lambda s: s.update(other=3), "other"),
     "no groups": (OPTIMIZER, lambda s: s.pop("param_groups"), "param_groups"),
-    "no group": (OPTIMIZER, lambda s: s.update(param_groups=[]), "group"),
+    "an empty list of groups": (OPTIMIZER, lambda s: s.update(param_groups=[]), "group"),
     "a group as text": (OPTIMIZER, lambda s: s.update(param_groups=["x"]), ""),
     "no average": (
         OPTIMIZER,
         lambda s: first(s["state"]).pop("exp_avg"),
         "has no exp_avg of that shape",
     ),
-    "half an average": (OPTIMIZER, lambda s: cut(first(s["state"]), "exp_avg_sq"), "exp_avg_sq"),
-    "no count": (OPTIMIZER, lambda s: first(s["state"]).pop("step"), "not an integer"),
+    "an average of another shape": (
+        OPTIMIZER,
+        lambda s: cut(first(s["state"]), "exp_avg_sq"),
+        "exp_avg_sq",
+    ),
+    "no step of the optimizer": (
+        OPTIMIZER,
+        lambda s: first(s["state"]).pop("step"),
+        "not an integer",
+    ),
     "no epoch of the schedule": (SCHEDULER, lambda s: s.pop("last_epoch"), "no 'last_epoch'"),
-    "that as text": (SCHEDULER, lambda s: s.update(last_epoch="3"), "'last_epoch' is of"),
+    "epoch of the schedule as text": (
+        SCHEDULER,
+        lambda s: s.update(last_epoch="3"),
+        "'last_epoch' is of",
+    ),
     "no rates": (SCHEDULER, lambda s: s.update(_last_lr=[]), "'_last_lr' has 0 entries"),
     "a rate as text": (SCHEDULER, lambda s: s["base_lrs"].__setitem__(0, "x"), "'base_lrs'"),
     "no layout": (RNG, lambda s: s.pop("layout"), "no 'layout'"),
@@ -154,8 +170,12 @@ FIELDS = {
     "no progress": (RNG, lambda s: s.pop("progress"), "no 'progress'"),
     "progress as text": (RNG, lambda s: s["progress"].update(batches="x"), "'batches' is of"),
     "half a generator": (RNG, lambda s: cut(s["rng"], "torch"), "'torch' is a tensor of"),
-    "half of Python's": (RNG, lambda s: s["rng"].update(python=(3, [1], None)), "has 1 entries"),
-    "a gradient of nothing": (
+    "half of Python's generator": (
+        RNG,
+        lambda s: s["rng"].update(python=(3, [1], None)),
+        "has 1 entries",
+    ),
+    "a gradient of an unknown parameter": (
         RNG,
         lambda s: s["pending_gradients"].update(other=torch.ones(2)),
         "other",
@@ -169,7 +189,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_damaged_fields(make_trainer, checkpoint, case):
+def test_damaged_fields_are_named(make_trainer, checkpoint, case):
     name, damage, reason = FIELDS[case]
     value = read(checkpoint / name)
     damage(value)
@@ -178,7 +198,7 @@ def test_damaged_fields(make_trainer, checkpoint, case):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "3"])
-def test_damaged_results_are_written_anew(make_trainer, tmp_path, caplog, content):
+def test_damaged_results_are_replaced(make_trainer, tmp_path, caplog, content):
     trainer = make_trainer()
     path = tmp_path / "out" / "all_results.json"
     trainer.save_metrics("train", {"train_loss": 0.5})

@@ -1,4 +1,4 @@
-"""The Trainer on a pretended GPU: steps that never wait for it, few launches, the CPU's numbers."""
+"""The Trainer on a pretended GPU: no waits in a step, few launches, and the CPU's results."""
 
 import math
 
@@ -27,13 +27,13 @@ CONSISTENCY = {
     "R-Drop": {"reg_loss_wgt": 1.0},
     "Cutoff": {"masking_prob": 0.5, "unk_token_id": 3, "special_token_ids": [0, 1, 2, 3, 4]},
 }
-STEADY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# Of an update of two layers, forward and backward, with bfloat16's casts and the optimizer.
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# The most kernels of an update: two layers, forward and backward, with casts and the optimizer.
 LAUNCHES = {"roberta": 180, "deberta": 240}
 
 
 class Steps(TrainerCallback):
-    """What each update asked of the device, from the end of the one before it."""
+    """Records each update's waits and launches, counted from the end of the update before."""
 
     def __init__(self, gpu):
         self.gpu, self.waits, self.launches = gpu, [], []
@@ -69,7 +69,7 @@ def model_of(make_classifier):
 
 
 def loss_of(gpu, model, batch, dtype):
-    """The loss of a batch as the Trainer computes it there."""
+    """Computes the loss of a batch on the device, as the Trainer does."""
     if dtype is not torch.float32:
         cast_frozen(model, dtype)
     model.to("cuda:0")
@@ -85,7 +85,7 @@ def loss_of(gpu, model, batch, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_update_waits(make_trainer, model_of, gpu, family):
+def test_no_update_waits_on_the_pretended_gpu(make_trainer, model_of, gpu, family):
     steps = Steps(gpu)
     make_trainer(model_of(family), callbacks=[steps], bf16=True, max_grad_norm=1.0).train()
     assert len(steps.waits) == 10
@@ -94,7 +94,7 @@ def test_no_update_waits(make_trainer, model_of, gpu, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_weights_reach_the_device_in_half(make_trainer, model_of, gpu, family):
+def test_frozen_weights_are_cast_before_they_are_moved(make_trainer, model_of, gpu, family):
     model = make_trainer(model_of(family), bf16=True).model
     assert {p.dtype for p in model.base_model.embeddings.parameters()} == {torch.bfloat16}
     assert {parameter.is_cuda for parameter in model.parameters()} == {True}
@@ -102,7 +102,7 @@ def test_frozen_weights_reach_the_device_in_half(make_trainer, model_of, gpu, fa
 
 
 def test_a_checkpoint_compares_the_base_on_the_device(make_trainer, gpu):
-    """What is saved of a frozen weight are the bits that were read, if they were not changed."""
+    """A frozen weight that did not change is saved as the tensor that was read from the file."""
     model = make_trainer(bf16=True).model
     names = [n for n, p in model.named_parameters() if not p.requires_grad and "lora_" not in n]
     changed = model.get_parameter(names[-1])
@@ -115,7 +115,7 @@ def test_a_checkpoint_compares_the_base_on_the_device(make_trainer, gpu):
 
 
 class NoWaits(TrainerCallback):
-    """From the first update to the last, a wait for a real GPU is an error."""
+    """Makes a wait for a real GPU an error, from the first update to the last."""
 
     def on_step_end(self, args, state, control, **kwargs):
         is_last = state.global_step == state.max_steps
@@ -145,22 +145,22 @@ def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family)
     assert family == "deberta" or not padded
 
 
-def test_products_with_distances_are_aligned(model_of, gpu, batch, monkeypatch):
-    """In memory, to 16 bytes: the number of distances is a multiple of 8."""
+def test_products_with_relative_positions_are_aligned(model_of, gpu, batch, monkeypatch):
+    """Aligned in memory to 16 bytes: the number of distances is a multiple of 8."""
     widths, multiply = [], attention_deberta_v2._products
 
-    def note(content, distances):
+    def record(content, distances):
         widths.append(len(distances))
         return multiply(content, distances)
 
-    monkeypatch.setattr(attention_deberta_v2, "_products", note)
+    monkeypatch.setattr(attention_deberta_v2, "_products", record)
     loss_of(gpu, model_of("deberta", num_labels=3), batch, torch.bfloat16)
-    # Rows of 16 columns; the last of two layers has one query a row.
+    # Rows have 16 columns; the second of two layers has one query per row.
     assert widths == [32, 32, 16, 16]
 
 
-def test_no_layer_aligns_its_scores(model_of, gpu, batch):
-    """Rows of 11 tokens; DeBERTa's are padded to 16 columns once a batch."""
+def test_no_layer_pads_its_scores(model_of, gpu, batch):
+    """DeBERTa's rows, of 11 tokens, are padded to 16 columns once per batch instead."""
     model = model_of("deberta", num_labels=3)
     loss_of(gpu, model, batch, torch.float32)
     assert gpu.launches["constant_pad_nd"] == 1
@@ -168,18 +168,18 @@ def test_no_layer_aligns_its_scores(model_of, gpu, batch):
 
 @pytest.mark.parametrize("terms", ["c2p", "p2c", "p2c|c2p"])
 @pytest.mark.parametrize("length", [16, 11])
-def test_attention_is_one_kernel_without_padding(model_of, gpu, terms, length):
-    """Rows of one length, whose scores no mask makes new."""
+def test_attention_is_one_kernel_for_rows_of_one_length(model_of, gpu, terms, length):
+    """With rows of one length, no mask makes a new tensor of the scores."""
     model = model_of("deberta", pos_att_type=terms).train()
     ids = torch.arange(2, 2 + length).expand(3, -1)
     rows = {"input_ids": ids, "labels": torch.zeros(3, dtype=torch.long)}
     loss_of(gpu, model, rows, torch.float16).backward()
     assert gpu.launches["_scaled_dot_product_efficient_attention"] == 2  # layers
-    assert gpu.launches["constant_pad_nd"] <= 1  # once a batch
+    assert gpu.launches["constant_pad_nd"] <= 1  # once per batch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float16_waits_for_the_scaler_alone(make_trainer, model_of, gpu, family):
+def test_float16_waits_only_for_the_scaler(make_trainer, model_of, gpu, family):
     steps = Steps(gpu)
     make_trainer(model_of(family), callbacks=[steps], fp16=True, max_grad_norm=1.0).train()
     for waits in steps.waits:
@@ -215,7 +215,7 @@ def test_a_masked_language_model_does_not_wait(gpu, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_evaluation_waits_as_often_for_many_batches(make_trainer, model_of, gpu, family):
+def test_waits_of_an_evaluation_do_not_grow_with_its_batches(make_trainer, model_of, gpu, family):
     waits = []
     for size in (9, 4, 1):
         trainer = make_trainer(
@@ -231,15 +231,15 @@ def test_an_evaluation_waits_as_often_for_many_batches(make_trainer, model_of, g
     assert waits == [waits[0]] * 3
 
 
-# ---- numbers ----
+# ---- results ----
 
 
-# bfloat16 rounds activations: about eight times a layer, there and back.
+# bfloat16 rounds activations about eight times per layer, forward and backward.
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, ENCODER_TERMS), (torch.bfloat16, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", GPUS)
-def test_losses_and_gradients_are_the_cpus(model_of, batch, kind, family, dtype, terms):
-    settings = {"num_labels": 3, **STEADY}
+def test_losses_and_gradients_equal_the_cpu_s(model_of, batch, kind, family, dtype, terms):
+    settings = {"num_labels": 3, **NO_DROPOUT}
     expected = model_of(family, **settings).train()
     if dtype is not torch.float32:
         cast_frozen(expected, dtype)
@@ -261,8 +261,8 @@ def test_losses_and_gradients_are_the_cpus(model_of, batch, kind, family, dtype,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_that_is_made_on_the_device(model_of, gpu, batch, family):
-    """With GPUs as PyTorch's default device, as within a pipeline's `device_placement`."""
+def test_batches_work_with_the_gpu_as_default_device(model_of, gpu, batch, family):
+    """With a GPU as PyTorch's default device, as in a pipeline's `device_placement`."""
     model = model_of(family, num_labels=3).eval().to("cuda:0")
     on_device = {name: x.to("cuda:0") for name, x in batch.items()}
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_a_batch_that_is_made_on_the_device(model_of, gpu, batch, family):
             assert torch.equal(on_cpu(model(**on_device).logits), on_cpu(expected))
 
 
-def test_a_pipeline_places_its_work(model_of, gpu, tiny_base):
+def test_a_pipeline_works_within_device_placement(model_of, gpu, tiny_base):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny_base)
     model = model_of("roberta", vocab_size=len(tokenizer))
     classify = pipeline("text-classification", model, tokenizer=tokenizer, device=0)
@@ -280,11 +280,11 @@ def test_a_pipeline_places_its_work(model_of, gpu, tiny_base):
         assert classify(["a film", "a longer film"]) == expected
 
 
-# ---- losses that are read late ----
+# ---- losses that are read later ----
 
 
 class Diverging(Trainer):
-    """Its fifth batch has no loss."""
+    """Its fifth batch has a loss of NaN."""
 
     seen = 0
 
@@ -304,9 +304,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, model_of, gpu, tmp
 
 
 @pytest.mark.slow
-def test_logs_are_the_cpus(make_trainer, model_of):
+def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
     def losses(device=None):
-        trainer = make_trainer(model_of("roberta", **STEADY), logging_steps=3, learning_rate=1e-4)
+        trainer = make_trainer(
+            model_of("roberta", **NO_DROPOUT), logging_steps=3, learning_rate=1e-4
+        )
         assert (trainer.args.device.type == "cuda") == (device is not None)
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -1,4 +1,4 @@
-"""A table's digest is that of its rows, all of them, however they are stored."""
+"""A table's digest depends on all of its rows, and not on how they are stored."""
 
 import pytest
 from datasets import Dataset, concatenate_datasets, load_from_disk
@@ -20,8 +20,8 @@ ROWS = [
     }
     for n in range(50)
 ]
-# What a row may have in place of its own, by column.
-OTHERS = {
+# Another value for each column.
+OTHER_VALUES = {
     "input_ids": [7],
     "label": 5,
     "text": "u",
@@ -42,7 +42,7 @@ def digest(rows) -> str | None:
     return table_digest(Dataset.from_list(rows))
 
 
-def test_it_is_of_the_rows_however_they_are_stored(tmp_path):
+def test_the_digest_does_not_depend_on_how_rows_are_stored(tmp_path):
     table, expected = Dataset.from_list(ROWS), digest(ROWS)
     assert expected is not None
     parts = [table.select(range(*ends)) for ends in ((0, 7), (7, 33), (33, 50))]
@@ -60,11 +60,11 @@ def test_it_is_of_the_rows_however_they_are_stored(tmp_path):
     assert table_digest(backwards) == digest(ROWS[::-1]) != expected
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_VALUES)
 @pytest.mark.parametrize("row", [0, 22, 49])
-def test_it_tells_each_value_of_each_row(name, row):
+def test_another_value_in_any_row_changes_the_digest(name, row):
     changed = [*ROWS]
-    changed[row] = {**ROWS[row], name: OTHERS[name]}
+    changed[row] = {**ROWS[row], name: OTHER_VALUES[name]}
     assert digest(changed) != digest(ROWS)
 
 
@@ -78,11 +78,11 @@ def test_it_tells_each_value_of_each_row(name, row):
         ([{"a": 1, "b": 2}], [{"a": 2, "b": 1}]),
     ],
 )
-def test_it_tells_where_values_are(one, other):
+def test_moving_values_changes_the_digest(one, other):
     assert digest(one) != digest(other)
 
 
-def test_other_data_has_none():
+def test_data_that_is_not_a_supported_table_has_no_digest():
     assert table_digest(ROWS) is None
     assert table_digest(None) is None
     assert digest([{"label": b"bytes"}]) is None

@@ -1,4 +1,4 @@
-"""Files of tagged words, questions and choices: what is read of them, and what is wrong in one."""
+"""Files of tagged words, questions and choices: how they are read, and errors in them."""
 
 import datetime
 import json
@@ -30,7 +30,7 @@ SUFFIXES = [".csv", ".json"]
 
 
 def table_of(path: Path, rows: list[dict], read=read_table) -> Table:
-    """A file of rows, as a script reads it; in CSV, values other than strings are JSON."""
+    """Writes rows to a file and reads it as a script does; in CSV, lists and dicts are JSON."""
     if path.suffix == ".csv":
         rows = [
             {n: v if isinstance(v, str | int) else json.dumps(v) for n, v in row.items()}
@@ -62,7 +62,7 @@ def sentences(*tables: Table, known=(), words=None, tags=None):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_sentences(tmp_path, suffix):
+def test_sentences_are_read(tmp_path, suffix):
     data = sentences(table_of(tmp_path / f"train{suffix}", SENTENCES))
     assert data.labels == ("B-LOC", "B-PER", "O")
     rows = data.tables["train"].rows
@@ -71,7 +71,7 @@ def test_sentences(tmp_path, suffix):
     assert rows[1] == {WORDS: ["in", "Paris"], TAGS: [2, 0]}
 
 
-def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
+def test_columns_of_words_and_tags_are_chosen_by_name_or_position(tmp_path):
     rows = [{"w": r["tokens"], "t": r["ner_tags"], "tokens2": r["tokens"]} for r in SENTENCES]
     table = table_of(tmp_path / "train.json", rows)
     assert sentences(table).tables["train"].rows[WORDS][1] == ["in", "Paris"]
@@ -94,7 +94,7 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
         (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
     ],
 )
-def test_columns_whose_places_are_not_what_their_names_say(tmp_path, names, message):
+def test_columns_whose_names_contradict_their_positions_are_errors(tmp_path, names, message):
     tags, words = names
     rows = [{tags: row["ner_tags"], words: row["tokens"]} for row in SENTENCES]
     table = table_of(tmp_path / "train.json", rows)
@@ -104,7 +104,7 @@ def test_columns_whose_places_are_not_what_their_names_say(tmp_path, names, mess
     assert "its words from" in error_of(lambda: sentences(table, words=words, tags=words))
 
 
-def test_words_alone_are_a_test_set(tmp_path):
+def test_a_test_set_may_have_words_alone(tmp_path):
     rows = [{"id": "1", "tokens": ["Ann", "ran"]}]
     tables = {"test": table_of(tmp_path / "test.json", rows)}
     data = check_sentences(tables, None, None, "ner", ("O", "B-PER"))
@@ -112,7 +112,7 @@ def test_words_alone_are_a_test_set(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
+def test_tags_are_hidden_in_all_rows_or_in_none(tmp_path, suffix):
     train = table_of(tmp_path / f"train{suffix}", SENTENCES)
     hidden = [{"tokens": ["Ann", "ran"], "ner_tags": [-1, -1]}] * 2
     test = table_of(tmp_path / f"hidden{suffix}", hidden)
@@ -127,7 +127,7 @@ def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("none", [None, [None, None]])
-def test_null_is_hidden_beside_hidden_tags(tmp_path, none):
+def test_null_counts_as_hidden_if_other_tags_are_hidden(tmp_path, none):
     train = table_of(tmp_path / "train.json", SENTENCES)
     rows = [{"tokens": ["Ann", "ran"], "ner_tags": tags} for tags in ([-1, -1], none)]
     test = table_of(tmp_path / "test.json", rows)
@@ -138,7 +138,7 @@ def test_null_is_hidden_beside_hidden_tags(tmp_path, none):
 
 
 @pytest.mark.parametrize("name", ["hashtag", "text_with_hashtags"])
-def test_words_in_a_column_whose_name_ends_like_that_of_tags(tmp_path, name):
+def test_a_column_of_words_may_have_a_name_that_ends_in_tag(tmp_path, name):
     rows = [{name: row["tokens"], "ner_tags": row["ner_tags"]} for row in SENTENCES]
     data = sentences(table_of(tmp_path / "train.json", rows))
     assert data.tables["train"].rows[WORDS][1] == ["in", "Paris"]
@@ -151,15 +151,15 @@ def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):
     assert sentences(table, known=("O", "B-PER")).labels == ("B-LOC", "B-PER", "O")
 
 
-def test_numbers_as_tags_are_in_their_order(tmp_path):
+def test_numbers_as_tags_are_in_numerical_order(tmp_path):
     rows = [{"tokens": list("abc"), "ner_tags": [10, 2, 0]}]
     data = sentences(table_of(tmp_path / "train.json", rows))
     assert data.labels == ("0", "2", "10")
     assert data.tables["train"].rows[TAGS][0] == [2, 1, 0]
 
 
-def test_a_data_set_s_names_of_tags(tmp_path):
-    """As the hub has them: numbers, with their names in the set's own order."""
+def test_a_data_set_s_names_of_tags_are_used(tmp_path):
+    """As on the hub: numbers, whose names are in the data set's own order."""
     from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
     names = ["O", "B-PER", "B-LOC"]
@@ -182,40 +182,52 @@ BAD_SENTENCES = {
     ),
     "fewer tags": (sentence("Ann ran", "O"), "row 3: has 2 words in tokens, but 1 tags"),
     "no words": (sentence("", ""), "row 3: its tokens holds no words"),
-    "no list": ({"tokens": None, "ner_tags": ["O"]}, "row 3: its tokens is not a list of words"),
+    "no list of words": (
+        {"tokens": None, "ner_tags": ["O"]},
+        "row 3: its tokens is not a list of words",
+    ),
     "an empty word": (
         {"tokens": ["a", " "], "ner_tags": ["O", "O"]},
         'row 3: word 2 of its tokens is empty (" ")',
     ),
-    "no word": ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "row 3: word 2 of its tokens is"),
-    "no tags": ({"tokens": ["a"], "ner_tags": None}, "row 3: its ner_tags is not a list of tags"),
-    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is missing"),
+    "a missing word": (
+        {"tokens": ["a", None], "ner_tags": ["O", "O"]},
+        "row 3: word 2 of its tokens is",
+    ),
+    "no list of tags": (
+        {"tokens": ["a"], "ner_tags": None},
+        "row 3: its ner_tags is not a list of tags",
+    ),
+    "a missing tag": (
+        {"tokens": ["a"], "ner_tags": [None]},
+        "row 3: tag 1 of its ner_tags is missing",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_SENTENCES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_wrong_sentences(tmp_path, suffix, name):
+def test_errors_in_sentences_are_named(tmp_path, suffix, name):
     row, message = BAD_SENTENCES[name]
     path = tmp_path / f"train{suffix}"
     assert f"{path}: {message}" in error_of(sentences, table_of(path, [*SENTENCES, row]))
 
 
-def test_an_unknown_tag(tmp_path):
+def test_an_unknown_tag_is_an_error(tmp_path):
     train = table_of(tmp_path / "train.json", SENTENCES)
     dev = table_of(tmp_path / "dev.json", [SENTENCES[0], sentence("at Shell", "O B-ORG")])
     message = f"{tmp_path}/dev.json: row 2: tag 2: unknown tag 'B-ORG' (expected B-LOC, B-PER, O)"
     assert error_of(sentences, train, dev) == message
 
 
-def test_cells_that_are_not_json(tmp_path):
+def test_cells_that_are_not_json_are_errors(tmp_path):
     path = write(tmp_path / "train.csv", [{"tokens": "Ann lives", "ner_tags": '["O", "O"]'}])
     table = Table(read_table(str(path)), str(path))
     message = f"{path}: row 1: its tokens is not JSON: Ann lives"
     assert error_of(sentences, table) == message
 
 
-def test_a_model_without_names_of_its_tags(tmp_path):
+def test_a_model_that_does_not_name_its_tags_is_an_error(tmp_path):
     table = table_of(tmp_path / "dev.json", SENTENCES)
     message = error_of(check_sentences, {"validation": table}, None, None, "ner", ())
     assert message.startswith(f"{tmp_path}/dev.json: the model does not name its tags; give the --")
@@ -242,7 +254,7 @@ def questions(table: Table, split: str = "train", may_have_none: bool = False) -
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_questions(tmp_path, suffix):
+def test_questions_are_read(tmp_path, suffix):
     rows = [question(1, "Paris", "in Paris"), question(2, "Ann")]
     read = questions(table_of(tmp_path / f"train{suffix}", rows, read_questions))
     place = CONTEXT.index("Paris")
@@ -251,7 +263,7 @@ def test_questions(tmp_path, suffix):
 
 
 def nested(rows: list[dict]) -> dict:
-    """Rows in the form of SQuAD's own files, a paragraph each."""
+    """Returns rows in the structure of SQuAD's own files, one paragraph each."""
     paragraphs = [
         {
             "context": row["context"],
@@ -271,7 +283,7 @@ def nested(rows: list[dict]) -> dict:
     return {"version": "v2.0", "data": [{"title": "a", "paragraphs": paragraphs}]}
 
 
-def test_squad_s_own_files(tmp_path):
+def test_squad_s_own_files_are_read(tmp_path):
     rows = [question(1, "Paris"), question(2), question(3, "Ann")]
     lines = table_of(tmp_path / "lines.json", rows, read_questions)
     expected = questions(lines, may_have_none=True)
@@ -282,12 +294,12 @@ def test_squad_s_own_files(tmp_path):
         assert questions(table, may_have_none=True) == expected
 
 
-def test_answers_that_squad_s_own_files_do_not_give(tmp_path):
-    """Not given is not none, except where is_impossible says so, and in a test set."""
+def test_missing_answers_in_squad_s_own_files(tmp_path):
+    """Missing answers are an error, except with is_impossible and in a test set."""
     path = tmp_path / "squad.json"
 
-    def table(*said: dict) -> Table:
-        asked = [{"id": str(n), "question": "What?", **each} for n, each in enumerate(said)]
+    def table(*fields: dict) -> Table:
+        asked = [{"id": str(n), "question": "What?", **each} for n, each in enumerate(fields)]
         paragraph = {"context": CONTEXT, "qas": asked}
         path.write_text(json.dumps({"data": [{"title": "a", "paragraphs": [paragraph]}]}))
         return Table(read_questions(str(path)), str(path))
@@ -301,7 +313,7 @@ def test_answers_that_squad_s_own_files_do_not_give(tmp_path):
     assert [asked.answers for asked in questions(table({}, {}), "test")] == [(), ()]
 
 
-def test_columns_that_the_first_row_lacks(tmp_path):
+def test_columns_that_the_first_row_lacks_are_read_from_other_rows(tmp_path):
     rows = [{**question(n, "Paris"), "title": "a"} for n in range(3)]
     first = {name: rows[0][name] for name in ("question", "context")}
     path = tmp_path / "rows.json"
@@ -315,8 +327,8 @@ def test_columns_that_the_first_row_lacks(tmp_path):
     assert len(questions(Table(table.rows.select([1, 2]), "rows"))) == 2
 
 
-def test_texts_that_look_like_dates(tmp_path):
-    """They stay texts, wherever they are, where all of a column's do."""
+def test_texts_that_look_like_dates_stay_texts(tmp_path):
+    """They are read as texts in every place, even if all values of a column look like dates."""
     dates = ["2020-01-01", "2021-05-06"]
     context = f"on {dates[0]} here"
     rows = [
@@ -342,16 +354,16 @@ def test_texts_that_look_like_dates(tmp_path):
 
 
 @pytest.mark.parametrize("places", [range(2), range(10, 12)], ids=["first", "last"])
-def test_texts_that_look_like_dates_in_a_part_of_a_large_file(tmp_path, places):
-    """Of which 10 MB are read at once by default."""
+def test_dates_in_one_part_of_a_large_file_stay_texts(tmp_path, places):
+    """By default, each 10 MB of the file are read separately, with their own column types."""
     texts = [f"2020-01-{n + 10}" if n in places else f"text {n}" for n in range(12)]
     if 0 in places:
-        texts[2:10] = [f"2020-02-{n + 10}" for n in range(8)]  # as far as the first piece goes
+        texts[2:10] = [f"2020-02-{n + 10}" for n in range(8)]  # all of the first piece
     rows = [{"a": text, "long": "x" * (1100 * 1024)} for text in texts]
     assert table_of(tmp_path / "rows.json", rows).column("a") == texts
 
 
-def test_dates_in_a_file_that_is_not_of_objects(tmp_path):
+def test_dates_in_a_file_without_objects_are_an_error(tmp_path):
     path = tmp_path / "dates.json"
     path.write_text(json.dumps(["2020-01-01", "2021-05-06"]))
     message = (
@@ -360,7 +372,7 @@ def test_dates_in_a_file_that_is_not_of_objects(tmp_path):
     assert error_of(read_table, str(path)) == message
 
 
-def test_times_that_a_data_set_has_are_no_texts(tmp_path):
+def test_a_data_set_s_timestamps_are_not_texts(tmp_path):
     from datasets import Dataset
 
     when = datetime.datetime(2020, 1, 1)
@@ -372,15 +384,15 @@ def test_times_that_a_data_set_has_are_no_texts(tmp_path):
     assert error_of(questions, Table(Dataset.from_list(rows), "set")) == message
 
 
-def test_a_test_set_is_answered_in_all_rows_or_in_none(tmp_path):
+def test_all_rows_of_a_test_set_have_answers_or_none_do(tmp_path):
     table = table_of(tmp_path / "test.json", [question(1, "Ann"), question(2)], read_questions)
     assert len(questions(table, "test", may_have_none=True)) == 2
     message = f"{tmp_path}/test.json: row 2: has no answer, but row 1 has one: for scores, give"
     assert message in error_of(questions, table, "test")
 
 
-def test_files_of_answers_are_those_of_one_run(tmp_path):
-    """Without odds, no file of another run's is left for them."""
+def test_written_answers_replace_those_of_an_earlier_run(tmp_path):
+    """Without odds, an earlier run's file of odds is removed."""
     asked = [Question("q", "What?", CONTEXT)]
     best = (Candidate("", 0.0, 0.0),)
     write_answers(tmp_path, "eval", asked, [Answer("", best, 1.0)])
@@ -407,27 +419,33 @@ BAD_QUESTIONS = {
         "row 2: its answer 'Paris' at character 25 is outside its context, which has 29 characters",
     ),
     "before the beginning": (answers(("Ann", -1)), "row 2: its answer 'Ann' at character -1 is"),
-    "a second one": (answers(("Ann", 0), ("Paris", 99)), "row 2: its answer 'Paris' at character"),
-    "none": (answers(), "row 2: has no answer; --version_2_with_negative is for sets with such"),
-    "more places": (
+    "a second answer beyond the end": (
+        answers(("Ann", 0), ("Paris", 99)),
+        "row 2: its answer 'Paris' at character",
+    ),
+    "no answer": (
+        answers(),
+        "row 2: has no answer; --version_2_with_negative is for sets with such",
+    ),
+    "more starts than answers": (
         {"text": ["Ann"], "answer_start": [0, 1]},
         "row 2: has 1 answers, but 2 in answer_start",
     ),
-    "an empty one": (
+    "an empty answer": (
         answers(("", 0)),
         "row 2: an answer must be a non-empty string with an integer start ('', 0)",
     ),
-    "a blank one": (
+    "a blank answer": (
         answers((" ", 3)),
         "row 2: an answer must be a non-empty string with an integer start (' ', 3)",
     ),
-    "nothing": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
+    "null": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
 }
 
 
 @pytest.mark.parametrize("name", BAD_QUESTIONS)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_wrong_answers(tmp_path, suffix, name):
+def test_errors_in_answers_are_named(tmp_path, suffix, name):
     wrong, message = BAD_QUESTIONS[name]
     path = tmp_path / f"train{suffix}"
     table = table_of(path, [question(1, "Paris"), question(2, answers=wrong)])
@@ -442,14 +460,14 @@ def test_wrong_answers(tmp_path, suffix, name):
         ({"context": None}, "row 2: its context is not a text (null)"),
     ],
 )
-def test_wrong_questions(tmp_path, changed, message):
+def test_errors_in_questions_are_named(tmp_path, changed, message):
     path = tmp_path / "train.json"
     table = table_of(path, [question(1, "Paris"), question(2, "Ann") | changed])
     assert error_of(questions, table) == f"{path}: {message}"
 
 
-class OfBytes:
-    """A tokenizer with a token for each byte, and one before the first."""
+class ByteTokenizer:
+    """A tokenizer with a token for each byte, and one before them."""
 
     def num_special_tokens_to_add(self, pair: bool) -> int:
         return 4 if pair else 2
@@ -460,23 +478,25 @@ class OfBytes:
 
 
 def test_questions_leave_room_for_their_texts(tmp_path):
-    """A token of the text at least, besides those that it shares with the row before."""
+    """A row needs at least one token of the text more than those shared with the row before."""
     path = tmp_path / "train.json"
     rows = [question(1, "Ann", question="Who?"), question(2, "Ann", question="Whó?")]
     table = table_of(path, rows)
-    check_room(table, OfBytes(), length=14, stride=3)  # 1 + 5 tokens, 4 special ones, 3 shared
+    check_room(
+        table, ByteTokenizer(), length=14, stride=3
+    )  # 1 + 5 tokens, 4 special ones, 3 shared
     message = f"{path}: row 2: its question takes 6 or more tokens, so --max_seq_length 13 minus"
-    assert error_of(check_room, table, OfBytes(), 13, 3).startswith(message)
-    assert error_of(check_room, table, OfBytes(), 14, 5).startswith(f"{path}: row 1: ")
+    assert error_of(check_room, table, ByteTokenizer(), 13, 3).startswith(message)
+    assert error_of(check_room, table, ByteTokenizer(), 14, 5).startswith(f"{path}: row 1: ")
 
 
-def test_an_answer_that_is_not_quite_where_it_says(tmp_path, caplog):
-    """SQuAD's own sets are off by a character or two, at times."""
+def test_an_answer_with_a_wrong_start_gives_a_warning(tmp_path, caplog):
+    """Some starts in SQuAD's own files are wrong by a character or two."""
     rows = [question(1, "Paris"), question(2, answers=answers(("Ann", 1)))]
     read = questions(table_of(tmp_path / "train.json", rows))
     assert read[1].span == Span(1, 4)
-    said = "1 of 2 answers differ from the text at their answer_start, row 2's first"
-    assert caplog.text.count(said) == 1
+    warning = "1 of 2 answers differ from the text at their answer_start, row 2's first"
+    assert caplog.text.count(warning) == 1
 
 
 def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
@@ -499,7 +519,7 @@ def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
         ),
     ],
 )
-def test_wrong_files_of_squad_s_form(tmp_path, whole, message):
+def test_errors_in_squad_s_structure_are_named(tmp_path, whole, message):
     path = tmp_path / "train.json"
     path.write_text(json.dumps(whole))
     assert f"{path}: {message}" in error_of(read_questions, str(path))
@@ -515,7 +535,7 @@ def choice(label: object = 1, count: int = 3, **changed) -> dict:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("count", [2, 5, 11])
-def test_choices(tmp_path, suffix, count):
+def test_choices_are_read(tmp_path, suffix, count):
     table = table_of(tmp_path / f"train{suffix}", [choice(count=count), choice(0, count)])
     read = check_choices({"train": table})
     assert read.endings == tuple(f"ending{n}" for n in range(count))
@@ -524,7 +544,7 @@ def test_choices(tmp_path, suffix, count):
     assert rows["label"][:] == [1, 0]
 
 
-def test_texts_that_look_like_numbers(tmp_path):
+def test_texts_that_look_like_numbers_stay_texts(tmp_path):
     table = table_of(tmp_path / "train.csv", [choice(ending1="007", ending2="1.50")], read_choices)
     row = check_choices({"train": table}).tables["train"].rows[0]
     assert (row["ending1"], row["ending2"]) == ("007", "1.50")
@@ -538,11 +558,11 @@ BAD_CHOICES = {
         choice(ending2=None),
         "row 2: its ending2 is empty, but every row has to have 3 endings",
     ),
-    "another number": (
+    "another number of endings": (
         {**choice(), "ending3": "one more"},
         "row 1: its ending3 is empty, but every row has to have 4 endings",
     ),
-    "a label beyond": (
+    "a label beyond the last ending": (
         choice(3),
         "row 2: its label is 3; expected an ending's number, 0 to 2",
     ),
@@ -553,13 +573,13 @@ BAD_CHOICES = {
 
 
 @pytest.mark.parametrize("name", BAD_CHOICES)
-def test_wrong_choices(tmp_path, name):
+def test_errors_in_choices_are_named(tmp_path, name):
     row, message = BAD_CHOICES[name]
     path = tmp_path / "train.json"
     assert f"{path}: {message}" in error_of(check_choices, {"x": table_of(path, [choice(), row])})
 
 
-def test_hidden_labels_are_those_of_all_rows(tmp_path):
+def test_labels_are_hidden_in_all_rows_or_in_none(tmp_path):
     path = tmp_path / "test.json"
     test = {"test": table_of(path, [choice(-1), choice(-1)])}
     assert "label" not in check_choices(test).tables["test"].rows.column_names
@@ -576,7 +596,7 @@ def test_a_test_set_of_choices_needs_no_labels(tmp_path):
     assert "has no column 'label'" in error_of(check_choices, {"validation": table})
 
 
-def test_sets_with_other_numbers_of_endings(tmp_path):
+def test_sets_with_different_numbers_of_endings_are_errors(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
     message = error_of(check_choices, {"train": train, "validation": dev})
@@ -585,7 +605,7 @@ def test_sets_with_other_numbers_of_endings(tmp_path):
     assert "needs columns ending0, ending1 and so on" in error_of(check_choices, {"train": alone})
 
 
-# ---- where they come from ----
+# ---- files, folders and the hub ----
 
 
 def test_splits_and_limits(tmp_path):
@@ -607,8 +627,8 @@ def test_splits_and_limits(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "old.py"])
-def test_a_data_set_that_is_a_program(tmp_path, name):
-    """Such were many of the hub's; today's `datasets` runs none."""
+def test_a_data_set_that_is_a_script_is_an_error(tmp_path, name):
+    """Many data sets of the hub were scripts, which `datasets` no longer runs."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "old.py").write_text("raise AssertionError\n")
     flags = HubDataArguments(dataset_name=str(tmp_path / "old" / name))
@@ -631,22 +651,22 @@ except OSError as error:
 @pytest.mark.parametrize(
     "switch", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"]
 )
-def test_in_offline_mode_a_hub_is_not_asked_for_a_data_set(hub_server, tmp_path, switch):
-    """Not even whether it is there; HF_DATASETS_OFFLINE is the switch of datasets alone."""
-    (said,) = run_on_hub(hub_server, tmp_path / "home", LOAD, **{switch: "1"})
-    assert said == "the data set 'org/set' cannot be fetched: offline mode is on; a way out"
+def test_in_offline_mode_no_data_set_is_requested(hub_server, tmp_path, switch):
+    """There is no request at all; HF_DATASETS_OFFLINE is a switch of `datasets` alone."""
+    (message,) = run_on_hub(hub_server, tmp_path / "home", LOAD, **{switch: "1"})
+    assert message == "the data set 'org/set' cannot be fetched: offline mode is on; a way out"
     assert hub_server.requests == []
 
 
 @pytest.mark.slow
-def test_a_switch_that_is_off_does_not_keep_a_hub_from_being_asked(hub_server, tmp_path):
-    said = run_on_hub(hub_server, tmp_path / "home", LOAD, HF_DATASETS_OFFLINE="0")
-    assert "offline" not in "".join(said)
+def test_an_offline_switch_of_0_is_off(hub_server, tmp_path):
+    messages = run_on_hub(hub_server, tmp_path / "home", LOAD, HF_DATASETS_OFFLINE="0")
+    assert "offline" not in "".join(messages)
     assert hub_server.requests
 
 
-def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch):
-    """The library alone would try for half a minute."""
+def test_no_data_set_is_requested_from_an_unreachable_hub(tmp_path, monkeypatch):
+    """Without the check, `datasets` would try for half a minute."""
     why = "[Errno -2] Name or service not known"
     monkeypatch.setattr(data_sets, "why_out_of_reach", lambda offline: why)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -655,10 +675,10 @@ def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the data set 'org/set' cannot be fetched: ") as raised:
         load_tables(flags, ["train"], str(tmp_path))
     assert f": {why}; give files" in str(raised.value)
-    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for what comes after
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # later calls are not offline
 
 
-def test_which_data_set_is_fetched_and_where_it_is_kept(tmp_path, monkeypatch):
+def test_the_data_set_s_name_configuration_and_cache_are_passed_on(tmp_path, monkeypatch):
     asked = []
 
     def load_dataset(*name, **settings):
@@ -674,7 +694,7 @@ def test_which_data_set_is_fetched_and_where_it_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["{}/rows.json", "rows.json", "./rows.txt"])
-def test_a_file_is_not_a_data_set(tmp_path, monkeypatch, name):
+def test_a_file_as_the_data_set_s_name_is_an_error(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     for suffix in (".json", ".txt"):
         write(tmp_path / f"rows{suffix}", [{"a": "b"}])
@@ -689,22 +709,22 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path):
         load_tables(flags, ["train"], str(tmp_path))
 
 
-def test_a_server_is_not_told_what_is_read(tmp_path, monkeypatch):
-    """datasets would tell it of the user's own files, and wait for its name to be known."""
-    told = []
-    monkeypatch.setattr("datasets.load.get_session", lambda: told.append("of it"))
+def test_reading_the_user_s_files_sends_nothing(tmp_path, monkeypatch):
+    """Otherwise, `datasets` reports reading the user's own files, and waits for the server."""
+    sent = []
+    monkeypatch.setattr("datasets.load.get_session", lambda: sent.append("of it"))
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.csv", [{"a": "b"}])
     datasets.load_dataset("csv", data_files=str(tmp_path / "set" / "train.csv"))
-    assert told.pop() == "of it"
+    assert sent.pop() == "of it"
     read_table(str(tmp_path / "set" / "train.csv"))
     load_tables(HubDataArguments(dataset_name=str(tmp_path / "set")), ["train"], str(tmp_path))
-    assert told == []
-    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # for what comes after
+    assert sent == []
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # it is on again for later calls
 
 
-def test_a_data_set_s_folder_is_read_by_its_content(tmp_path):
-    """Not by its names and times, which a copy may share (`cp -p`)."""
+def test_a_data_set_s_folder_is_cached_by_content(tmp_path):
+    """Not by file names and times, which may be equal after `cp -p`."""
     (tmp_path / "set").mkdir()
     flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
     for text in ("b", "c"):
@@ -714,7 +734,7 @@ def test_a_data_set_s_folder_is_read_by_its_content(tmp_path):
         assert table.rows[:] == {"a": [text]}
 
 
-def test_a_data_set_without_a_split(tmp_path):
+def test_a_missing_split_of_a_data_set_is_an_error(tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.json", [{"a": "b"}])
     flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
@@ -729,11 +749,11 @@ def test_a_data_set_without_a_split(tmp_path):
         ({"train_file": "a.txt"}, "a.txt: its name must end in .csv, .json or .jsonl"),
     ],
 )
-def test_wrong_flags(flags, message):
+def test_wrong_flags_are_errors(flags, message):
     assert message in error_of(lambda: HubDataArguments(**flags))
 
 
-def test_a_data_set_without_a_name():
+def test_an_empty_name_of_a_data_set_is_an_error():
     from transformers.fine_tuning.data_sets import load_data_set
 
     with pytest.raises(ValueError, match="the data set's name is empty"):

@@ -1,4 +1,4 @@
-"""run_ner.py, run_qa.py and run_swag.py on two processes; and killed there, and started again."""
+"""run_ner.py, run_qa.py and run_swag.py on two processes, also killed and restarted."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.distributed
 def flags_of(task: str, folder: Path, batch_size: int) -> list:
     flags = [*write_data(task, folder / "data"), "--do_train", "--do_eval", "--do_predict"]
     flags += ["--lora_targets", "all-linear", "--num_train_epochs", 2, "--overwrite_output_dir"]
-    # AdamW's epsilon is such that the rounding of a gradient near zero makes no whole step.
+    # With this large epsilon of AdamW, the rounding of a gradient near zero makes no full step.
     flags += ["--learning_rate", 1e-3, "--adam_epsilon", 1e-3, "--evaluation_strategy", "epoch"]
     return [*flags, "--save_steps", 5, "--per_device_train_batch_size", batch_size]
 
 
 @pytest.fixture(scope="module")
-def two(steady_base, tmp_path_factory):
-    """``two(task)``: where two processes have done a task."""
+def on_two_processes(steady_base, tmp_path_factory):
+    """``on_two_processes(task)``: the output folder of a run on two processes."""
     made = {}
 
     def run(task: str) -> Path:
@@ -40,14 +40,16 @@ def two(steady_base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_two_processes_do_as_one_with_twice_the_batch(two, steady_base, tmp_path, task):
-    out = two(task)
+def test_two_processes_equal_one_with_twice_the_batch(
+    on_two_processes, steady_base, tmp_path, task
+):
+    out = on_two_processes(task)
     script = load_script(SCRIPTS[task])
     script.main(command(steady_base, tmp_path / "one", *flags_of(task, tmp_path, 8)))
     ours, one = results(out), results(tmp_path / "one")
     assert ours.keys() == one.keys()
     if task == "ner":
-        # A batch's loss is the mean of its tags, which are not as many on either process.
+        # A batch's loss is the mean over its tags, whose numbers differ between the processes.
         assert ours["eval_loss"] == pytest.approx(one["eval_loss"], abs=0.1)
         return
     assert ours == pytest.approx(one, abs=1e-4)
@@ -57,9 +59,11 @@ def test_two_processes_do_as_one_with_twice_the_batch(two, steady_base, tmp_path
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_killed_process(two, steady_base, tmp_path, task):
-    """Of two, in the second epoch, behind a checkpoint: the run resumes to the same bits."""
-    expected, mark = two(task), tmp_path / "killed"
+def test_a_killed_run_is_restarted_and_ends_with_the_same_bits(
+    on_two_processes, steady_base, tmp_path, task
+):
+    """One of two processes is killed in the second epoch, after a checkpoint."""
+    expected, mark = on_two_processes(task), tmp_path / "killed"
     flags = command(steady_base, tmp_path / "out", *flags_of(task, tmp_path, 4))
     result = launch(2, *killed(mark, 1, "beat", 14), SCRIPTS[task], *flags, tree="NLU")
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""LineByLineTextDataset: a row for each line."""
+"""LineByLineTextDataset has a row for each line of a file."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from transformers import (
 )
 
 
-def test_a_row_for_each_line_that_is_not_blank(tiny_base, tmp_path):
+def test_each_line_that_is_not_blank_is_a_row(tiny_base, tmp_path):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny_base)
     path = tmp_path / "lines.txt"
     path.write_text("the dog\n\n  \nthe " + "dog " * 20 + "\n", "utf-8")
@@ -21,6 +21,6 @@ def test_a_row_for_each_line_that_is_not_blank(tiny_base, tmp_path):
     assert batch["labels"].shape == (2, 8)
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         LineByLineTextDataset(None, tmp_path / "none.txt", 8)

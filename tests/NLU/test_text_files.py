@@ -1,4 +1,4 @@
-"""Files of one's own that are sound, however unusual: what is read of them."""
+"""The user's own files: unusual ones are read, and errors and likely mistakes are reported."""
 
 import csv
 import json
@@ -25,8 +25,8 @@ def read(path, content):
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_a_text_of_many_characters(tmp_path, row):
-    """Also in the first row, at which more is looked than at the others."""
+def test_very_long_texts_are_read(tmp_path, row):
+    """In the first row as well, which is checked more than the others."""
     texts = ["short", "short"]
     texts[row] = "long " * 200_000
     content = f'text,label\n"{texts[0]}",a\n"{texts[1]}",b\n'
@@ -45,13 +45,13 @@ def test_a_text_of_many_characters(tmp_path, row):
         "text_id,text,label\nx1,yes it is,a\nx2,no,b\n",
     ],
 )
-def test_empty_lines_and_identifiers(tmp_path, content):
+def test_empty_lines_and_identifiers_are_ignored(tmp_path, content):
     columns, rows = read(tmp_path / "rows.csv", content)
     assert columns == Columns(("text",))
     assert rows == [{"text": "yes it is", "label": "a"}, {"text": "no", "label": "b"}]
 
 
-def test_a_repeated_name_below_an_empty_line(tmp_path):
+def test_a_repeated_name_below_an_empty_line_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has the column 'label' 2 times"):
         read(tmp_path / "rows.csv", "\ntext,label,label\nyes,a,a\n")
 
@@ -80,13 +80,13 @@ def test_a_repeated_name_below_an_empty_line(tmp_path):
         ('\ufeff [\n {\n "text": "a"}]', "holds JSON: give it a name that ends in .json or .jsonl"),
     ],
 )
-def test_files_that_are_not_csv(tmp_path, content, message):
+def test_files_that_are_not_csv_are_errors(tmp_path, content, message):
     with pytest.raises(ValueError, match=f"rows.csv: {message}"):
         read(tmp_path / "rows.csv", content)
 
 
 @pytest.mark.parametrize("name", ['{"id"}', '{"a": 1}', "{}", "[{", '{"text'])
-def test_a_csv_column_may_be_called_as_json_begins(tmp_path, name):
+def test_a_csv_column_s_name_may_look_like_json(tmp_path, name):
     cell = '"' + name.replace('"', '""') + '"'
     for header in (f"{name},text,label", f"{cell},text,label"):
         assert read(tmp_path / "rows.csv", f"{header}\n1,a film,x\n2,no film,y\n")[1] == [
@@ -95,7 +95,7 @@ def test_a_csv_column_may_be_called_as_json_begins(tmp_path, name):
         ]
 
 
-def test_a_later_row_that_is_not_utf_8(tmp_path):
+def test_a_later_row_that_is_not_utf_8_is_an_error(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"text,label\n" + b"yes,a\nno,b\n" * 9_000 + b"caf\xe9,a\n")
     with pytest.raises(ValueError, match=r"rows\.csv: line 18002: is not UTF-8 text; save it"):
@@ -124,7 +124,7 @@ def test_blanks_in_a_column_s_name_are_shown(tmp_path):
         ("n,note,label\n1,,1\n2,,0\n", r"0 text columns \(n is of int64, note is empty\)"),
     ],
 )
-def test_csv_without_names_texts_or_labels(tmp_path, content, message):
+def test_csv_without_names_texts_or_labels_is_an_error(tmp_path, content, message):
     with pytest.raises(ValueError, match=rf"rows\.csv: .*{message}"):
         read(tmp_path / "rows.csv", content)
 
@@ -138,8 +138,8 @@ def test_csv_without_names_texts_or_labels(tmp_path, content, message):
         ("what did you like?", {"texts": ["what did you like?"]}),
     ],
 )
-def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header, asked):
-    """A label's name, or a flag."""
+def test_a_column_s_name_may_look_like_a_text_if_the_header_is_certain(tmp_path, header, asked):
+    """Another column is named as a label, or a flag names the columns."""
     path = tmp_path / "rows.csv"
     path.write_text(f"{header}\nnothing{',0' * header.count(',')}\n")
     columns = choose_columns(read_table(str(path)), str(path), **asked)
@@ -172,7 +172,7 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
         ('{"text": "", "label": 0}\n', "no row has a text in text, so there is nothing to read"),
     ],
 )
-def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
+def test_json_without_rows_of_texts_is_an_error(tmp_path, content, message):
     with pytest.raises(ValueError, match=rf"rows\.json: .*{message}"):
         read(tmp_path / "rows.json", content)
 
@@ -188,16 +188,18 @@ def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
         ("a film,label\nbad,0\n", ("text",), False),
     ],
 )
-def test_a_row_in_the_place_of_names_may_be_a_text(tmp_path, caplog, content, known, is_warned):
-    """Of a model that was trained on texts of another name."""
+def test_a_header_that_looks_like_a_text_gives_a_warning(
+    tmp_path, caplog, content, known, is_warned
+):
+    """The warning is for models that were trained on texts of another name."""
     path = tmp_path / "rows.csv"
     path.write_text(content)
     choose_columns(read_table(str(path)), str(path), known_texts=known)
-    said = "if that is a row, write the names in a line before it: text"
-    assert (said in caplog.text) is is_warned
+    warning = "if that is a row, write the names in a line before it: text"
+    assert (warning in caplog.text) is is_warned
 
 
-def test_a_row_may_have_objects_beside_its_text(tmp_path):
+def test_a_row_may_have_objects_in_other_columns(tmp_path):
     for name in ("spans", "data"):
         content = f'{{"text": "a", "label": 0, "{name}": [{{"from": 1}}]}}'
         assert read(tmp_path / "rows.json", content)[1] == [{"text": "a", "label": 0}]
@@ -205,7 +207,7 @@ def test_a_row_may_have_objects_beside_its_text(tmp_path):
     assert len(read_table(str(tmp_path / "rows.json"))) == 1
 
 
-def test_words_that_are_asked_for_are_no_text(tmp_path):
+def test_a_list_of_words_as_a_text_is_an_error(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text('{"text": ["a", "b"], "label": 0}\n')
     with pytest.raises(ValueError, match=r'\(\["a", "b"\]\): write its words as one text'):
@@ -213,8 +215,8 @@ def test_words_that_are_asked_for_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "is_warned"), [(1, True), (10, True), (11, False)])
-def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warned):
-    """As the names of the labels' numbers, from which a model would learn the labels alone."""
+def test_a_text_column_of_few_values_gives_a_warning(tmp_path, caplog, values, is_warned):
+    """It may be the labels' names, from which a model would read the label."""
     rows = [f"{n % 2},a film of {n} minutes,kind {n % values}" for n in range(10 * values)]
     columns, _ = read(tmp_path / "rows.csv", "\n".join(["label,text,kind", *rows]))
     assert columns.texts == ("text", "kind")
@@ -228,10 +230,10 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_a_label_that_is_not_there_is_an_error_before_texts_are_warned_of(
+def test_a_missing_label_column_is_reported_instead_of_warnings_about_texts(
     tmp_path, caplog, labelled
 ):
-    """One of them may be the label; a file to predict needs none."""
+    """One of the columns may be the label; a file to predict needs no label."""
     path = tmp_path / "rows.csv"
     rows = [f"a film of {n} minutes,{('bad', 'good')[n % 2]}\n" for n in range(40)]
     path.write_text("".join(["review,verdict\n", *rows]))
@@ -246,8 +248,8 @@ def test_a_label_that_is_not_there_is_an_error_before_texts_are_warned_of(
     assert ("verdict is taken for text" in caplog.text) is not labelled
 
 
-def test_one_row_of_many_texts(tmp_path):
-    """Of a file to predict; it may be all rows by their names, as well."""
+def test_one_json_object_of_many_texts_needs_text_columns(tmp_path):
+    """It may be the one row of a file to predict, or all rows of a file, by their names."""
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({f"n{n}": f"text {n}" for n in range(25)}))
     data = read_table(str(path))
@@ -269,8 +271,8 @@ def test_one_row_of_many_texts(tmp_path):
         (["affix", "suffix"], True),
     ],
 )
-def test_a_column_of_single_words_beside_a_text_is_warned_of(tmp_path, caplog, values, is_warned):
-    """They may be terms, or dates, links, names of users."""
+def test_a_text_column_of_single_words_gives_a_warning(tmp_path, caplog, values, is_warned):
+    """They may be texts, such as terms, or dates, links or user names."""
     rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
     columns, _ = read(tmp_path / "rows.csv", "\n".join(["which,said,label", *rows]))
     assert columns.texts == ("which", "said")
@@ -278,7 +280,7 @@ def test_a_column_of_single_words_beside_a_text_is_warned_of(tmp_path, caplog, v
     assert (warned in caplog.text) is is_warned
 
 
-def test_which_of_several_columns_are_texts_is_for_the_user_to_say(tmp_path):
+def test_more_than_two_text_columns_are_an_error(tmp_path):
     head = "date,user,url,text,label\n"
     rows = "2024-03-12,ann,https://a.org,a b,0\n2024-03-13,ann,https://b.org,b c,1\n"
     with pytest.raises(ValueError, match=r"has 4 text columns \(date, user, url, text\)"):
@@ -293,7 +295,7 @@ def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
     assert "2 of 2 rows have an empty b, row 1 first" in caplog.text
 
 
-def test_a_set_without_texts_is_refused_in_training_alone(tmp_path, caplog):
+def test_a_training_set_without_texts_is_an_error(tmp_path, caplog):
     columns = Columns(("a", "b"))
     for texts, is_empty in ((" ,", True), (" ,x", False)):
         path = tmp_path / "rows.csv"
@@ -307,15 +309,15 @@ def test_a_set_without_texts_is_refused_in_training_alone(tmp_path, caplog):
             check_not_empty(data, columns, str(path))
 
 
-def classes_of(labels, texts=None):
-    """What is said of a training set's classes."""
+def check_training_classes(labels, texts=None):
+    """Checks the classes of a training set, which may warn."""
     texts = texts or [f"text {n}" for n in range(len(labels))]
     train = datasets.Dataset.from_dict({"text": texts, "label": labels})
     check_classes(train, sorted(set(labels)), Columns(("review",), "verdict"), "a.csv")
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "warnings"),
     [
         (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some"]),
         (
@@ -342,14 +344,14 @@ def classes_of(labels, texts=None):
         (["Bad", "bad"], ["'Bad', 'bad' are separate classes; do they mean the same?"]),
     ],
 )
-def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
-    classes_of(labels * 4)
-    assert len(caplog.messages) == len(said)
-    for message, part in zip(caplog.messages, said, strict=True):
+def test_classes_that_may_be_mistakes_give_a_warning(caplog, labels, warnings):
+    check_training_classes(labels * 4)
+    assert len(caplog.messages) == len(warnings)
+    for message, part in zip(caplog.messages, warnings, strict=True):
         assert part in message
 
 
-def test_a_blank_label_is_none(tmp_path):
+def test_a_blank_label_is_an_error(tmp_path):
     for suffix, content in (
         ("csv", 'text,label\na,x\nb," "\n'),
         ("json", '{"text": "b", "label": " "}'),
@@ -358,21 +360,23 @@ def test_a_blank_label_is_none(tmp_path):
             read(tmp_path / f"rows.{suffix}", content)
 
 
-def test_labels_in_two_codings_are_one_short_line(caplog):
-    classes_of([str(n) for n in range(10**9, 10**9 + 99)] * 4 + ["long\n" * 99, "b" * 99, "c"] * 4)
-    (said,) = caplog.messages
-    assert len(said) < 300
-    assert "\n" not in said
-    assert "1000000000, 1000000001, " in said
-    assert " … and 1 more): each is a class; if some mean the same, write them alike" in said
+def test_the_warning_about_many_classes_is_one_short_line(caplog):
+    check_training_classes(
+        [str(n) for n in range(10**9, 10**9 + 99)] * 4 + ["long\n" * 99, "b" * 99, "c"] * 4
+    )
+    (message,) = caplog.messages
+    assert len(message) < 300
+    assert "\n" not in message
+    assert "1000000000, 1000000001, " in message
+    assert " … and 1 more): each is a class; if some mean the same, write them alike" in message
 
 
 @pytest.mark.parametrize(
     ("first", "later"), [("0", "good"), ("0", "0.5"), ("0.5", "good"), ("good", "0"), ("a", "b")]
 )
 @pytest.mark.parametrize("text", ["a film", "a film " * 50])
-def test_labels_of_a_large_csv_that_are_of_another_kind_later(tmp_path, first, later, text):
-    """As in a small one: pandas takes 10,000 rows at once, and fewer of those that are long."""
+def test_labels_of_a_large_csv_that_change_their_kind(tmp_path, first, later, text):
+    """They are read as in a small file, though pandas reads at most 10,000 rows at once."""
     tables = []
     for rows in (1, 10_000):
         path = tmp_path / f"{rows}.csv"
@@ -384,29 +388,29 @@ def test_labels_of_a_large_csv_that_are_of_another_kind_later(tmp_path, first, l
     assert label_names(tables[1], ()) == label_names(tables[0], ())
 
 
-def test_a_fault_after_labels_of_another_kind_is_said(tmp_path):
+def test_an_error_after_labels_of_another_kind_is_reported(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n" + "a,0\n" * 10_000 + "b,x\n" * 10_000 + "a,b,1\n")
     with pytest.raises(ValueError, match="row 20001: has 3 fields, the header names 2 columns"):
         read_table(str(path))
 
 
-def test_a_text_in_the_label_s_place(caplog):
+def test_a_text_as_the_label_is_reported(caplog):
     texts = [f"a text {n}" for n in range(100)]
     with pytest.raises(
         ValueError, match=r"verdict has 100 classes in 100 rows, but review has 2 "
     ) as e:
-        classes_of(texts, ["bad", "good"] * 50)
+        check_training_classes(texts, ["bad", "good"] * 50)
     assert "give --text_columns verdict --label_column review" in str(e.value)
-    classes_of(texts)
-    classes_of(texts[:4], ["so so"] * 4)
+    check_training_classes(texts)
+    check_training_classes(texts[:4], ["so so"] * 4)
     assert caplog.messages == [
         "a.csv: 100 classes in 100 rows; is verdict its label?",
         "a.csv: 4 classes in 4 rows; is verdict its label?",
     ]
 
 
-def test_an_unknown_label_is_named_with_some_of_many():
+def test_the_error_about_an_unknown_label_names_only_some_classes():
     rows = datasets.Dataset.from_dict({"text": ["a"], "label": ["a long text " * 50]})
     labels = tuple(f"class {n}" for n in range(3_200))
     with pytest.raises(ValueError, match=r"class 9 … and 3,190 more\)$") as error:
@@ -414,7 +418,7 @@ def test_an_unknown_label_is_named_with_some_of_many():
     assert len(str(error.value)) < 300
 
 
-def test_texts_of_which_some_are_numbers(tmp_path):
+def test_a_text_that_is_a_number_stays_text(tmp_path):
     columns, rows = read(tmp_path / "rows.csv", "text,label\n1.5,0\nno number,1\n")
     assert columns == Columns(("text",))
     assert [row["text"] for row in rows] == ["1.5", "no number"]
@@ -430,7 +434,7 @@ def test_texts_of_which_some_are_numbers(tmp_path):
         ((), None, "label", ("review", "verdict")),
     ],
 )
-def test_a_column_of_the_model_s_classes_is_no_text_unless_asked_for(
+def test_a_column_of_the_model_s_classes_is_only_a_text_if_chosen(
     tmp_path, known, asked, label, texts
 ):
     path = tmp_path / "rows.csv"
@@ -463,7 +467,7 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
 
 @pytest.mark.parametrize("read_file", [read_table, read_questions])
 @pytest.mark.parametrize("end", ["csv", "json"])
-def test_a_folder_is_no_file(tmp_path, read_file, end):
+def test_missing_files_and_folders_are_errors(tmp_path, read_file, end):
     path = tmp_path / f"rows.{end}"
     with pytest.raises(FileNotFoundError, match=rf"rows\.{end}: no such file$"):
         read_file(str(path))
@@ -487,7 +491,7 @@ def test_a_folder_is_no_file(tmp_path, read_file, end):
         (["1", "2", "other"], None),
     ],
 )
-def test_numbers_of_which_some_are_missing(tmp_path, labels, message):
+def test_scores_with_missing_or_malformed_numbers_are_errors(tmp_path, labels, message):
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
     if message is None:
@@ -497,7 +501,7 @@ def test_numbers_of_which_some_are_missing(tmp_path, labels, message):
         read(path, path.read_text())
 
 
-def test_numbers_as_labels_of_long_texts(tmp_path):
+def test_labels_of_long_texts_are_numbers(tmp_path):
     rows = read(tmp_path / "rows.csv", f"text,label\n{'a ' * 80_000},0\nno,1\n")[1]
     assert [row["label"] for row in rows] == [0, 1]
 
@@ -517,13 +521,13 @@ def test_numbers_as_labels_of_long_texts(tmp_path):
         ),
     ],
 )
-def test_labels_of_two_kinds_in_json(tmp_path, labels, message):
+def test_labels_of_two_kinds_in_json_are_errors(tmp_path, labels, message):
     lines = "".join(f'{{"text": "a", "label": {label}}}\n' for label in labels)
     with pytest.raises(ValueError, match=f"{message}.*: write all of them alike"):
         read(tmp_path / "a.jsonl", lines)
 
 
-def test_a_number_among_texts_that_look_like_numbers(tmp_path):
+def test_a_json_number_among_texts_is_an_error(tmp_path):
     lines = '{"text": "5", "label": 0}\n{"text": 5, "label": 1}\n'
     (tmp_path / "a.jsonl").write_text(lines)
     data = read_table(str(tmp_path / "a.jsonl"))
@@ -545,7 +549,7 @@ def test_a_number_among_texts_that_look_like_numbers(tmp_path):
             [r'{"text": "\ud83d\ude00"}', r'{"text": "\ud83d"}'],
             "line 2: has half of a surrogate pair",
         ),
-        # Values over several lines, and lists, which are not lines of JSON.
+        # Values over several lines, and lists: not one JSON value per line.
         (["[", '{"text": "a"},', '{"text": "b"', "]"], "line 4: is not JSON"),
         ([' [{"text": "a"},', '{"text": "b"', "]"], "line 3: is not JSON"),
         (['{"data": [', '{"text": "a"},', '{"text": "b"', "]}"], "line 4: is not JSON"),
@@ -556,14 +560,14 @@ def test_a_number_among_texts_that_look_like_numbers(tmp_path):
         ),
     ],
 )
-def test_json_that_cannot_be_read_is_said_by_its_line(tmp_path, lines, message):
+def test_json_that_cannot_be_read_is_reported_with_its_line(tmp_path, lines, message):
     with pytest.raises(ValueError, match=rf"rows\.jsonl: {message}"):
         read(tmp_path / "rows.jsonl", "\n".join(lines))
 
 
 @pytest.mark.parametrize("begin", ['{"text": "a"}\n', '{"text":\n "a"}\n'])
 @pytest.mark.parametrize("end", ["\n", "\r"])
-def test_json_that_is_not_utf_8(tmp_path, begin, end):
+def test_json_that_is_not_utf_8_is_an_error(tmp_path, begin, end):
     path = tmp_path / "rows.json"
     content = (begin + '{"text": "caf\xe9"}\n').replace("\n", end)
     path.write_bytes(content.encode("latin-1"))
@@ -574,8 +578,8 @@ def test_json_that_is_not_utf_8(tmp_path, begin, end):
     assert read_table(str(path))["text"][:] == ["a", "caf\xe9"]
 
 
-def test_a_fault_is_looked_for_line_by_line(tmp_path):
-    """A large file is not held in memory for that."""
+def test_a_fault_is_searched_line_by_line(tmp_path):
+    """A large file is not read into memory for it."""
     path = tmp_path / "rows.json"
     path.write_text((json.dumps({"text": "a" * 10_000}) + "\n") * 500 + "wrong")
     tracemalloc.start()
@@ -588,7 +592,7 @@ def test_a_fault_is_looked_for_line_by_line(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_columns_are_not_read_row_by_row(tmp_path, monkeypatch, suffix):
-    """It takes fifty times as long."""
+    """Reading row by row would take fifty times as long."""
 
     def iterate(column):
         raise AssertionError
@@ -601,8 +605,8 @@ def test_columns_are_not_read_row_by_row(tmp_path, monkeypatch, suffix):
     assert numbered["label"][:] == [1, 0]
 
 
-def test_json_that_is_nested_too_deep(tmp_path, monkeypatch):
-    """How deep that is depends on Python's version."""
+def test_json_that_is_nested_too_deep_is_an_error(tmp_path, monkeypatch):
+    """Here the error is raised by hand: the limit depends on Python's version."""
 
     def load(*_, **__):
         raise RecursionError("maximum recursion depth exceeded")
@@ -631,9 +635,7 @@ def test_json_that_is_nested_too_deep(tmp_path, monkeypatch):
         ("0", "null", None),
     ],
 )
-def test_json_that_changes_after_the_piece_that_tells_a_column_s_type(
-    tmp_path, first, later, message
-):
+def test_json_values_that_do_not_fit_the_types_of_the_first_piece(tmp_path, first, later, message):
     rows = text_files._PIECE // 10_000 + 1
     line = '{{"text": "{}", "label": {}}}\n'
     path = tmp_path / "rows.json"
@@ -656,8 +658,8 @@ def test_empty_texts_are_counted(tmp_path, caplog, suffix):
         content = "\n".join(map(json.dumps, rows))
     _, rows = read(path, content)
     assert [row["text"] for row in rows] == texts
-    (said,) = caplog.messages
-    assert said.startswith(f"{path}: 2 of 5 rows have an empty text, row 2 first")
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}: 2 of 5 rows have an empty text, row 2 first")
     caplog.clear()
     read(path, content.replace("  ", "why").replace('""', '"not"').replace("\n,", "\nnot,"))
     assert caplog.messages == []
@@ -667,8 +669,8 @@ def test_empty_texts_are_counted(tmp_path, caplog, suffix):
     ("kind", "content"),
     [("csv", "text,label\n{},a\n"), ("json", '{{"text": "{}"}}\n'), ("text", "{}")],
 )
-def test_a_file_of_the_name_and_time_of_another_is_read(tmp_path, kind, content):
-    """As `cp -p` makes it; the cache of datasets goes by these two."""
+def test_a_file_is_read_again_if_its_content_changes(tmp_path, kind, content):
+    """As after `cp -p`; the cache of `datasets` would compare only these two."""
     path = tmp_path / f"rows.{kind}"
     for text in ("first", "other"):
         path.write_text(content.format(text))
@@ -676,7 +678,7 @@ def test_a_file_of_the_name_and_time_of_another_is_read(tmp_path, kind, content)
         assert load_rows(kind, str(path))["text"][:] == [text]
 
 
-def test_a_table_in_the_place_of_another_is_read(tmp_path):
+def test_a_mapped_table_is_computed_again_if_its_file_changes(tmp_path):
     path = tmp_path / "rows.csv"
     for text in ("first", "other"):
         path.write_text(f"text,label\n{text},a\n")
@@ -685,7 +687,7 @@ def test_a_table_in_the_place_of_another_is_read(tmp_path):
         assert mapped["twice"][:] == [2 * text]
 
 
-def test_a_column_may_be_called_with_a_semicolon(tmp_path):
+def test_a_column_s_name_may_contain_a_semicolon(tmp_path):
     (tmp_path / "a.csv").write_text("text; and more\nhello\nthere\n")
     assert read_table(str(tmp_path / "a.csv")).column_names == ["text; and more"]
 
@@ -701,10 +703,8 @@ def test_a_column_may_be_called_with_a_semicolon(tmp_path):
         ("2020-01-01T10:00:00.5Z", True),
     ],
 )
-def test_a_large_json_file_is_read_in_pieces_unless_they_may_differ(
-    tmp_path, monkeypatch, text, is_whole
-):
-    """At once it takes several times the memory and the time."""
+def test_json_is_read_in_pieces_unless_it_has_dates(tmp_path, monkeypatch, text, is_whole):
+    """Reading it whole takes several times as much memory and time."""
     read_options = {}
 
     def load(kind, path, **options):
@@ -728,7 +728,7 @@ def test_columns_of_dates_alone_stay_texts(tmp_path, names):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('null\n{"text": "a"}\n', r"line 1: is not a JSON object \(null\)"),
         ("\ufeff null", r"line 1: is not a JSON object \(null\)"),
@@ -738,9 +738,9 @@ def test_columns_of_dates_alone_stay_texts(tmp_path, names):
         (" \n", r"holds no examples"),
     ],
 )
-def test_what_json_s_reader_cannot_be_given(tmp_path, content, said):
-    """Such as null, by which pyarrow ends the process."""
+def test_content_that_the_json_reader_cannot_take_is_an_error(tmp_path, content, message):
+    """For example, null, with which pyarrow would crash the process."""
     path = tmp_path / "rows.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"rows\.json: {said}"):
+    with pytest.raises(ValueError, match=rf"rows\.json: {message}"):
         read_table(str(path))

@@ -1,4 +1,4 @@
-"""Graphs that `torch.jit.trace` records: of any batch, any length and any padding."""
+"""Graphs of `torch.jit.trace` work for any batch, length and padding."""
 
 import make_plain_fixture as maker
 import pytest
@@ -14,7 +14,7 @@ KINDS = ("backbone", "mlm", "classifier")
 
 
 def batch(family, rows, length):
-    """Ids and a mask that pads on both sides; the first row is full."""
+    """Makes ids and a mask that pads on both sides; the first row has no padding."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(3, 48, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -25,7 +25,7 @@ def batch(family, rows, length):
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_batches_than_the_recorded_one(family, kind, masked, tmp_path):
+def test_a_graph_works_for_batches_of_other_shapes(family, kind, masked, tmp_path):
     model = maker.build(family, kind, torchscript=True, conv_kernel_size=3)
     given = batch(family, 3, 7)[: 1 + masked]
     torch.jit.save(torch.jit.trace(model, given), tmp_path / "graph.pt")
@@ -39,7 +39,7 @@ def test_other_batches_than_the_recorded_one(family, kind, masked, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"output_attentions": True}, {"output_hidden_states": True}])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_else_the_settings_show(family, settings):
+def test_a_graph_returns_attentions_and_hidden_states(family, settings):
     model = maker.build(family, "backbone", torchscript=True, **settings)
     graph = torch.jit.trace(model, batch(family, 2, 5)[:1])
     ids, _ = batch(family, 3, 6)
@@ -49,12 +49,12 @@ def test_what_else_the_settings_show(family, settings):
         assert_close_to_rounding(ours, theirs, ENCODER_TERMS)
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_lora(family, recorded):
+def test_a_graph_of_a_model_with_lora(family, with_gradients):
     settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 6}
     model = maker.build(family, "classifier", torchscript=True, **settings)
-    with torch.set_grad_enabled(recorded):
+    with torch.set_grad_enabled(with_gradients):
         graph = torch.jit.trace(model, batch(family, 2, 5))
         given = batch(family, 4, 9)
         assert_close_to_rounding(graph(*given)[0], model(*given)[0], ENCODER_TERMS)
@@ -65,8 +65,8 @@ LABELS["question_answering"] = ("start_positions", "end_positions")
 
 
 @pytest.mark.parametrize(("family", "head"), [pair for pair in PAIRS if pair[1] in LABELS])
-def test_losses(family, head):
-    """Padding, which a graph computes, is in no loss of another batch either."""
+def test_a_graph_of_losses_ignores_padding(family, head):
+    """The graph computes which tokens are padding, so that no loss counts another batch's."""
     names = LABELS[head]
     model = build(family, head)
 

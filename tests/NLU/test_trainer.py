@@ -52,7 +52,7 @@ def upstream_rate(name: str, step: int, warmup: int) -> float:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("name", [kind.value for kind in transformers.SchedulerType])
-def test_schedules(name, warmup):
+def test_schedules_follow_upstream_s_definitions(name, warmup):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     schedule = get_scheduler(name, optimizer, warmup, TOTAL)
     for step in range(TOTAL + 3):
@@ -65,7 +65,7 @@ def test_schedules(name, warmup):
     ("name", "numbers", "lacks"),
     [("linear", (0, None), "num_training_steps"), ("cosine", (None, 9), "num_warmup_steps")],
 )
-def test_schedule_without_its_numbers(name, numbers, lacks):
+def test_a_schedule_without_its_numbers_of_steps_is_an_error(name, numbers, lacks):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     with pytest.raises(ValueError, match=lacks):
         get_scheduler(name, optimizer, *numbers)
@@ -93,7 +93,7 @@ def test_number_of_updates(make_trainer, settings, updates, epochs):
     assert output.global_step == len(recorder.rates) == trainer.state.max_steps == updates
     assert trainer.state.num_train_epochs == epochs
     assert recorder.rates[-1] == 0
-    # Five batches of four an epoch, where nothing else is said.
+    # By default, an epoch has five batches of four.
     if not settings:
         assert recorder.epochs == pytest.approx([step / 5 for step in range(1, 11)])
 
@@ -121,7 +121,7 @@ def test_warmup_steps_win_over_a_ratio_that_is_rounded_up(make_trainer, settings
 
 @pytest.mark.parametrize("lengths", [None, list(range(23))])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_processes_share_one_process_s_steps(lengths, drop_last):
+def test_processes_together_compute_one_process_s_steps(lengths, drop_last):
     alone = TrainingBatches(23, 8, seed=5, drop_last=drop_last, lengths=lengths)
     shares = [TrainingBatches(23, 2, 5, 4, rank, drop_last, lengths) for rank in range(4)]
     for step, (whole, *parts) in enumerate(zip(alone, *shares, strict=True)):
@@ -133,7 +133,7 @@ def test_processes_share_one_process_s_steps(lengths, drop_last):
         assert np.mean(losses) == pytest.approx(np.mean(whole))
 
 
-def test_a_process_without_an_example_in_the_last_step():
+def test_a_process_without_an_example_in_the_last_step_has_weight_0():
     batches = TrainingBatches(9, 2, seed=0, world_size=4, rank=3)
     last = list(batches)[-1]
     assert len(last) == 1
@@ -141,7 +141,7 @@ def test_a_process_without_an_example_in_the_last_step():
 
 
 @pytest.mark.parametrize("lengths", [None, [n % 7 for n in range(50)]])
-def test_order_changes_by_epoch_and_seed_and_can_be_entered_in_its_middle(lengths):
+def test_order_depends_on_epoch_and_seed_and_can_start_in_its_middle(lengths):
     def order(epoch, seed, skip=0):
         batches = TrainingBatches(50, 4, seed, lengths=lengths)
         batches.epoch, batches.skip = epoch, skip
@@ -156,7 +156,7 @@ def test_order_changes_by_epoch_and_seed_and_can_be_entered_in_its_middle(length
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2)])
-def test_an_epoch_s_order_is_that_of_pytorch_s_sampler(seed, epoch):
+def test_an_epoch_s_order_equals_that_of_pytorch_s_sampler(seed, epoch):
     batches = TrainingBatches(50, 4, seed)
     batches.epoch = epoch
     sampler = torch.utils.data.DistributedSampler(range(50), 1, 0, shuffle=True, seed=seed)
@@ -164,7 +164,7 @@ def test_an_epoch_s_order_is_that_of_pytorch_s_sampler(seed, epoch):
     assert [i for batch in batches for i in batch] == list(sampler)
 
 
-def test_group_by_length(make_trainer):
+def test_group_by_length_batches_similar_lengths(make_trainer):
     data = make_data(203)
     settings = {"per_device_train_batch_size": 4, "group_by_length": True}
     for rows in (data, Dataset.from_list(data)):
@@ -181,8 +181,8 @@ def test_group_by_length(make_trainer):
 
 
 @pytest.mark.parametrize(("steps", "together"), [(9, 2), (40, 10), (400, 50)])
-def test_examples_are_sorted_by_length_among_those_of_so_many_steps(steps, together):
-    """Of 50 at most, and of a quarter of the set's: the rest of the order is left to chance."""
+def test_examples_are_sorted_by_length_within_groups_of_steps(steps, together):
+    """The groups are a quarter of the steps, at most 50; beyond them, the order is random."""
 
     def is_sorted(size):
         return all(
@@ -197,7 +197,7 @@ def test_examples_are_sorted_by_length_among_those_of_so_many_steps(steps, toget
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_evaluation_batches_hold_each_example_once(world_size):
+def test_evaluation_batches_have_each_example_once(world_size):
     shares = [EvaluationBatches(13, 4, world_size, rank) for rank in range(world_size)]
     seen = [i for share in shares for batch in share for i in batch]
     assert sorted(seen) == list(range(13))
@@ -205,7 +205,7 @@ def test_evaluation_batches_hold_each_example_once(world_size):
 
 
 @pytest.mark.parametrize(("count", "reason"), [(0, "is empty"), (3, "drop_last")])
-def test_no_training_batch(count, reason):
+def test_a_set_without_a_whole_batch_is_an_error(count, reason):
     with pytest.raises(ValueError, match=reason):
         TrainingBatches(count, 4, seed=0, drop_last=True)
 
@@ -214,22 +214,22 @@ def test_no_training_batch(count, reason):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_in_which_mode_a_batch_is_computed(tmp_path, bf16):
-    """Half precision is autocast's; with gradients, dropout is on, after an evaluation as well."""
+def test_gradients_dropout_and_autocast_in_training_and_evaluation(tmp_path, bf16):
+    """Training has gradients and dropout, after an evaluation as well; bf16 uses autocast."""
     seen = []
 
-    class Noting(Line):
+    class Recording(Line):
         def forward(self, *given, **more):
             modes = torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu")
             seen.append(modes)
             return super().forward(*given, **more)
 
     settings = {"max_steps": 3, "evaluation_strategy": "steps", "eval_steps": 1}
-    make_line_trainer(tmp_path, model=Noting().eval(), bf16=bf16, **settings).train()
+    make_line_trainer(tmp_path, model=Recording().eval(), bf16=bf16, **settings).train()
     assert seen == 3 * [(True, True, bf16), *3 * [(False, False, bf16)]]
 
 
-def test_a_training_step_of_one_s_own_loop(tmp_path):
+def test_training_step_can_be_called_from_another_loop(tmp_path):
     trainer = make_line_trainer(tmp_path)
     batch = {"x": torch.tensor([1.0, 2.0]), "labels": torch.tensor([3.0, 5.0])}
     assert trainer.training_step(trainer.model, batch) == (3**2 + 5**2) / 2
@@ -242,7 +242,7 @@ def test_accumulation_equals_the_larger_batch(make_trainer):
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
         {"per_device_train_batch_size": 4},
     ):
-        # With a small epsilon, AdamW makes much of the rounding of a gradient that is near zero.
+        # With a small epsilon, AdamW would amplify the rounding of gradients near zero.
         trainer = make_trainer(learning_rate=1e-3, adam_epsilon=1e-3, logging_steps=1, **settings)
         trainer.train()
         models.append((trained(trainer.model), trainer.state.log_history))
@@ -251,10 +251,12 @@ def test_accumulation_equals_the_larger_batch(make_trainer):
     losses = [
         [record["loss"] for record in log if "loss" in record] for log in (first_log, second_log)
     ]
-    assert losses[0] == pytest.approx(losses[1], abs=1.01e-4, rel=0)  # in four decimals
+    assert losses[0] == pytest.approx(losses[1], abs=1.01e-4, rel=0)  # logs have four decimals
 
 
-def test_what_an_accumulation_leaves_over_goes_into_the_next_update(make_trainer, make_model):
+def test_leftover_batches_of_an_epoch_are_accumulated_into_the_next_update(
+    make_trainer, make_model
+):
     model = make_model()
     expected = make_model()
     trainer = make_trainer(
@@ -273,7 +275,7 @@ def test_what_an_accumulation_leaves_over_goes_into_the_next_update(make_trainer
 
     parameters = [p for p in expected.parameters() if p.requires_grad]
     expected.train()
-    # Five batches an epoch: the fifth waits for the second epoch's first two.
+    # An epoch has five batches: the fifth is added to the second epoch's first two.
     for update in (order[0:2], order[2:4], order[4:7]):
         for batch in update:
             inputs = collate([trainer.train_dataset[i] for i in batch])
@@ -286,7 +288,7 @@ def test_what_an_accumulation_leaves_over_goes_into_the_next_update(make_trainer
 
 
 @pytest.mark.parametrize("limit", [0.01, 0])
-def test_clipping(make_trainer, make_model, limit):
+def test_gradients_are_clipped_to_max_grad_norm(make_trainer, make_model, limit):
     model = make_model()
     before = trained(model)
     trainer = make_trainer(model, optimizers=sgd(model), max_steps=1, max_grad_norm=limit)
@@ -306,7 +308,7 @@ def test_label_smoothing(make_trainer):
     log_p = outputs["logits"].log_softmax(dim=-1)
     right = -log_p[range(6), inputs["labels"]]
     torch.testing.assert_close(loss, (0.9 * right + 0.1 * -log_p.mean(1)).mean())
-    # As in the release, evaluations show what is trained on.
+    # As in the release, evaluations report the smoothed loss.
     smoothed = trainer.evaluate()["eval_loss"]
     assert smoothed != pytest.approx(make_trainer().evaluate()["eval_loss"], abs=1e-3)
 
@@ -320,7 +322,7 @@ def test_label_smoothing_needs_classes(make_trainer, make_model):
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_decay_spares_biases_and_norms_and_the_optimizer_has_no_frozen_weight(
+def test_weight_decay_excludes_biases_and_norms_and_the_optimizer_frozen_weights(
     make_trainer, make_model, lora
 ):
     model = make_model(lora=lora)
@@ -337,11 +339,11 @@ def test_decay_spares_biases_and_norms_and_the_optimizer_has_no_frozen_weight(
     assert any("lora_A" in name for name in of_decayed) == lora
 
 
-def test_adamw_is_the_plain_formula(make_trainer, make_model):
+def test_adamw_equals_the_formula(make_trainer, make_model):
     model = make_model()
     grads: list[dict] = []
 
-    class Keep(Trainer):
+    class RecordGradients(Trainer):
         def _update(self):
             grads.append(
                 {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -351,7 +353,12 @@ def test_adamw_is_the_plain_formula(make_trainer, make_model):
     start = trained(model)
     settings = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3, "weight_decay": 0.1}
     trainer = make_trainer(
-        model, Keep, max_steps=4, max_grad_norm=0, lr_scheduler_type="constant", **settings
+        model,
+        RecordGradients,
+        max_steps=4,
+        max_grad_norm=0,
+        lr_scheduler_type="constant",
+        **settings,
     )
     trainer.train()
     decayed = {id(parameter) for parameter in decay_groups(model, 0.1)[0]["params"]}
@@ -363,30 +370,30 @@ def test_adamw_is_the_plain_formula(make_trainer, make_model):
         for t, grad in enumerate((g[name].double() for g in grads), start=1):
             m = 0.8 * m + 0.2 * grad
             v = 0.95 * v + 0.05 * grad**2
-            # Epsilon is as large as many gradients: it shows that it is added to a plain √v.
+            # Epsilon is as large as many gradients: adding it to a corrected √v would show.
             c = math.sqrt(1 - 0.95**t) / (1 - 0.8**t)
             w = w - 1e-2 * c * m / (v.sqrt() + 1e-3)
             w = w - 1e-2 * (0.1 if id(parameter) in decayed else 0.0) * w
         torch.testing.assert_close(parameter.detach().double(), w, rtol=1e-5, atol=1e-6)
 
 
-def test_adafactor_moves_every_parameter_by_the_rate(make_trainer):
-    """LoRA's B, too, although it starts at zero."""
+def test_adafactor_changes_every_parameter_by_the_learning_rate(make_trainer):
+    """This includes LoRA's B, although it starts at zero."""
     trainer = make_trainer(adafactor=True, max_steps=1, lr_scheduler_type="constant")
     before = trained(trainer.model)
     trainer.train()
     moved = {n: (t - before[n]).square().mean().sqrt() for n, t in trained(trainer.model).items()}
     for name, distance in moved.items():
-        # A has no gradient as long as B is zero.
+        # A has no gradient while B is zero.
         assert distance == (0 if name.endswith("lora_A") else pytest.approx(1e-2, rel=0.1)), name
 
 
-def test_adafactor_takes_a_convolution_matrix_by_matrix():
+def test_adafactor_factors_each_matrix_of_a_convolution():
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.zeros(2, 4, 3))
     matrices = [torch.nn.Parameter(matrix.clone()) for matrix in whole.detach()]
     settings = {"lr": 0.1, "relative_step": False, "scale_parameter": False}
-    # Their update is cut together.
+    # No clipping, because it would use the norm of all matrices together.
     optimizer = Adafactor([whole, *matrices], clip_threshold=math.inf, **settings)
     for _ in range(3):
         whole.grad = torch.randn(2, 4, 3)
@@ -399,7 +406,7 @@ def test_adafactor_takes_a_convolution_matrix_by_matrix():
 @pytest.mark.parametrize("warmup_init", [False, True])
 @pytest.mark.parametrize("step", [1, 100, 9_000, 12_000, 40_000])
 def test_adafactor_s_relative_step(warmup_init, step):
-    """An update of one number is its sign, times the rate."""
+    """The update of one number is its gradient's sign times the rate."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = Adafactor([parameter], scale_parameter=False, warmup_init=warmup_init)
     optimizer.state[parameter]["step"] = step - 1
@@ -409,7 +416,7 @@ def test_adafactor_s_relative_step(warmup_init, step):
     assert parameter.item() == pytest.approx(-expected, rel=1e-5)
 
 
-def test_adafactor_computes_the_loss_where_it_is_given_how():
+def test_adafactor_takes_a_closure():
     parameter = torch.nn.Parameter(torch.full((2, 3), 2.0))
     optimizer = Adafactor([parameter], lr=0.1, relative_step=False, scale_parameter=False)
 
@@ -422,8 +429,8 @@ def test_adafactor_computes_the_loss_where_it_is_given_how():
     assert [optimizer.step(closure).item() for _ in range(2)] == pytest.approx([24, 6 * 1.9**2])
 
 
-def test_adafactor_on_a_matrix_and_a_vector():
-    """Against the paper's algorithm, written out."""
+def test_adafactor_equals_the_paper_s_algorithm():
+    """For a matrix and a vector; the algorithm is written out."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     plain = [p.detach().double() for p in parameters]
@@ -451,7 +458,7 @@ def test_adafactor_on_a_matrix_and_a_vector():
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_settings_of_the_device(make_trainer, device_settings, asked):
+def test_tf32_and_determinism_are_set(make_trainer, device_settings, asked):
     device_settings.write(not asked, not asked, True, False)
     make_trainer(tf32=asked, use_deterministic_algorithms=asked)
     device_settings.expect(tf32=asked, deterministic=asked)
@@ -468,19 +475,19 @@ def test_a_user_s_deterministic_mode_stays_on(make_trainer):
     [("learning_rate", -1.0), ("learning_rate", float("inf")), ("weight_decay", -0.1),
      ("num_train_epochs", 0.0), ("num_train_epochs", -2.0), ("warmup_steps", -1)],
 )  # fmt: skip
-def test_settings_out_of_range(name, value):
+def test_settings_out_of_range_are_errors(name, value):
     with pytest.raises(ValueError, match=f"--{name} must be"):
         TrainingArguments(output_dir="out", **{name: value})
 
 
 @pytest.mark.parametrize(("rate", "is_warned"), [(0.0, True), (1e-3, False)])
-def test_a_rate_of_0_is_warned_of(make_trainer, caplog, rate, is_warned):
-    """Not the 0 that a warmup begins with."""
+def test_a_learning_rate_of_0_gives_a_warning(make_trainer, caplog, rate, is_warned):
+    """The 0 at the start of a warmup gives none."""
     make_trainer(max_steps=1, learning_rate=rate, warmup_steps=1).train()
     assert ("the learning rate is 0, so nothing is trained" in caplog.text) is is_warned
 
 
-def test_a_model_without_trainable_parameters(make_trainer, make_model):
+def test_a_model_without_trainable_parameters_is_an_error(make_trainer, make_model):
     model = make_model()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameters"):
@@ -494,6 +501,6 @@ def test_training_learns_and_leaves_frozen_weights_alone(make_trainer, make_mode
     trainer = make_trainer(model, train=data, num_train_epochs=40)
     before = trainer.evaluate(data)["eval_loss"]
     trainer.train()
-    # Without dropout, so that not much is left to chance.
+    # Evaluation has no dropout, so there is little randomness.
     assert trainer.evaluate(data)["eval_loss"] < before / 2
     assert_same_bits(frozen, {n: p for n, p in model.named_parameters() if not p.requires_grad})

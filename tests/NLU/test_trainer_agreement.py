@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def compared(monkeypatch):
-    """What was compared, by name; and the models, by "weights"."""
+    """Collects the values that are compared, by name, and the model, as "weights"."""
     found = {}
     monkeypatch.setattr(trainer_agreement, "check_alike", lambda given, _: found.update(given))
     monkeypatch.setattr(
@@ -39,7 +39,7 @@ def compared(monkeypatch):
     return found
 
 
-def test_a_training_s_settings_and_data(make_trainer, compared):
+def test_settings_and_data_of_a_training_are_compared(make_trainer, compared):
     trainer = make_trainer(train=make_data(20), max_steps=2, seed=5)
     trainer.data_collator = DataCollatorForLanguageModeling(trainer.tokenizer, mlm=False)
     trainer._check_same_training(20, 2)
@@ -57,13 +57,15 @@ def test_a_training_s_settings_and_data(make_trainer, compared):
 
 
 def two_processes(**settings):
-    """Settings of a run of two processes."""
+    """Stands for the arguments of a run with two processes."""
     return SimpleNamespace(world_size=2, process_index=0, to_dict=lambda: settings)
 
 
-def test_an_evaluation_s_settings_data_and_weights(make_trainer, compared):
-    model, two = make_trainer().model, two_processes(bf16=True, output_dir="own")
-    check_same_evaluation(two, model, ComparedSet("to evaluate on", 7, "0123456789abcdef0123"))
+def test_settings_data_and_weights_of_an_evaluation_are_compared(make_trainer, compared):
+    model, arguments = make_trainer().model, two_processes(bf16=True, output_dir="own")
+    check_same_evaluation(
+        arguments, model, ComparedSet("to evaluate on", 7, "0123456789abcdef0123")
+    )
     assert compared["examples to evaluate on (number)"] == 7
     assert compared["examples to evaluate on (digest)"] == "0123456789abcdef"
     assert compared["--bf16"] is True
@@ -71,7 +73,7 @@ def test_an_evaluation_s_settings_data_and_weights(make_trainer, compared):
     assert compared["lora_alpha (config.json)"] == model.config.lora_alpha
     assert compared["layer_norm_eps (config.json)"] == model.config.layer_norm_eps
     assert compared.pop("weights") is model
-    check_same_evaluation(two, None, ComparedSet("to evaluate on", None, None))
+    check_same_evaluation(arguments, None, ComparedSet("to evaluate on", None, None))
     assert "weights" not in compared
 
 
@@ -85,7 +87,7 @@ def test_settings_without_effect_may_differ(make_trainer, compared):
     assert {"hidden_size (config.json)", "pad_token_id (config.json)"} <= compared.keys()
 
 
-def test_the_flags_of_a_script(compared, monkeypatch):
+def test_flags_of_a_script_are_compared(compared, monkeypatch):
     monkeypatch.setattr(trainer_agreement, "check_same_code", lambda *_: None)
     groups = (
         SimpleNamespace(model_name_or_path="own", lora_alpha=4),
@@ -96,8 +98,8 @@ def test_the_flags_of_a_script(compared, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["text-classification/run_glue", "language-modeling/run_mlm"])
-def test_scripts_compare_their_flags_first(monkeypatch, tmp_path, script):
-    """Before they read anything: there is no such model."""
+def test_scripts_compare_flags_before_they_read_anything(monkeypatch, tmp_path, script):
+    """The model does not exist, and the comparison still comes first."""
 
     def compare(args, *groups):
         raise LookupError({name for group in groups for name in vars(group)})
@@ -112,7 +114,7 @@ def test_scripts_compare_their_flags_first(monkeypatch, tmp_path, script):
     assert {"model_name_or_path", "estimate"} <= caught.value.args[0]
 
 
-def test_a_training_compares_what_it_is_going_to_evaluate_on(make_trainer, monkeypatch):
+def test_training_compares_the_evaluation_set_that_it_will_use(make_trainer, monkeypatch):
     compared = []
     monkeypatch.setattr(
         trainer_module, "check_same_training", lambda *given: compared.extend(given)
@@ -128,8 +130,8 @@ def test_a_training_compares_what_it_is_going_to_evaluate_on(make_trainer, monke
 
 
 @pytest.fixture
-def of_two(monkeypatch):
-    """What each evaluation compares, in a run that seems to have two processes in this alone."""
+def compared_evaluations(monkeypatch):
+    """Collects what evaluations compare; only this comparison sees two processes."""
     found = []
     compare = TrainerEvaluation._check_same_evaluation
 
@@ -146,33 +148,36 @@ def of_two(monkeypatch):
     return found
 
 
-def test_a_set_is_digested_once(make_trainer, of_two, monkeypatch):
+def test_the_digest_of_a_set_is_computed_once(make_trainer, compared_evaluations, monkeypatch):
     digested = []
     monkeypatch.setattr(table_digest, "table_digest", lambda data: digested.append(data))
     trainer = make_trainer()
     for data in (None, None, make_data(3)):
         trainer.evaluate(data)
     assert [len(data) for data in digested] == [len(trainer.eval_dataset), 3]
-    assert [given[1].number for given in of_two] == [*[len(trainer.eval_dataset)] * 2, 3]
+    assert [given[1].number for given in compared_evaluations] == [
+        *[len(trainer.eval_dataset)] * 2,
+        3,
+    ]
 
 
-def test_a_run_that_is_not_compared_digests_nothing(make_trainer, monkeypatch):
-    """A large set takes seconds."""
+def test_one_process_computes_no_digest(make_trainer, monkeypatch):
+    """Computing it takes seconds for a large set."""
     monkeypatch.setattr(table_digest, "table_digest", None)
     make_trainer(max_steps=1, save_strategy="no").train()
 
 
-def test_weights_are_compared_before_a_training_alone(make_trainer, of_two):
-    """After it they are the same but for rounding, which may differ between processors."""
+def test_weights_are_compared_only_before_training(make_trainer, compared_evaluations):
+    """After training, they may differ in rounding, if the machines' processors differ."""
     trainer = make_trainer(max_steps=1)
     trainer.evaluate()
     trainer.train()
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
-    assert [given[0] for given in of_two] == [trainer.model, None, None]
+    assert [given[0] for given in compared_evaluations] == [trainer.model, None, None]
 
 
-def test_all_processes_have_the_first_one_s_metrics(make_trainer, monkeypatch):
+def test_all_processes_have_the_first_process_s_metrics(make_trainer, monkeypatch):
     def of_process_0(value, world_size):
         is_metrics = isinstance(value, dict) and "eval_runtime" in value
         return [{**value, "eval_runtime": -1.0}] if is_metrics else [value]
@@ -181,11 +186,11 @@ def test_all_processes_have_the_first_one_s_metrics(make_trainer, monkeypatch):
     assert make_trainer().evaluate()["eval_runtime"] == -1.0
 
 
-def test_a_run_that_the_first_process_begins_is_resumed_by_none(tmp_path, monkeypatch):
-    """Where a script's own trainer_state.json is in the output folder as well."""
+def test_a_checkpoint_that_the_first_process_does_not_find_is_an_error(tmp_path, monkeypatch):
+    """A trainer_state.json in the output folder itself is not taken for a checkpoint's."""
     (tmp_path / "trainer_state.json").touch()
-    said = [[None, "checkpoint-3"], [False, False]]
-    monkeypatch.setattr(trainer_agreement, "gather_objects", lambda own, _: [own, *said.pop(0)])
+    gathered = [[None, "checkpoint-3"], [False, False]]
+    monkeypatch.setattr(trainer_agreement, "gather_objects", lambda own, _: [own, *gathered.pop(0)])
     seen = []
     monkeypatch.setattr(trainer_agreement, "appears", lambda path: seen.append(path) or True)
     args = TrainingArguments(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The Trainer on modules that are not this package's: whatever their forward takes and returns."""
+"""The Trainer works with any module, whatever its forward takes and returns."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ WIDTH, CLASSES = 6, 3
 OUTPUTS = {
     "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
     "dict": lambda loss, logits: {"loss": loss, "logits": logits},
-    "dict of something": lambda loss, logits: {"scores": logits, "loss": loss},
+    "dict of other names": lambda loss, logits: {"scores": logits, "loss": loss},
     "output": lambda loss, logits: SequenceClassifierOutput(loss, logits),
 }
 
@@ -48,7 +48,7 @@ def make_rows(count: int, seed: int = 0) -> list[dict]:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a Trainer on 20 rows, which evaluates on 9; settings by name."""
+    """Makes a Trainer with 20 rows to train and 9 to evaluate; keyword arguments are settings."""
 
     def make(model, train=None, evaluated=None, kind=Trainer, **settings):
         own = ("compute_metrics", "callbacks", "optimizers", "data_collator")
@@ -74,8 +74,8 @@ def make(tmp_path):
     return make
 
 
-def plainly_trained(model, batches, epochs: int, rate: float):
-    """What gradient descent makes of a model, written out."""
+def trained_by_hand(model, batches, epochs: int, rate: float):
+    """Trains a model by gradient descent, written out."""
     rows = make_rows(20)
     model.train()
     for epoch in range(epochs):
@@ -91,20 +91,20 @@ def plainly_trained(model, batches, epochs: int, rate: float):
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_training_is_plain_gradient_descent(make, output):
+def test_training_equals_gradient_descent_written_out(make, output):
     model = Net(output)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
     trainer = make(model, optimizers=(sgd, constant), max_grad_norm=0)
     trainer.train()
-    expected = plainly_trained(Net(output), trainer._training_batches(), epochs=2, rate=0.1)
+    expected = trained_by_hand(Net(output), trainer._training_batches(), epochs=2, rate=0.1)
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor)
     assert (model.layers[0].weight - Net().layers[0].weight).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_evaluation_and_predictions(make, output):
+def test_evaluation_and_predictions_equal_the_model_s_outputs(make, output):
     model, rows = Net(output), make_rows(9, seed=5)
     trainer = make(model, compute_metrics=lambda p: {"rows": len(p.predictions)})
     metrics = trainer.evaluate()
@@ -136,14 +136,14 @@ def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, settings):
     assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
     histories = [without_runtimes(trainer.state.log_history) for trainer in (resumed, whole)]
     assert histories[0] == histories[1]
-    # That they are equal is not for want of chance.
+    # With another seed, the weights differ: dropout is random.
     other = make(Net(dropout=0.5), output_dir=str(tmp_path / "third"), **settings)
     other.args.seed += 1
     other.train()
     assert not torch.equal(other.model.layers[0].weight, whole.model.layers[0].weight)
 
 
-def test_the_best_model_is_there_at_the_end(make, tmp_path):
+def test_the_best_model_is_loaded_at_the_end(make, tmp_path):
     trainer = make(
         Net(),
         load_best_model_at_end=True,
@@ -159,7 +159,7 @@ def test_the_best_model_is_there_at_the_end(make, tmp_path):
     assert [path[-1] for path in list_checkpoints(tmp_path / "out")] == ["6", "9"]
 
 
-def test_what_is_saved_is_the_state_dict_alone(make, tmp_path):
+def test_only_the_state_dict_is_saved(make, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for name in ("model.safetensors", "pytorch_model_lora.bin"):
@@ -172,7 +172,7 @@ def test_what_is_saved_is_the_state_dict_alone(make, tmp_path):
     assert_same_bits(saved, trainer.model.state_dict())
 
 
-def test_a_state_that_is_not_a_tensor_is_kept(make, tmp_path):
+def test_an_extra_state_that_is_not_a_tensor_is_restored(make, tmp_path):
     class Counting(Net):
         count = 0
 
@@ -235,7 +235,7 @@ def two_targets(count: int) -> list[dict]:
     return [{"x": r["x"], "first": r["x"][0], "second": r["x"][1] * 2} for r in rows]
 
 
-def test_several_labels_and_several_outputs(make):
+def test_several_labels_and_outputs(make):
     rows, model = two_targets(9), TwoTargets()
     seen = []
     trainer = make(
@@ -254,7 +254,7 @@ def test_several_labels_and_several_outputs(make):
         assert seen[0].label_ids[index].tolist() == (x[:, index] * (1 + index)).tolist()
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before["eval_loss"]
-    # A row's labels are all there, or there is no loss.
+    # A row with only some of its labels has no loss.
     bare = trainer.predict([{"x": row["x"], "first": row["first"]} for row in rows])
     assert bare.label_ids is None
     assert len(bare.predictions) == 2
@@ -318,7 +318,7 @@ class NoLogits(Net):
 
 
 class Summary(Net):
-    """Gives the batch's mean instead of its rows."""
+    """Returns the mean of the batch instead of its rows."""
 
     def forward(self, x, labels=None):
         loss, logits = super().forward(x, torch.zeros(len(x), dtype=torch.long))
@@ -334,12 +334,12 @@ class Summary(Net):
         (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), but its first output has \(3,\)"),
     ],
 )
-def test_smoothing_what_cannot_be_smoothed(make, model, settings, message):
+def test_label_smoothing_that_does_not_fit_the_model_is_an_error(make, model, settings, message):
     with pytest.raises((ValueError, TrainingError), match=f"label.smoothing.*{message}"):
         make(model(), label_smoothing_factor=0.1, **settings).train()
 
 
-def test_a_batch_without_labels_to_smooth(make):
+def test_label_smoothing_of_a_batch_without_labels_is_an_error(make):
     class Without(Net):
         def forward(self, x, labels=None):
             return super().forward(x, torch.zeros(len(x), dtype=torch.long))
@@ -349,7 +349,7 @@ def test_a_batch_without_labels_to_smooth(make):
         trainer.train()
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_batch_without_labels_to_smooth(make):
         ({"save_lora_only": True}, "--save_lora_only needs a model with LoRA"),
     ],
 )
-def test_settings_that_only_this_package_s_models_have(make, settings, message):
+def test_settings_for_this_package_s_models_alone_are_errors(make, settings, message):
     with pytest.raises(ValueError, match=message):
         make(Net(), **settings)
 
@@ -369,39 +369,39 @@ def test_settings_that_only_this_package_s_models_have(make, settings, message):
     [{}, {"logits": torch.zeros(4, 3)}, (), (torch.zeros(4, 3),), torch.zeros(()), None],
     ids=["empty dict", "dict", "empty tuple", "tuple", "tensor", "none"],
 )
-def test_a_model_that_returns_no_loss(make, monkeypatch, returned):
+def test_a_model_that_returns_no_loss_is_an_error(make, monkeypatch, returned):
     model = Net()
     monkeypatch.setattr(Net, "forward", lambda self, x, labels=None: returned)
     with pytest.raises(TrainingError, match="the model returned no loss: with labels, its forward"):
         make(model).train()
 
 
-def test_predictions_without_a_row_for_each_example(make):
+def test_predictions_need_a_row_for_each_example(make):
     trainer = make(Summary())
     assert "eval_loss" in trainer.evaluate()
     with pytest.raises(TrainingError, match="returned 3 rows for 4 examples"):
         trainer.predict(make_rows(9))
 
 
-# ---- around it ----
+# ---- precision and reporting ----
 
 
-def test_frozen_weights_are_left_in_float32(make):
-    """Layers that this package has not written need not bear half precision."""
+def test_frozen_weights_stay_in_float32(make):
+    """Other packages' layers may not work in half precision."""
     model = Net()
     model.layers[0].requires_grad_(False)
     make(model, bf16=True).train()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_reporters_take_any_module(make, tmp_path):
+def test_tensorboard_works_with_any_module(make, tmp_path):
     pytest.importorskip("tensorboard")
     board = tmp_path / "board"
     make(Net(), report_to=["tensorboard"], logging_dir=str(board), logging_steps=2).train()
     assert list(board.iterdir())
 
 
-# ---- this package's models, asked for tuples ----
+# ---- this package's models with return_dict=False ----
 
 
 def test_a_model_with_return_dict_off_trains_to_the_same_bits(make_trainer, make_model):
@@ -415,13 +415,13 @@ def test_a_model_with_return_dict_off_trains_to_the_same_bits(make_trainer, make
     assert first.evaluate()["eval_loss"] == second.evaluate()["eval_loss"]
 
 
-def test_hidden_states_are_no_predictions(make_trainer, make_model):
+def test_predictions_exclude_hidden_states(make_trainer, make_model):
     expected = make_trainer(make_model()).predict(make_data(9)).predictions
     for as_dict in (True, False):
         model = make_model(return_dict=as_dict, output_hidden_states=True)
         assert len(model(**collate(make_data(2)))) == 3
         found = make_trainer(model, per_device_eval_batch_size=2).predict(make_data(9)).predictions
         assert found.shape == expected.shape
-        # Other batches, and every token's states instead of the first one's: about two dozen sums
-        # over 32 features follow one another.
+        # Batches differ, and states of all tokens are computed instead of the first one's: about
+        # two dozen sums over 32 features follow each other.
         assert found == pytest.approx(expected, abs=rounding(expected, 24 * 32))

@@ -1,4 +1,4 @@
-"""load_best_model_at_end: every evaluation has its checkpoint, or the run says that none has."""
+"""load_best_model_at_end saves at every evaluation, and loads the best model in the end."""
 
 import math
 import shutil
@@ -16,7 +16,7 @@ from transformers.trainer_utils import list_checkpoints
 pytestmark = pytest.mark.slow
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_strategy": "steps"}
-# Ten updates; what is evaluated when, its scores, and the step of the best.
+# Of ten updates: when to evaluate, the scores, and the step of the best model.
 RUNS = {
     "default saving": ({"evaluation_strategy": "steps", "eval_steps": 4}, (2, 1), 4),
     "save_steps does not divide": (
@@ -50,7 +50,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("settings", "scores", "best"), RUNS.values(), ids=RUNS)
-def test_a_run_ends_with_its_best_evaluation(make_trainer, tmp_path, settings, scores, best):
+def test_a_run_ends_with_its_best_model(make_trainer, tmp_path, settings, scores, best):
     trainer = make_trainer(compute_metrics=sequence(*scores), **{**BEST, **settings})
     trainer.train()
     folder = tmp_path / "out" / f"checkpoint-{best}"
@@ -59,12 +59,12 @@ def test_a_run_ends_with_its_best_evaluation(make_trainer, tmp_path, settings, s
     last = read_adapter(list_checkpoints(tmp_path / "out")[-1]).tensors
     assert largest_difference(trained(trainer.model), last) > 1e-4
     steps = [r["step"] for r in trainer.state.log_history if "eval_score" in r]
-    kept = [int(path.rpartition("-")[2]) for path in list_checkpoints(tmp_path / "out")]
-    assert kept == steps
+    saved = [int(path.rpartition("-")[2]) for path in list_checkpoints(tmp_path / "out")]
+    assert saved == steps
 
 
 class EvaluateAt(TrainerCallback):
-    """Asks for evaluations of its own."""
+    """Requests evaluations at the given steps."""
 
     def __init__(self, *steps):
         self.steps = steps
@@ -73,7 +73,7 @@ class EvaluateAt(TrainerCallback):
         control.should_evaluate |= state.global_step in self.steps
 
 
-def test_an_evaluation_that_a_callback_asks_for_has_its_checkpoint(make_trainer):
+def test_an_evaluation_requested_by_a_callback_is_saved(make_trainer):
     trainer = make_trainer(
         compute_metrics=sequence(1, 9, 2),
         callbacks=[EvaluateAt(7)],
@@ -89,7 +89,7 @@ def test_an_evaluation_that_a_callback_asks_for_has_its_checkpoint(make_trainer)
     [({"eval_steps": 50}, ()), ({"eval_steps": 5}, (math.nan, math.nan))],
     ids=["shorter than eval_steps", "not numbers"],
 )
-def test_a_run_without_a_best_model_says_so(make_trainer, caplog, settings, scores):
+def test_a_run_without_a_best_model_warns(make_trainer, caplog, settings, scores):
     trainer = make_trainer(
         compute_metrics=sequence(*scores), evaluation_strategy="steps", **BEST, **settings
     )
@@ -99,7 +99,7 @@ def test_a_run_without_a_best_model_says_so(make_trainer, caplog, settings, scor
     assert caplog.text.count(message) == 1
 
 
-def test_a_run_with_a_best_model_does_not(make_trainer, caplog):
+def test_a_run_with_a_best_model_does_not_warn(make_trainer, caplog):
     trainer = make_trainer(compute_metrics=sequence(1, 2), evaluation_strategy="epoch", **BEST)
     trainer.train()
     assert "no evaluation found" not in caplog.text
@@ -124,7 +124,7 @@ STEPS = {"evaluation_strategy": "steps", "eval_steps": 2, "save_steps": 2, **BES
 
 
 def resumed(make_trainer, tmp_path, *scores, folder="out", **settings):
-    """A run of ten steps from its sixth on, whose last evaluations have these scores."""
+    """Resumes a run of ten steps at the sixth; the remaining evaluations have these scores."""
     shutil.rmtree(tmp_path / folder / "checkpoint-8", ignore_errors=True)
     shutil.rmtree(tmp_path / folder / "checkpoint-10", ignore_errors=True)
     trainer = make_trainer(
@@ -139,7 +139,7 @@ def best_of(trainer, tmp_path):
     return Path(trainer.state.best_model_checkpoint).relative_to(tmp_path).as_posix()
 
 
-def test_a_copied_run_ends_with_its_own_best(make_trainer, tmp_path):
+def test_a_copied_run_loads_the_best_model_of_the_copy(make_trainer, tmp_path):
     make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     assert best_of(resumed(make_trainer, tmp_path, 3, 0, folder="copy"), tmp_path) == (
@@ -147,15 +147,17 @@ def test_a_copied_run_ends_with_its_own_best(make_trainer, tmp_path):
     )
 
 
-def test_a_best_checkpoint_that_is_gone_is_chosen_again(make_trainer, tmp_path, caplog):
+def test_a_missing_best_checkpoint_is_replaced_by_the_best_remaining_one(
+    make_trainer, tmp_path, caplog
+):
     make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     assert best_of(resumed(make_trainer, tmp_path, 1, 0), tmp_path) == "out/checkpoint-6"
-    told = "out/checkpoint-4; the best of the remaining checkpoints is "
-    assert told in caplog.text
+    warning = "out/checkpoint-4; the best of the remaining checkpoints is "
+    assert warning in caplog.text
 
 
-def test_another_metric_is_compared_from_the_beginning(make_trainer, tmp_path, caplog):
+def test_resuming_with_another_metric_compares_all_evaluations(make_trainer, tmp_path, caplog):
     make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
     trainer = resumed(make_trainer, tmp_path, 9, 9, metric_for_best_model="loss")
     losses = {r["step"]: r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r}
@@ -165,13 +167,13 @@ def test_another_metric_is_compared_from_the_beginning(make_trainer, tmp_path, c
     assert best_of(trainer, tmp_path) == "out/checkpoint-10"
 
 
-def test_patience_counts_from_the_best_and_gains_above_the_threshold(make_trainer):
-    """As in upstream's: small gains move what the next one is measured from."""
+def test_early_stopping_counts_gains_below_the_threshold_and_nan(make_trainer):
+    """As in 4.4.2, a gain up to the threshold sets a new best without resetting the counter."""
     stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.1)
     scores = (0.5, 0.56, 0.62, 0.68, 0.74)
     trainer = make_trainer(compute_metrics=sequence(*scores), callbacks=[stop], **STEPS)
     assert trainer.train().global_step == 6
-    # What is not a number is no gain, not even the first.
+    # NaN is no gain, not even as the first score.
     stop = EarlyStoppingCallback(early_stopping_patience=2)
     scores = (math.nan, math.nan, 0.5, 0.6, 0.7)
     trainer = make_trainer(compute_metrics=sequence(*scores), callbacks=[stop], **STEPS)
@@ -179,7 +181,7 @@ def test_patience_counts_from_the_best_and_gains_above_the_threshold(make_traine
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_saving_follows_evaluation(strategy):
+def test_the_save_strategy_follows_the_evaluation_strategy(strategy):
     args = TrainingArguments(
         "out",
         load_best_model_at_end=True,
@@ -198,7 +200,7 @@ def test_saving_follows_evaluation(strategy):
     [((math.nan, 3, 1, 2), 4, 8), ((5, math.nan, math.nan), 2, 6)],
     ids=["at first", "later"],
 )
-def test_early_stopping_counts_what_is_not_a_number_as_no_gain(make_trainer, scores, best, last):
+def test_early_stopping_counts_nan_as_no_gain(make_trainer, scores, best, last):
     trainer = make_trainer(
         compute_metrics=sequence(*scores),
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],

@@ -1,4 +1,4 @@
-"""The Trainer's own callbacks, each by itself: when to act, and the bars on the screen."""
+"""The Trainer's default callbacks: when to log, evaluate and save, early stopping, and bars."""
 
 import io
 import math
@@ -21,7 +21,7 @@ LOG, EVALUATE, SAVE, STOP = (
 
 @pytest.fixture
 def arguments(tmp_path):
-    """Arguments that ask for nothing but what is given."""
+    """Makes TrainingArguments without logging, evaluation or saving, except as given."""
     return lambda **given: TrainingArguments(str(tmp_path), **{**OFF, **given})
 
 
@@ -29,7 +29,7 @@ def requests(control):
     return {name for name, asked in vars(control).items() if asked}
 
 
-# ---- when ----
+# ---- when to act ----
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def requests(control):
         (dict.fromkeys(OFF, "epoch"), {10: {STOP}}),
     ],
 )
-def test_what_falls_on_a_step(arguments, settings, steps):
+def test_default_flow_at_a_step_s_end(arguments, settings, steps):
     args, flow = arguments(**settings), callbacks.DefaultFlowCallback()
     for step in range(1, 12):
         control = TrainerControl()
@@ -73,13 +73,13 @@ def test_what_falls_on_a_step(arguments, settings, steps):
         (dict.fromkeys(OFF, "epoch"), {LOG, EVALUATE, SAVE}),
     ],
 )
-def test_what_falls_on_an_epoch_s_end(arguments, settings, asked):
+def test_default_flow_at_an_epoch_s_end(arguments, settings, asked):
     control = TrainerControl()
     callbacks.DefaultFlowCallback().on_epoch_end(arguments(**settings), TrainerState(), control)
     assert requests(control) == asked
 
 
-def test_what_another_callback_asked_for_stands(arguments):
+def test_default_flow_keeps_requests_of_other_callbacks(arguments):
     flow, state = callbacks.DefaultFlowCallback(), TrainerState(global_step=1, max_steps=10)
     for event in (flow.on_step_end, flow.on_epoch_end):
         control = TrainerControl(True, False, True, True, True)
@@ -93,7 +93,7 @@ def test_what_another_callback_asked_for_stands(arguments):
     [
         ((1, 2, 3), (0, 0, 0)),
         ((1, 1.5, 2), (0, 1, 2)),  # a gain has to be above the threshold
-        ((1, 1.25, 1.75, 2.5), (0, 1, 2, 0)),  # by the best, which small gains move
+        ((1, 1.25, 1.75, 2.5), (0, 1, 2, 0)),  # measured by the best, which small gains raise
         ((1, 0, 1, 1.75), (0, 1, 2, 0)),
         ((math.nan, 1, math.nan, 1.75), (1, 0, 1, 0)),
     ],
@@ -118,7 +118,7 @@ def test_evaluations_without_an_improvement_are_counted(arguments, greater, valu
 
 @pytest.fixture
 def bars(monkeypatch):
-    """The bars that there were, in the order in which they came up; what they wrote is `.text`."""
+    """The bars in the order in which they were made; their `.text` is what they wrote."""
     opened, screen = [], io.StringIO()
 
     class Bar(tqdm):
@@ -135,7 +135,7 @@ def bars(monkeypatch):
     return opened
 
 
-def test_a_run_and_its_evaluation(bars, arguments):
+def test_bars_of_a_run_and_its_evaluations(bars, arguments):
     args, progress = arguments(), callbacks.ProgressCallback()
     state = TrainerState(global_step=3, max_steps=8)
     progress.on_train_begin(args, state, None)
@@ -160,7 +160,7 @@ def test_a_run_and_its_evaluation(bars, arguments):
     assert all(bar.disable for bar in bars)
 
 
-def test_an_evaluation_without_a_run_stays_on_the_screen(bars, arguments):
+def test_the_bar_of_an_evaluation_without_a_run_stays(bars, arguments):
     args, state, progress = arguments(), TrainerState(), callbacks.ProgressCallback()
     progress.on_prediction_step(args, state, None, eval_dataloader=range(1))
     progress.on_log(args, state, None, logs={"eval_loss": 0.5})
@@ -170,7 +170,7 @@ def test_an_evaluation_without_a_run_stays_on_the_screen(bars, arguments):
     assert "eval_loss" not in bar.text
 
 
-def test_a_run_after_one_that_was_interrupted_takes_its_bar_away(bars, arguments):
+def test_a_new_run_closes_the_bar_of_an_interrupted_one(bars, arguments):
     args, progress = arguments(), callbacks.ProgressCallback()
     for _ in range(2):
         progress.on_train_begin(args, TrainerState(max_steps=8), None)
@@ -191,8 +191,8 @@ def test_other_processes_show_nothing(bars, arguments):
     assert not bars
 
 
-def test_without_bars_the_records_of_a_run_alone_are_printed(arguments, capsys):
-    """Those of an evaluation without one, and a run's summary, are for `log_metrics`."""
+def test_printer_prints_records_of_training_alone(arguments, capsys):
+    """`log_metrics` prints evaluations outside of a run, and a run's summary."""
     args, printer = arguments(), callbacks.PrinterCallback()
     state = TrainerState(global_step=3, max_steps=8)
     for main in (True, False):
@@ -206,10 +206,10 @@ def test_without_bars_the_records_of_a_run_alone_are_printed(arguments, capsys):
         assert capsys.readouterr().out == ("{'loss': 0.25}\n" if main else "")
 
 
-# ---- what they stand on ----
+# ---- records, speed and strategies ----
 
 
-def test_a_log_record_leaves_its_caller_s_dict_alone(make_trainer):
+def test_log_does_not_change_its_argument(make_trainer):
     trainer = make_trainer()
     trainer.state.epoch, trainer.state.global_step = 1.23456, 7
     given = {"loss": 0.5}
@@ -231,12 +231,12 @@ def test_a_log_record_leaves_its_caller_s_dict_alone(make_trainer):
         (0.0, 1, {"x_runtime": 0.0, "x_samples_per_second": 1e9}),
     ],
 )
-def test_speed(monkeypatch, passed, samples, expected):
+def test_speed_metrics(monkeypatch, passed, samples, expected):
     monkeypatch.setattr("time.time", lambda: 100.0 + passed)
     assert speed_metrics("x", 100.0, samples) == expected
 
 
-def test_strategies_by_name_or_as_they_are(arguments):
+def test_strategies_can_be_names_or_enums(arguments):
     for given in ("epoch", IntervalStrategy.EPOCH):
         args = arguments(**dict.fromkeys(OFF, given), lr_scheduler_type="cosine")
         assert all(getattr(args, name) is IntervalStrategy.EPOCH for name in OFF)

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints: which are kept, what resuming gives, what is not resumed."""
+"""The Trainer's checkpoints: which ones stay, resuming to the same bits, and refusals."""
 
 import errno
 import os
@@ -41,25 +41,27 @@ from transformers.trainer_utils import list_checkpoints
 
 pytestmark = pytest.mark.slow
 
-# ---- what a checkpoint brings along ----
+# ---- linear methods ----
 
 
-def test_a_resumed_run_multiplies_as_before_in_every_step(make_trainer, tmp_path, monkeypatch):
-    """Though another way is the fastest on the day on which it resumes."""
+def test_a_resumed_run_uses_the_recorded_linear_methods_in_every_step(
+    make_trainer, tmp_path, monkeypatch
+):
+    """Another method may be the fastest when it resumes."""
     ways, in_use = Ways(monkeypatch, tmp_path), []
 
-    class Noting(TrainerCallback):
+    class Recording(TrainerCallback):
         def on_step_begin(self, *given, **more):
             in_use.append(ways.in_use())
 
     ways.fastest("blocks")
     make_trainer(save_strategy="steps", save_steps=4).train()
     ways.fastest("plain")
-    trainer = make_trainer(callbacks=[Noting])
+    trainer = make_trainer(callbacks=[Recording])
     trainer.train(str(tmp_path / "out" / "checkpoint-4"))
     assert in_use == [{"blocks"}] * 6
     in_use.clear()
-    make_trainer(callbacks=[Noting]).train()
+    make_trainer(callbacks=[Recording]).train()
     assert in_use == [{"plain"}] * 10
 
 
@@ -71,7 +73,7 @@ def test_a_resumed_run_multiplies_as_before_in_every_step(make_trainer, tmp_path
     ("metric", "best"),
     [({"metric_for_best_model": "score"}, 4), ({"metric_for_best_model": "eval_score"}, 4)],
 )
-def test_the_best_model_is_there_at_the_end(make_trainer, tmp_path, settings, metric, best):
+def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, settings, metric, best):
     trainer = make_trainer(
         compute_metrics=sequence(1, 5, 3, 5, 2),
         load_best_model_at_end=True,
@@ -100,7 +102,7 @@ def test_the_best_model_is_there_at_the_end(make_trainer, tmp_path, settings, me
         ({"metric_for_best_model": "mse", "greater_is_better": False}, False),
     ],
 )
-def test_direction_of_better(settings, greater):
+def test_loss_is_better_if_lower_and_other_metrics_if_greater(settings, greater):
     args = TrainingArguments(
         "out",
         load_best_model_at_end=True,
@@ -112,7 +114,7 @@ def test_direction_of_better(settings, greater):
     assert args.greater_is_better is greater
 
 
-def test_unknown_metric_for_best_model(make_trainer):
+def test_an_unknown_metric_for_best_model_is_an_error(make_trainer):
     trainer = make_trainer(
         load_best_model_at_end=True,
         metric_for_best_model="acuracy",
@@ -125,7 +127,7 @@ def test_unknown_metric_for_best_model(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("limit", "scores", "kept", "folder"),
+    ("limit", "scores", "steps", "folder"),
     [
         (1, None, [10], "out"),
         (2, None, [8, 10], "./out/"),
@@ -137,7 +139,9 @@ def test_unknown_metric_for_best_model(make_trainer):
         (2, (1, 2, 3, 9, 4), [8, 10], "out"),
     ],
 )
-def test_save_total_limit(make_trainer, tmp_path, monkeypatch, limit, scores, kept, folder):
+def test_save_total_limit_keeps_the_newest_and_the_best(
+    make_trainer, tmp_path, monkeypatch, limit, scores, steps, folder
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     best = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
@@ -153,7 +157,7 @@ def test_save_total_limit(make_trainer, tmp_path, monkeypatch, limit, scores, ke
     )
     trainer.train()
     names = [Path(path).name for path in list_checkpoints("out")]
-    assert names == [f"checkpoint-{step}" for step in kept]
+    assert names == [f"checkpoint-{step}" for step in steps]
 
 
 @pytest.mark.parametrize("folder", ["out", "./out", "out/", "a/../out"])
@@ -180,7 +184,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_early_stopping(make_trainer, tmp_path):
+def test_early_stopping_counts_on_in_a_resumed_run(make_trainer, tmp_path):
     settings = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "score",
@@ -198,7 +202,7 @@ def test_early_stopping(make_trainer, tmp_path):
     assert trainer.train().global_step == 4
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
 
-    # Killed after its last checkpoint, the run is over all the same; killed before, it counts on.
+    # Resumed from its last checkpoint, the run ends at once; from an earlier one, it continues.
     out = tmp_path / "out"
     assert make(9).train(str(out / "checkpoint-4")).global_step == 4
     assert make(2, 9).train(str(out / "checkpoint-3")).global_step == 4
@@ -251,7 +255,7 @@ def test_a_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, settings,
     assert histories[0] == histories[1]
 
 
-def test_resuming_a_run_without_lora(make_trainer, make_model, tmp_path):
+def test_a_resumed_run_without_lora_ends_with_the_same_bits(make_trainer, make_model, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3}
     whole = make_trainer(make_model(0.1, lora=False), **settings)
     whole.train()
@@ -260,8 +264,8 @@ def test_resuming_a_run_without_lora(make_trainer, make_model, tmp_path):
     assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
 
 
-def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
-    """Resumed, and to the same bits after all: on a CPU nothing is drawn by a GPU's generator."""
+def test_resuming_a_gpu_s_checkpoint_on_a_cpu_warns(make_trainer, tmp_path, caplog):
+    """The bits are the same after all, since a CPU draws nothing from a GPU's generator."""
     settings = {"dropout": 0.2, "save_strategy": "steps", "save_steps": 4, "no_cuda": True}
     trainer = make_trainer(**settings)
     trainer.train()
@@ -278,8 +282,8 @@ def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
     assert_same_bits(again.model.state_dict(), trainer.model.state_dict())
 
 
-def test_a_process_at_another_step_is_refused(make_trainer, checkpoint):
-    """As where another process of the run that wrote it had resumed from an older checkpoint."""
+def test_a_process_s_state_of_another_step_is_refused(make_trainer, checkpoint):
+    """It can happen if another process of that run had resumed from an older checkpoint."""
     path = checkpoint / "rng_state_0.pth"
     own = torch.load(path, weights_only=True)
     own["progress"]["step"] -= 1
@@ -289,11 +293,11 @@ def test_a_process_at_another_step_is_refused(make_trainer, checkpoint):
         make_trainer().train(str(checkpoint))
 
 
-def test_no_two_processes_draw_the_same_after_a_change_of_their_number(
+def test_random_states_differ_after_the_number_of_processes_changes(
     make_trainer, checkpoint, monkeypatch, tmp_path
 ):
-    """A checkpoint of two resumes in three: each has its own generators, the third those of a new
-    run's third.
+    """A checkpoint of two processes resumes in three: two have their generators' states, and the
+    third has that of a new run's third process.
     """
     other = torch.load(checkpoint / "rng_state_0.pth", weights_only=True)
     other["rng"]["torch"] = torch.Generator().manual_seed(99).get_state()
@@ -320,8 +324,8 @@ def test_no_two_processes_draw_the_same_after_a_change_of_their_number(
 
 
 @pytest.fixture
-def said_by_process_0(monkeypatch):
-    """Has process 0 of two say what it finds; this one is process 1."""
+def found_by_process_0(monkeypatch):
+    """``found_by_process_0(name)``: what process 0 of two finds; this process is the other one."""
 
     def pretend(name):
         monkeypatch.setattr(trainer_agreement, "gather_objects", lambda value, _: [name, value])
@@ -329,40 +333,40 @@ def said_by_process_0(monkeypatch):
     return pretend
 
 
-def test_the_first_process_s_checkpoint_is_every_process_s(checkpoint, said_by_process_0):
+def test_all_processes_resume_the_first_one_s_checkpoint(checkpoint, found_by_process_0):
     args = TrainingArguments(str(checkpoint.parent))
-    said_by_process_0(checkpoint.name)
+    found_by_process_0(checkpoint.name)
     assert agreed_checkpoint(args, str(checkpoint)) == str(checkpoint)
     for seen in (None, str(checkpoint.with_name("checkpoint-1"))):
         assert agreed_checkpoint(args, seen) == str(checkpoint)
 
 
 @pytest.mark.parametrize("first", [None, "checkpoint-99"])
-def test_a_checkpoint_that_not_all_see_is_refused(
-    checkpoint, said_by_process_0, monkeypatch, first
+def test_a_checkpoint_that_not_all_processes_see_is_refused(
+    checkpoint, found_by_process_0, monkeypatch, first
 ):
     monkeypatch.setattr(trainer_agreement, "appears", lambda path: path.exists())
-    said_by_process_0(first)
+    found_by_process_0(first)
     args = TrainingArguments(str(checkpoint.parent))
     with pytest.raises(TrainingError, match=f"{first or 'none'}.*machines have to share"):
         agreed_checkpoint(args, str(checkpoint))
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_another_number_of_threads_is_said(make_trainer, checkpoint, caplog, before):
+def test_resuming_with_another_number_of_threads_warns(make_trainer, checkpoint, caplog, before):
     path, now = checkpoint / "rng_state_0.pth", torch.get_num_threads()
     own = torch.load(path, weights_only=True)
     assert own["threads"] == now
     own["threads"] = now + before
     torch.save(own, path)
     make_trainer(no_cuda=True).train(str(checkpoint))
-    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
-    assert len(said) == bool(before)
-    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
+    warnings = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    assert len(warnings) == bool(before)
+    assert not warnings or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in warnings[0]
 
 
-def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):
-    """That the bits above are equal is not for want of dropout."""
+def test_runs_with_other_random_states_differ(make_trainer, tmp_path):
+    """So the equal bits in the tests above do not come from a lack of randomness."""
     finals = []
     for seed in (1, 2):
         trainer = make_trainer(dropout=0.1, seed=seed, output_dir=str(tmp_path / str(seed)))
@@ -371,7 +375,7 @@ def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):
     assert largest_difference(*finals) > 1e-4
 
 
-def test_lora_only_checkpoints_are_small(make_trainer, tmp_path):
+def test_lora_only_checkpoints_have_no_full_model(make_trainer, tmp_path):
     make_trainer(save_lora_only=True, save_strategy="epoch").train()
     names = {path.name for path in (tmp_path / "out" / "checkpoint-5").iterdir()}
     assert "pytorch_model_lora.bin" in names
@@ -385,7 +389,7 @@ def test_lora_only_needs_lora(make_trainer, make_model):
 
 @pytest.fixture
 def checkpoint(make_trainer, tmp_path) -> Path:
-    """The fifth step of a run of ten."""
+    """The checkpoint of the fifth of ten steps."""
     make_trainer(save_strategy="steps", save_steps=5).train()
     folder = tmp_path / "kept"
     shutil.move(tmp_path / "out" / "checkpoint-5", folder)
@@ -406,7 +410,7 @@ def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
         path.unlink()
     trainer = make_trainer()
     if damage == "missing" and name.startswith("pytorch_model"):
-        # LoRA's file holds all that was trained, and either format of it will do.
+        # LoRA's file in either format has all that was trained.
         trainer.train(str(checkpoint))
         return
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
@@ -425,12 +429,16 @@ def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
         ({"num_labels": 3}, "belongs to a run with labels"),
     ],
 )
-def test_a_checkpoint_of_another_model(make_trainer, make_model, checkpoint, settings, reason):
+def test_a_checkpoint_of_another_model_is_refused(
+    make_trainer, make_model, checkpoint, settings, reason
+):
     with pytest.raises(CheckpointError, match=reason):
         make_trainer(make_model(**settings)).train(str(checkpoint))
 
 
-def test_a_checkpoint_on_another_base(make_trainer, make_model, checkpoint, tiny_base, tmp_path):
+def test_a_checkpoint_on_another_base_is_refused(
+    make_trainer, make_model, checkpoint, tiny_base, tmp_path
+):
     other = tmp_path / "other"
     shutil.copytree(tiny_base, other)
     tensors, _ = read_tensors(other / "pytorch_model.bin")
@@ -453,7 +461,7 @@ def test_a_checkpoint_on_another_base(make_trainer, make_model, checkpoint, tiny
         ({"gradient_accumulation_steps": 2}, "steps an update = 1", "steps an update = 2"),
     ],
 )
-def test_resuming_with_other_batches_goes_on_and_says_so(
+def test_resuming_with_other_batches_warns(
     make_trainer, checkpoint, settings, was, becomes, caplog
 ):
     trainer = make_trainer(max_steps=12, **settings)
@@ -478,27 +486,27 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
         ),
     ],
 )
-def test_epochs_of_other_batches_are_not_resumed(make_trainer, checkpoint, settings, names):
-    """Their steps are others: the run would end early or late, at another learning rate."""
+def test_resuming_with_other_batches_needs_max_steps(make_trainer, checkpoint, settings, names):
+    """An epoch would have another number of steps, and so the run would have another length."""
     with pytest.raises(CheckpointError, match=f"belongs to a run with {names} would"):
         make_trainer(**settings).train(str(checkpoint))
 
 
-def test_other_accumulation_begins_with_a_whole_update(make_trainer, checkpoint):
+def test_losses_after_a_change_of_accumulation_are_of_whole_updates(make_trainer, checkpoint):
     trainer = make_trainer(max_steps=8, gradient_accumulation_steps=4, logging_steps=1)
     trainer.train(str(checkpoint))
     losses = {r["step"]: r["loss"] for r in trainer.state.log_history if "loss" in r}
     assert all(0.4 < losses[step] < 1.5 for step in (6, 7, 8)), losses
 
 
-def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
-    class Noting(Trainer):
+def test_a_change_of_accumulation_resumes_at_an_update_s_first_batch(tmp_path):
+    class Recording(Trainer):
         def training_step(self, model, inputs):
             self.seen.append(inputs["x"].tolist())
             return super().training_step(model, inputs)
 
     def seen(resumed=None, **settings):
-        trainer = make_line_trainer(tmp_path, Noting, train_dataset=make_points(24), **settings)
+        trainer = make_line_trainer(tmp_path, Recording, train_dataset=make_points(24), **settings)
         trainer.seen = []
         trainer.train(resumed)
         return trainer.seen
@@ -506,21 +514,23 @@ def test_other_accumulation_begins_with_an_update_s_first_batch(tmp_path):
     first = seen(max_steps=3, save_strategy="steps", save_steps=3)
     checkpoint = str(tmp_path / "checkpoint-3")
     after = seen(checkpoint, max_steps=5, gradient_accumulation_steps=2)
-    # Of the first three batches, the third was half of an update.
+    # The third batch is the first one of an update of two, so it is used again.
     assert after[0] == first[2]
     assert len(after) == 4
     assert seen(checkpoint, max_steps=5)[0] not in first
 
 
-@pytest.mark.parametrize(("epochs", "says"), [(2, False), (3, True)])
-def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
+@pytest.mark.parametrize(("epochs", "warns"), [(2, False), (3, True)])
+def test_resuming_a_run_with_another_length_warns(make_trainer, checkpoint, epochs, warns, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
-    told = f"{checkpoint} belongs to a run of 10 steps, but this run has {5 * epochs}: from here on"
-    assert (told in caplog.text) is says
+    warning = (
+        f"{checkpoint} belongs to a run of 10 steps, but this run has {5 * epochs}: from here on"
+    )
+    assert (warning in caplog.text) is warns
 
 
-def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
+def test_a_run_made_longer_evaluates_each_epoch_once(tmp_path):
     settings = {"evaluation_strategy": "epoch", "save_strategy": "epoch"}
     make_line_trainer(tmp_path, num_train_epochs=2, **settings).train()
     longer = make_line_trainer(tmp_path, num_train_epochs=3, **settings)
@@ -529,7 +539,7 @@ def test_a_run_that_becomes_longer_ends_each_epoch_once(tmp_path):
 
 
 @pytest.mark.parametrize("length", [{"num_train_epochs": 0.8}, {"max_steps": 4}])
-def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
+def test_a_checkpoint_beyond_the_run_s_end_is_refused(make_trainer, checkpoint, length):
     with pytest.raises(CheckpointError) as caught:
         make_trainer(**length).train(str(checkpoint))
     assert f"{checkpoint}: has made 5 steps, but this run ends after 4: " in str(caught.value)
@@ -580,7 +590,7 @@ def test_another_run_s_checkpoint_is_not_resumed(make_trainer, tmp_path, setting
     make_trainer(num_train_epochs=3).train(resume_from_checkpoint=checkpoint)
 
 
-def test_determinism_is_kept_where_it_was_written(make_trainer, checkpoint, device_settings):
+def test_another_setting_of_determinism_is_refused(make_trainer, checkpoint, device_settings):
     message = "a run with --use_deterministic_algorithms False, but this run has True"
     with pytest.raises(CheckpointError, match=message):
         make_trainer(use_deterministic_algorithms=True).train(str(checkpoint))
@@ -606,7 +616,7 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
         ("num_attention_heads", 2, "4, but this run has 2"),
     ],
 )
-def test_a_base_of_other_settings_is_not_resumed(
+def test_another_configuration_of_the_base_is_refused(
     make_trainer, make_model, tmp_path, name, value, message
 ):
     make_trainer(save_strategy="steps", save_steps=3).train()
@@ -617,7 +627,7 @@ def test_a_base_of_other_settings_is_not_resumed(
     assert f"a run with {name} (config.json) {message}: give the same" in str(caught.value)
 
 
-def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_path):
+def test_saving_lora_only_removes_an_earlier_run_s_full_model(make_trainer, tmp_path):
     out = tmp_path / "out"
     make_trainer().save_model()
     assert (out / "pytorch_model.bin").is_file()
@@ -626,9 +636,7 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_
     assert (out / "pytorch_model_lora.bin").is_file()
 
 
-def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
-    make_trainer, make_model, tmp_path
-):
+def test_a_model_set_on_the_trainer_later_is_the_one_saved(make_trainer, make_model, tmp_path):
     trainer = make_trainer()
     trainer.model = other = make_model()
     with torch.no_grad():
@@ -641,7 +649,7 @@ def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
 
 @dataclass
 class Collator:
-    """Pads, and has a setting."""
+    """A padding collator with a setting, `share`."""
 
     share: float
     pad: Callable
@@ -670,8 +678,8 @@ def test_another_setting_of_the_collator_is_refused(make_trainer, tmp_path):
 NAME = "roberta.encoder.layer.0.attention.self.query.lora_A"
 
 
-def test_weights_are_compared_once_they_are_read(make_trainer, tmp_path, monkeypatch):
-    """Each machine may see another file."""
+def test_weights_are_compared_after_a_checkpoint_is_read(make_trainer, tmp_path, monkeypatch):
+    """Machines may have read different files."""
     make_trainer(save_strategy="steps", save_steps=4).train()
     compared = []
     monkeypatch.setattr(
@@ -686,8 +694,8 @@ def test_weights_are_compared_once_they_are_read(make_trainer, tmp_path, monkeyp
 
 
 @pytest.fixture
-def of_the_first(monkeypatch):
-    """Has every gathering in trainer_checkpoint.py find another value of the first process."""
+def from_the_first_process(monkeypatch):
+    """Sets the value that trainer_checkpoint.py gathers from the first process."""
 
     def set_value(value):
         monkeypatch.setattr(trainer_checkpoint, "gather_objects", lambda own, _: [value, own])
@@ -695,21 +703,21 @@ def of_the_first(monkeypatch):
     return set_value
 
 
-def test_the_first_process_says_which_checkpoints_are_replaced(tmp_path, of_the_first):
+def test_the_first_process_decides_which_checkpoints_are_replaced(tmp_path, from_the_first_process):
     (tmp_path / "checkpoint-3").mkdir()
     args = TrainingArguments(str(tmp_path), overwrite_output_dir=True)
-    of_the_first(["checkpoint-7"])
+    from_the_first_process(["checkpoint-7"])
     assert outdated_checkpoints(args) == ["checkpoint-7"]
 
 
-def test_the_first_process_says_which_model_is_the_best(tmp_path, of_the_first):
+def test_the_first_process_decides_which_model_is_the_best(tmp_path, from_the_first_process):
     args = TrainingArguments(str(tmp_path), metric_for_best_model="score")
     state = TrainerState()
     state.log_history = [{"eval_score": 0.5, "step": step} for step in (2, 4)]
-    (tmp_path / "checkpoint-4").mkdir()  # this machine does not see the other one yet
-    of_the_first(("checkpoint-2", 0.5))
+    (tmp_path / "checkpoint-4").mkdir()  # this machine does not see checkpoint-2 yet
+    from_the_first_process(("checkpoint-2", 0.5))
     find_best(state, args, tmp_path)
     assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    of_the_first((None, None))
+    from_the_first_process((None, None))
     find_best(state, args, tmp_path)
     assert (state.best_model_checkpoint, state.best_metric) == (None, None)

@@ -1,4 +1,4 @@
-"""The Trainer: evaluation, records, half precision, and what goes wrong."""
+"""The Trainer: evaluation, records, half precision, and errors."""
 
 import json
 import math
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 # ---- evaluation ----
 
 
-def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
+def test_eval_loss_is_the_mean_over_examples(make_trainer, make_model):
     trainer = make_trainer(make_model(), per_device_eval_batch_size=4)
     metrics = trainer.evaluate()
     model = trainer.model.eval()
@@ -43,14 +43,14 @@ def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
     assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_numpys_numbers_are_plain_ones_in_the_metrics(make_trainer):
+def test_numpy_values_in_metrics_become_python_numbers(make_trainer):
     trainer = make_trainer(compute_metrics=lambda p: {"half": np.float32(0.5), "rows": np.int64(3)})
     metrics = trainer.evaluate()
     assert json.dumps([metrics["eval_half"], metrics["eval_rows"]]) == "[0.5, 3]"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, size):
+def test_batches_without_targets_do_not_count_in_the_loss(tmp_path, size):
     rows = [{"input_ids": [1, 2], "labels": [-100, 3 if n % 4 == 3 else -100]} for n in range(8)]
     for data, expected in ((rows, 3.0), (rows[:3], math.nan)):
         settings = {"per_device_eval_batch_size": size, "report_to": ["none"]}
@@ -59,8 +59,8 @@ def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, size):
         assert loss == pytest.approx(expected, nan_ok=True)
 
 
-def test_an_evaluation_multiplies_as_its_training_does(make_trainer, monkeypatch):
-    """Alone it chooses; by what a training has chosen, it does not ask, be that nothing."""
+def test_evaluation_uses_the_linear_methods_of_training(make_trainer, monkeypatch):
+    """Without training, it chooses them; after training, it keeps that choice, even if none."""
     chosen = []
     for module in (product_choices, trainer_module):
         monkeypatch.setattr(
@@ -80,7 +80,7 @@ def test_an_evaluation_multiplies_as_its_training_does(make_trainer, monkeypatch
 
 
 @pytest.mark.parametrize("settings", [{}, {"eval_accumulation_steps": 2}])
-def test_predictions_come_in_the_set_s_order_and_need_no_labels(make_trainer, settings):
+def test_predictions_are_in_order_and_need_no_labels(make_trainer, settings):
     trainer = make_trainer(
         compute_metrics=lambda p: {"rows": len(p.predictions)},
         per_device_eval_batch_size=2,
@@ -98,7 +98,7 @@ def test_predictions_come_in_the_set_s_order_and_need_no_labels(make_trainer, se
     np.testing.assert_array_equal(unlabelled.predictions, labelled.predictions)
 
 
-def test_prediction_loss_only(make_trainer):
+def test_prediction_loss_only_returns_no_predictions(make_trainer):
     trainer = make_trainer(prediction_loss_only=True, compute_metrics=lambda p: 1 / 0)
     output = trainer.predict(make_data(5))
     assert output.predictions is None
@@ -116,7 +116,7 @@ def test_regression(make_trainer, make_model):
     assert trainer.evaluate()["eval_loss"] < before / 2
 
 
-def test_full_eval_in_half_precision_gives_the_weights_back(make_trainer, make_model):
+def test_fp16_full_eval_restores_the_weights(make_trainer, make_model):
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     exact = make_trainer(model).predict(make_data(9)).predictions
@@ -129,13 +129,13 @@ def test_full_eval_in_half_precision_gives_the_weights_back(make_trainer, make_m
     ("rows", "doing", "reason"),
     [([], "evaluate", "is empty"), ([], "train", "is empty")],
 )
-def test_empty_sets(make_trainer, rows, doing, reason):
+def test_empty_sets_are_errors(make_trainer, rows, doing, reason):
     trainer = make_trainer(train=rows, evaluated=rows)
     with pytest.raises(ValueError, match=reason):
         getattr(trainer, doing)()
 
 
-def test_sets_that_are_not_there(make_model, tmp_path):
+def test_missing_sets_are_errors(make_model, tmp_path):
     args = TrainingArguments(
         output_dir=str(tmp_path), report_to=["none"], evaluation_strategy="steps"
     )
@@ -155,7 +155,7 @@ def test_sets_that_are_not_there(make_model, tmp_path):
 def test_log_records(make_trainer):
     losses = []
 
-    class Noting(Trainer):
+    class Recording(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             result = super().compute_loss(model, inputs, return_outputs)
             if model.training:
@@ -164,7 +164,7 @@ def test_log_records(make_trainer):
 
     recorder = Recorder()
     trainer = make_trainer(
-        kind=Noting,
+        kind=Recording,
         callbacks=[recorder],
         logging_steps=3,
         evaluation_strategy="steps",
@@ -224,7 +224,7 @@ def test_when_losses_are_logged(make_trainer, settings, steps):
         ({"evaluation_strategy": "no"}, []),
     ],
 )
-def test_when_it_evaluates(make_trainer, settings, steps):
+def test_when_evaluations_happen(make_trainer, settings, steps):
     trainer = make_trainer(**settings)
     trainer.train()
     assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r] == steps
@@ -271,7 +271,9 @@ def test_tensorboard(make_trainer, tmp_path):
     assert [event.step for event in events.Scalars("eval/loss")] == [5, 10]
 
 
-def test_wandb_that_is_not_installed(make_trainer, monkeypatch):
+def test_wandb_that_is_not_installed_is_an_error_unless_all_are_requested(
+    make_trainer, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="report_to wandb: it is not installed"):
         make_trainer(report_to=["wandb"])
@@ -316,9 +318,7 @@ def test_bars_are_shown_and_closed(make_trainer, capsys):
 # ---- half precision ----
 
 
-def test_bf16_holds_frozen_weights_in_it_and_the_rest_in_float32(
-    make_trainer, make_model, tiny_base, tmp_path
-):
+def test_bf16_casts_only_frozen_weights(make_trainer, make_model, tiny_base, tmp_path):
     trainer = make_trainer(make_model(), bf16=True, save_strategy="epoch")
     trainer.train()
     for name, parameter in trainer.model.named_parameters():
@@ -333,7 +333,7 @@ def test_bf16_holds_frozen_weights_in_it_and_the_rest_in_float32(
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def test_bf16_trains_as_float32_does(make_trainer):
+def test_bf16_losses_are_close_to_float32_s(make_trainer):
     losses = []
     for bf16 in (False, True):
         trainer = make_trainer(bf16=bf16, logging_steps=1, learning_rate=1e-3)
@@ -347,11 +347,11 @@ def test_fp16_needs_a_gpu(make_trainer):
         make_trainer(fp16=True, no_cuda=True)
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 
 class Diverging(Trainer):
-    """A run whose loss is not a number at its fifth batch."""
+    """Its fifth batch has a loss of NaN."""
 
     seen = 0
 
@@ -361,7 +361,7 @@ class Diverging(Trainer):
         return loss * float("nan") if self.seen == 5 else loss
 
 
-# An epoch has five batches. With two for an update, the fifth goes into that of the next two.
+# An epoch has five batches. With two per update, the fifth is added to the next two.
 @pytest.mark.parametrize(("accumulated", "step", "last", "seen"), [(1, 5, 4, 5), (2, 3, 2, 7)])
 def test_a_loss_that_is_not_finite_stops_the_run(
     make_trainer, make_model, tmp_path, accumulated, step, last, seen
@@ -377,7 +377,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     folder = tmp_path / "out" / f"checkpoint-{last}"
     message = f"the loss is not finite at step {step}; the last checkpoint is {folder};"
     assert str(caught.value).startswith(message)
-    assert trainer.seen == seen  # a CPU is asked after every update
+    assert trainer.seen == seen  # a CPU's loss is checked after every update
     model = make_model()
     load_into(model, read_adapter(folder), model.base_fingerprint)
     resumed = make_trainer(gradient_accumulation_steps=accumulated)
@@ -420,7 +420,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(make_trainer, tmp_path, mon
     assert {path.name for path in out.iterdir()} == {f"checkpoint-{n}" for n in (2, 4, 6, 8, 10)}
 
 
-def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp_path):
+def test_an_output_folder_that_cannot_be_created_is_an_error_at_once(make_trainer, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"):
         make_trainer(output_dir=str(tmp_path / "file"))
@@ -452,7 +452,7 @@ def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp
         ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),
     ],
 )
-def test_settings_that_are_refused(settings, reason):
+def test_bad_settings_are_errors(settings, reason):
     with pytest.raises(ValueError, match=reason):
         TrainingArguments("out", **settings)
 
@@ -466,20 +466,20 @@ def test_settings_that_are_refused(settings, reason):
         {"adam_beta1": 2.0, "adam_epsilon": -1.0, "do_train": True, "adafactor": True},
     ],
 )
-def test_settings_that_have_an_effect_or_none(settings):
-    """Seeds are of any size, and Adafactor has no such betas."""
+def test_any_seed_and_settings_without_effect_are_accepted(settings):
+    """AdamW's settings have no effect without training or with Adafactor."""
     args = TrainingArguments("out", **settings)
     assert {name: getattr(args, name) for name in settings} == settings
 
 
-def test_a_rank_without_a_launcher_is_refused(monkeypatch):
+def test_local_rank_without_a_launcher_is_an_error(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     args = TrainingArguments("out", local_rank=0, no_cuda=True)
     with pytest.raises(ValueError, match=r"no launcher has set RANK .* leave --local_rank"):
         _ = args.device
 
 
-def test_defaults_that_follow_from_others(monkeypatch):
+def test_defaults_that_depend_on_other_settings(monkeypatch):
     for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     args = TrainingArguments("~/out", evaluation_strategy="epoch", logging_steps=7)
@@ -495,7 +495,7 @@ def test_defaults_that_follow_from_others(monkeypatch):
 # ---- scripts ----
 
 
-def test_a_script_s_error_is_one_line(monkeypatch, capsys):
+def test_run_script_prints_an_error_as_one_line(monkeypatch, capsys):
     def main():
         raise TrainingError("first\n  second")
 

@@ -1,4 +1,4 @@
-"""Callbacks of the Trainer: what they are told, when, and what they can ask for."""
+"""Callbacks of the Trainer: their events, arguments and requests; adding and removing them."""
 
 import logging
 
@@ -20,13 +20,13 @@ EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
 class Events(TrainerCallback):
-    """Notes the events, and what was given with them by name."""
+    """Records the events in order, and the keyword arguments of the last of each."""
 
     def __init__(self):
         self.names, self.given = [], {}
 
 
-def _noted(name):
+def _recorder(name):
     def event(self, args, state, control, **given):
         self.names.append(name)
         self.given[name] = given
@@ -35,12 +35,12 @@ def _noted(name):
 
 
 for event_name in EVENTS:
-    setattr(Events, event_name, _noted(event_name))
+    setattr(Events, event_name, _recorder(event_name))
 
 
 @pytest.fixture
 def make(tmp_path):
-    """See `make_line_trainer`; without another choice, of two batches an epoch."""
+    """See `make_line_trainer`; by default with two batches per epoch."""
 
     def make(kind=Trainer, **settings):
         settings = {"per_device_train_batch_size": 10, **settings}
@@ -49,7 +49,7 @@ def make(tmp_path):
     return make
 
 
-# ---- when ----
+# ---- order of events ----
 
 STEP = ["on_step_begin", "on_step_end"]
 EVALUATION = [*["on_prediction_step"] * 3, "on_log", "on_evaluate"]
@@ -85,49 +85,49 @@ def epoch(*events):
     ],
 )
 def test_events_of_a_run(make, settings, events):
-    noted = Events()
-    make(callbacks=[noted], **settings).train()
-    assert noted.names == ["on_init_end", "on_train_begin", *events, *END]
+    recorded = Events()
+    make(callbacks=[recorded], **settings).train()
+    assert recorded.names == ["on_init_end", "on_train_begin", *events, *END]
 
 
 def test_events_of_an_evaluation_and_a_prediction(make):
-    noted = Events()
-    trainer = make(callbacks=[noted])
+    recorded = Events()
+    trainer = make(callbacks=[recorded])
     trainer.evaluate()
-    assert noted.names[1:] == EVALUATION
-    noted.names.clear()
+    assert recorded.names[1:] == EVALUATION
+    recorded.names.clear()
     trainer.predict(trainer.eval_dataset)
-    assert noted.names == ["on_prediction_step"] * 3 + ["on_predict"]
+    assert recorded.names == ["on_prediction_step"] * 3 + ["on_predict"]
 
 
-# ---- with what ----
+# ---- arguments ----
 
 
-def test_what_comes_with_the_events(make):
-    noted = Events()
-    trainer = make(callbacks=[noted], evaluation_strategy="epoch", logging_steps=1)
+def test_arguments_of_the_events(make):
+    recorded = Events()
+    trainer = make(callbacks=[recorded], evaluation_strategy="epoch", logging_steps=1)
     trainer.train()
     everywhere = {"model", "tokenizer", "optimizer", "lr_scheduler"}
     everywhere |= {"train_dataloader", "eval_dataloader"}
-    for name, given in noted.given.items():
+    for name, given in recorded.given.items():
         assert everywhere <= given.keys(), name
         assert given["model"] is trainer.model
-    assert noted.given["on_init_end"]["optimizer"] is None
-    at_step = noted.given["on_step_end"]
+    assert recorded.given["on_init_end"]["optimizer"] is None
+    at_step = recorded.given["on_step_end"]
     assert at_step["optimizer"] is trainer.optimizer
     assert at_step["lr_scheduler"] is trainer.lr_scheduler
     assert len(at_step["train_dataloader"]) == 2
     assert at_step["eval_dataloader"] is None
-    assert len(noted.given["on_prediction_step"]["eval_dataloader"]) == 3
-    assert "eval_loss" in noted.given["on_evaluate"]["metrics"]
-    assert "train_loss" in noted.given["on_log"]["logs"]
+    assert len(recorded.given["on_prediction_step"]["eval_dataloader"]) == 3
+    assert "eval_loss" in recorded.given["on_evaluate"]["metrics"]
+    assert "train_loss" in recorded.given["on_log"]["logs"]
 
 
-# ---- what they ask for ----
+# ---- requests ----
 
 
 def asking(event, request):
-    """A callback that asks for something at an event."""
+    """Makes a callback class that makes a request at an event."""
 
     def ask(self, args, state, control, **given):
         setattr(control, request, True)
@@ -148,7 +148,7 @@ def asking(event, request):
         ("on_epoch_end", "should_epoch_stop", 6),
     ],
 )
-def test_stopping(make, event, request_name, steps):
+def test_callbacks_can_stop_a_run_or_an_epoch(make, event, request_name, steps):
     settings = {"num_train_epochs": 3}
     if event == "on_substep_end":
         settings["gradient_accumulation_steps"] = 2
@@ -156,8 +156,7 @@ def test_stopping(make, event, request_name, steps):
     assert trainer.train().global_step == steps
 
 
-def test_a_pass_that_was_stopped_is_not_taken_up_again(make, tmp_path):
-    """A run that resumes after it begins with the next one."""
+def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path):
     settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "num_train_epochs": 3}
     whole = make(save_strategy="epoch", **settings)
     whole.train()
@@ -175,7 +174,7 @@ def test_a_callback_may_return_another_control(make):
     assert make(callbacks=[Returning], num_train_epochs=9).train().global_step == 3
 
 
-def test_requests_end_where_they_are_followed(make):
+def test_requests_are_reset_by_their_events(make):
     handler = make().callback_handler
     control = TrainerControl(True, True, True, True, True)
     state = TrainerState(max_steps=5)
@@ -195,7 +194,7 @@ def test_requests_end_where_they_are_followed(make):
     assert not control.should_training_stop
 
 
-# ---- adding and taking out ----
+# ---- adding and removing ----
 
 
 def kinds(trainer):
@@ -209,7 +208,7 @@ def test_default_callbacks(make):
 
 
 @pytest.mark.parametrize("by_class", [True, False])
-def test_adding_and_taking_out(make, by_class):
+def test_callbacks_can_be_added_and_removed(make, by_class):
     trainer = make()
     flow = trainer.callback_handler.callbacks[0]
     taken = trainer.pop_callback(DefaultFlowCallback if by_class else flow)
@@ -224,13 +223,13 @@ def test_adding_and_taking_out(make, by_class):
 
 
 def test_a_run_without_default_callbacks_still_runs(make):
-    """Nothing asks for a log or for its end; it ends with its data."""
+    """Nothing requests a log or the end; the run ends with its data."""
     trainer = make()
     trainer.remove_callback(DefaultFlowCallback)
     assert trainer.train().global_step == 4
 
 
-def test_two_callbacks_of_a_class_are_told(caplog):
+def test_two_callbacks_of_a_class_give_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         CallbackHandler([Events, Events()])
     assert "Events'> among the callbacks already" in caplog.text

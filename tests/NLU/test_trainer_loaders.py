@@ -1,4 +1,4 @@
-"""What the Trainer iterates over: its loaders, a user's, and sets without an index."""
+"""The Trainer's loaders, a user's own loaders and samplers, and sets without an index."""
 
 import itertools
 
@@ -27,13 +27,13 @@ def values(loader):
 # ---- the Trainer's own loaders ----
 
 
-def test_loaders_have_the_batches_that_they_say(make):
+def test_loaders_have_the_batch_sizes_and_lengths_of_the_settings(make):
     trainer = make(per_device_train_batch_size=8, per_device_eval_batch_size=2)
     train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
     assert (train.batch_size, len(train), len(list(train))) == (8, 3, 3)
     assert (evaluation.batch_size, len(evaluation), len(list(evaluation))) == (2, 5, 5)
     assert trainer.num_examples(train) == 20
-    # The set's order, whatever `evaluate` does.
+    # A loader keeps the set's order; `evaluate` may use another one.
     xs = [point["x"] for point in trainer.eval_dataset]
     assert list(itertools.chain(*values(evaluation))) == pytest.approx(xs)
     assert sorted(itertools.chain(*values(train))) == pytest.approx(
@@ -44,7 +44,7 @@ def test_loaders_have_the_batches_that_they_say(make):
         assert len(loader) == 2
 
 
-def test_a_last_batch_that_is_not_full_is_left_out_of_loaders_alone(make):
+def test_drop_last_changes_loaders_but_not_evaluate(make):
     trainer = make(
         per_device_train_batch_size=8,
         dataloader_drop_last=True,
@@ -55,14 +55,14 @@ def test_a_last_batch_that_is_not_full_is_left_out_of_loaders_alone(make):
     assert trainer.evaluate()["eval_rows"] == 9
 
 
-def test_a_loader_of_the_trainer_s_gives_what_the_collator_does(make_trainer, make_model):
-    """Not what models of this package get besides: `packed_rows`."""
+def test_loaders_yield_the_collator_s_batches(make_trainer, make_model):
+    """They leave out `packed_rows`, which training adds for models of this package."""
     trainer = make_trainer()
     for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
         assert next(iter(loader)).keys() == {"input_ids", "attention_mask", "labels"}
 
 
-def test_loaders_of_sets_that_are_not_there(make):
+def test_loaders_of_missing_sets_are_errors(make):
     trainer = make(train_dataset=None, eval_dataset=None)
     with pytest.raises(ValueError, match="training needs a train_dataset"):
         trainer.get_train_dataloader()
@@ -73,8 +73,8 @@ def test_loaders_of_sets_that_are_not_there(make):
 # ---- sets that can only be iterated over ----
 
 
-def stepped_by_hand(batches):
-    """The line after plain gradient descent on these batches, at a rate of 0.1."""
+def trained_by_hand(batches):
+    """Returns the line after gradient descent on these batches, at a rate of 0.1."""
     a = b = 0.0
     for batch in batches:
         errors = [(a * p["x"] + b - p["labels"], p["x"]) for p in batch]
@@ -89,7 +89,7 @@ def sgd(model):
 
 
 def passes_of(stream, count):
-    """The batches of four of so many passes."""
+    """Yields the batches of four of the first `count` epochs."""
     for epoch in range(count):
         stream.set_epoch(epoch)
         rows = list(stream)
@@ -115,13 +115,13 @@ def test_training_on_a_stream(make, kind, settings, steps, epoch):
     batches = list(passes_of(kind(10), 3))
     if "dataloader_drop_last" in settings:
         batches = [batch for batch in batches if len(batch) == 4]
-    assert line_of(trainer) == pytest.approx(stepped_by_hand(batches[:steps]), rel=1e-5)
+    assert line_of(trainer) == pytest.approx(trained_by_hand(batches[:steps]), rel=1e-5)
     assert trainer.state.epoch == pytest.approx(
         2 + 1 / 7 if (kind, steps) == (Stream, 7) else epoch
     )
 
 
-def test_any_iterable_will_do(make):
+def test_training_on_any_iterable(make):
     class Iterable:
         def __iter__(self):
             return iter(make_points(6))
@@ -133,7 +133,7 @@ def test_any_iterable_will_do(make):
     assert trainer.train().global_step == 4
 
 
-def test_a_stream_of_the_datasets_library(make):
+def test_training_on_an_iterable_dataset_of_datasets(make):
     rows = [{**point, "more": 1} for point in make_points(10)]
     trainer = make(train_dataset=Dataset.from_list(rows).to_iterable_dataset(), max_steps=4)
     found = list(trainer.get_train_dataloader())
@@ -142,7 +142,7 @@ def test_a_stream_of_the_datasets_library(make):
     assert trainer.train().global_step == 4
 
 
-def test_a_stream_with_a_length_is_evaluated(make):
+def test_evaluation_of_a_stream_with_a_length(make):
     stream = SizedStream(9)
     stream.points = make_points(9, seed=5)
     trainer = make(eval_dataset=stream)
@@ -160,19 +160,19 @@ def test_a_stream_with_a_length_is_evaluated(make):
         ({"eval_dataset": Stream(8)}, "the set to evaluate has no length: give one that has"),
     ],
 )
-def test_streams_that_are_refused(make, settings, message):
+def test_streams_that_cannot_be_used_are_errors_in_the_constructor(make, settings, message):
     with pytest.raises(ValueError, match=message):
         make(**settings)
 
 
-def test_streams_that_are_refused_later(make):
+def test_evaluating_a_stream_without_a_length_is_an_error(make):
     trainer = make()
     for method in (trainer.evaluate, trainer.predict):
         with pytest.raises(ValueError, match="the set to evaluate has no length"):
             method(Stream(3))
 
 
-def test_workers_that_each_read_a_stream(make, caplog, monkeypatch):
+def test_several_workers_on_a_stream_give_a_warning(make, caplog, monkeypatch):
     with monkeypatch.context() as another_process:
         another_process.setattr(TrainingArguments, "is_main_process", False)
         make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=2).get_train_dataloader()
@@ -182,17 +182,17 @@ def test_workers_that_each_read_a_stream(make, caplog, monkeypatch):
     assert "each of 2 workers iterates over the training set" in caplog.text
 
 
-def test_a_batch_of_no_tensors(make):
-    class Own(Trainer):
+def test_a_batch_without_tensors_is_an_error(make):
+    class Custom(Trainer):
         def get_eval_dataloader(self, eval_dataset=None):
             return [{"x": 1.0}]
 
     with pytest.raises(TrainingError, match="no tensor with a row for each example"):
-        make(Own).evaluate()
+        make(Custom).evaluate()
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
+def test_a_stream_too_short_for_an_update_is_an_error(make, count):
     trainer = make(train_dataset=Stream(count), max_steps=4, gradient_accumulation_steps=2)
     batches = "1 batch" if count else "0 batches"
     message = f"yielded {batches} in an epoch, fewer than an update takes"
@@ -201,11 +201,11 @@ def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
 
 
 @pytest.mark.parametrize("steps", [1, 7])
-def test_a_stream_is_read_for_as_many_steps_as_are_asked_for(make, steps):
+def test_a_stream_is_read_again_until_max_steps(make, steps):
     assert make(train_dataset=Stream(9), max_steps=steps).train().global_step == steps
 
 
-def test_a_stream_s_run_is_one_epoch_in_which_steps_are_shares(make):
+def test_a_run_on_a_stream_without_a_length_is_one_epoch(make):
     settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
     trainer = make(train_dataset=Stream(40), **settings)
     trainer.train()
@@ -235,7 +235,7 @@ class Backwards(Trainer):
     get_test_dataloader = get_eval_dataloader
 
 
-def test_a_loader_of_one_s_own_evaluates(make):
+def test_evaluation_with_a_user_s_loader(make):
     seen = []
     trainer = make(
         Backwards, model=Line(1.0, 2.0), compute_metrics=lambda p: seen.append(p) or {"n": 1}
@@ -248,21 +248,21 @@ def test_a_loader_of_one_s_own_evaluates(make):
     assert trainer.predict(trainer.eval_dataset).predictions.tolist() == expected.tolist()
 
 
-def test_a_loader_of_one_s_own_needs_no_set(make):
-    class Own(Trainer):
+def test_a_user_s_loader_needs_no_set(make):
+    class Custom(Trainer):
         def get_train_dataloader(self):
             return [{"x": torch.ones(2), "labels": torch.ones(2)}] * 3
 
         def get_eval_dataloader(self, eval_dataset=None):
             return self.get_train_dataloader()
 
-    trainer = make(Own, train_dataset=None, eval_dataset=None, evaluation_strategy="epoch")
+    trainer = make(Custom, train_dataset=None, eval_dataset=None, evaluation_strategy="epoch")
     assert trainer.train().global_step == 6
     assert sum("eval_loss" in record for record in trainer.state.log_history) == 2
 
 
 class Ordered(Trainer):
-    """A Trainer with an order of its own, in 4.4's way."""
+    """A Trainer with its own order of data, given by 4.4's hooks."""
 
     def _get_train_sampler(self):
         return SequentialSampler(self.train_dataset)
@@ -271,11 +271,11 @@ class Ordered(Trainer):
         return range(len(eval_dataset) - 1, -1, -1)
 
 
-def test_samplers_of_one_s_own(make):
+def test_a_user_s_samplers_are_used(make):
     model = Line()
     trainer = make(Ordered, model=model, optimizers=sgd(model), max_grad_norm=0)
     trainer.train()
-    expected = stepped_by_hand([make_points(20)[i : i + 4] for i in range(0, 20, 4)] * 2)
+    expected = trained_by_hand([make_points(20)[i : i + 4] for i in range(0, 20, 4)] * 2)
     assert line_of(trainer) == pytest.approx(expected, rel=1e-5)
     predictions = trainer.predict(trainer.eval_dataset).predictions
     expected = [trainer.model.a * p["x"] + trainer.model.b for p in trainer.eval_dataset[::-1]]
@@ -283,11 +283,11 @@ def test_samplers_of_one_s_own(make):
 
 
 @pytest.mark.parametrize("batch_size", [4, 3])
-def test_the_trainer_s_sampler_in_a_loader_of_one_s_own(make, batch_size):
-    """As in 4.4's get_train_dataloader, which subclasses take over and change."""
+def test_the_trainer_s_sampler_works_in_a_user_s_loader(make, batch_size):
+    """As in copies of 4.4's get_train_dataloader, which subclasses change."""
     passes = []
 
-    class Own(Trainer):
+    class Custom(Trainer):
         def get_train_dataloader(self):
             sampler = self._get_train_sampler()
             return DataLoader(
@@ -298,7 +298,7 @@ def test_the_trainer_s_sampler_in_a_loader_of_one_s_own(make, batch_size):
             passes.extend(inputs["x"].tolist())
             return super().compute_loss(model, inputs, return_outputs)
 
-    trainer = make(Own)
+    trainer = make(Custom)
     trainer.train()
     first, second = passes[:20], passes[20:]
     assert first != second
@@ -346,7 +346,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, case, step):
     assert first[-1]["step"] > step
 
 
-def test_the_last_checkpoint_is_found(make):
+def test_resume_from_checkpoint_true_finds_the_last_checkpoint(make):
     settings = {"save_strategy": "steps", "save_steps": 4}
     with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         make(**settings).train(resume_from_checkpoint=True)
@@ -361,8 +361,8 @@ def test_the_last_checkpoint_is_found(make):
         resumed.train(steps=3)
 
 
-def test_a_resumed_process_knows_whether_it_is_the_main_one(make, monkeypatch):
-    """The main one wrote the checkpoint; others would show bars and records as well."""
+def test_resuming_keeps_whether_a_process_is_the_main_one(make, monkeypatch):
+    """The main process wrote the checkpoint; the others must not show bars and records as well."""
     settings = {"save_strategy": "steps", "save_steps": 4}
     make(**settings).train()
     resumed = make(**settings)
@@ -373,23 +373,22 @@ def test_a_resumed_process_knows_whether_it_is_the_main_one(make, monkeypatch):
     assert (state.is_world_process_zero, state.is_local_process_zero) == (False, False)
 
 
-def test_another_number_of_processes_leaves_an_epoch_its_steps():
-    """Where a step has as many examples as before."""
+def test_another_number_of_processes_does_not_change_an_epoch_s_steps():
+    """That is so if a step has as many examples as before."""
     layout = {"processes": 1, "examples a step": 8}
     changed = trainer_checkpoint._changed_beside_processes
     assert changed(layout, {**layout, "processes": 2}) == []
     assert changed(layout, {"processes": 2, "examples a step": 16}) == ["examples a step"]
 
 
-def test_data_that_is_not_skipped(make):
-    """From the beginning of the pass in which the checkpoint is."""
+def test_ignore_data_skip_resumes_at_the_epoch_s_beginning(make):
     settings = {"save_strategy": "steps", "save_steps": 2, "ignore_data_skip": True}
     make(Shuffled, **settings).train()
     resumed = make(Shuffled, **settings)
     assert resumed.train(resume_from_checkpoint=True).global_step == 10
 
 
-def test_training_twice_is_two_runs(make):
+def test_training_twice_starts_a_second_run(make):
     trainer = make()
     trainer.train()
     first = line_of(trainer)
@@ -401,7 +400,7 @@ def test_training_twice_is_two_runs(make):
 
 
 def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
-    """Though only one of many differs."""
+    """Even if only one of many rows differs."""
     rows = [{"x": n / 3000, "labels": 0.5} for n in range(3000)]
     settings = {"per_device_train_batch_size": 1000, "max_steps": 2}
     make(

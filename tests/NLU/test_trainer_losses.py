@@ -1,4 +1,4 @@
-"""The losses that the Trainer logs: means over the batches that have a target."""
+"""Losses that the Trainer logs are means over the batches that have a target."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers.trainer_checkpoint import Progress, _mean_state
 
 
 class InOrder(Trainer):
-    """Reads the rows in their order, one a batch."""
+    """Reads the rows in their order, one per batch."""
 
     def get_train_dataloader(self):
         pinned = self.args.device.type == "cuda"
@@ -22,7 +22,7 @@ class InOrder(Trainer):
 
 
 class OnTheDevice(InOrder):
-    """Has a loader that gives batches on the device."""
+    """Its loader yields batches that are already on the device."""
 
     def get_train_dataloader(self):
         batches = [default_data_collator([row]) for row in self.train_dataset]
@@ -42,7 +42,7 @@ def make_trainer(folder: Path, rows, kind=InOrder, callbacks=None, **settings) -
 
 
 def losses_of(trainer: Trainer) -> list[float]:
-    """Those that were logged, and the run's."""
+    """Returns the logged losses and then the run's."""
     history = trainer.state.log_history
     return [record[name] for record in history for name in ("loss", "train_loss") if name in record]
 
@@ -56,11 +56,11 @@ def losses_of(trainer: Trainer) -> list[float]:
         ((None, None, 5, 8), 1, [math.nan, 6.5, 6.5]),
         ((None, None), 1, [math.nan, math.nan]),
         ((2, None, None, 8, None, None, 3, 3), 2, [5, 3, 4]),
-        # In the first of two passes, the last row is left over for the next pass's update.
+        # The last row of the first epoch is left over for the second epoch's update.
         ((None, None, 4), 2, [4, math.nan, 4]),
     ],
 )
-def test_a_batch_without_a_target_says_nothing_of_the_loss(
+def test_batches_without_targets_do_not_count_in_the_loss(
     tmp_path, caplog, rows, accumulation, expected
 ):
     settings = {"logging_strategy": "epoch", "num_train_epochs": 2} if len(rows) == 3 else {}
@@ -80,19 +80,19 @@ def test_a_batch_without_a_target_says_nothing_of_the_loss(
         ((4, None, None), ["1 step"]),
     ],
 )
-def test_losses_that_are_not_known_are_warned_of_once_and_for_the_run(
+def test_losses_without_any_target_give_a_warning_once_and_for_the_run(
     tmp_path, caplog, rows, expected
 ):
     make_trainer(tmp_path, rows, logging_steps=1).train()
-    said = [r.getMessage() for r in caplog.records if "had a target" in r.getMessage()]
-    assert [one.split(" had ")[0] for one in said] == [f"no batch of {n}" for n in expected]
+    warnings = [r.getMessage() for r in caplog.records if "had a target" in r.getMessage()]
+    assert [one.split(" had ")[0] for one in warnings] == [f"no batch of {n}" for n in expected]
 
 
 ROWS = (2, None, 6, None, None, 9, 1, None, 4)
 
 
-def test_a_resumed_run_logs_the_same(tmp_path):
-    """Resumed between two logs, each time."""
+def test_a_resumed_run_logs_the_same_losses(tmp_path):
+    """From every step, most of them between two logs."""
     settings = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole = make_trainer(tmp_path, ROWS, **settings)
     whole.train()
@@ -102,7 +102,7 @@ def test_a_resumed_run_logs_the_same(tmp_path):
         assert losses_of(resumed) == losses_of(whole)
 
 
-def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_target():
+def test_batches_of_weight_0_do_not_count_as_batches_without_a_target():
     progress = Progress()
     for loss, weight, has_target in ((3.0, 0.5, True), (0.0, 0.0, False), (0.0, 0.5, False)):
         progress.add(torch.tensor(loss), weight, has_target)
@@ -120,7 +120,7 @@ def test_the_first_loss_that_is_not_finite_is_named(first):
     assert progress.first_bad_step == first
 
 
-def test_processes_states_are_joined_for_another_number_of_them():
+def test_states_of_processes_are_averaged_for_another_number_of_processes():
     states = []
     for loss, has_target in ((4.0, True), (2.0, True), (0.0, False)):
         progress = Progress()
@@ -136,7 +136,7 @@ def test_processes_states_are_joined_for_another_number_of_them():
 
 
 class Waits(TrainerCallback):
-    """What made the CPU wait in the steps before a log."""
+    """Records what made the CPU wait in each step, without the log after it."""
 
     def __init__(self, gpu):
         self.gpu, self.seen = gpu, []
@@ -149,7 +149,7 @@ class Waits(TrainerCallback):
 
 
 @pytest.mark.parametrize("kind", [InOrder, OnTheDevice])
-def test_no_step_waits_to_learn_whether_there_was_a_target(tmp_path, kind):
+def test_no_step_waits_for_the_device_to_find_targets(tmp_path, kind):
     with PretendedGpu() as gpu:
         waits = Waits(gpu)
         trainer = make_trainer(tmp_path, (2, None, None, 8), kind, [waits])

@@ -1,4 +1,4 @@
-"""Evaluation and predictions of masked-language models: every row with its labels, in order."""
+"""Evaluation and prediction of masked language models: each row with its labels, in order."""
 
 import importlib.util
 import os
@@ -19,13 +19,13 @@ from transformers.trainer_pt_utils import join_rows
 
 SCRIPT = HELPERS / "two_predictions.py"
 FAMILIES = ["roberta", "deberta"]
-# One after the other in a layer and the head: about a dozen sums over 16 features.
+# In a layer and the head, about a dozen sums over 16 features follow each other.
 ADDITIONS = 12 * 16
 
 
 @pytest.fixture(scope="module")
 def mlm():
-    """The script, as a module."""
+    """The script two_predictions.py, as a module."""
     return importlib.import_module(SCRIPT.stem)
 
 
@@ -35,7 +35,7 @@ def family(request):
 
 
 def row_by_row(mlm, family: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The model's logits, the labels and the losses, of one row after the other."""
+    """Returns the model's logits, the labels and the losses, computed row by row."""
     model, rows = mlm.make_mlm(family).eval(), mlm.make_rows()
     longest = max(mlm.LENGTHS)
     logits = torch.full((len(rows), longest, mlm.VOCABULARY), float("nan"))
@@ -51,7 +51,7 @@ def row_by_row(mlm, family: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def assert_rows_are(found, expected: np.ndarray) -> None:
-    """The same logits at real tokens; behind them zeros to the batch's end, then -100."""
+    """Asserts equal logits of tokens, zeros up to the batch's length, and -100 after it."""
     assert found.shape == expected.shape
     real = ~np.isnan(expected)
     allowed = rounding(expected[real], ADDITIONS)
@@ -61,7 +61,7 @@ def assert_rows_are(found, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("steps", [None, 1, 3])
-def test_predictions_are_the_models_row_by_row(mlm, family, tmp_path, steps):
+def test_predictions_equal_the_model_s_row_by_row(mlm, family, tmp_path, steps):
     seen = []
     trainer = mlm.make_trainer(
         family,
@@ -76,7 +76,7 @@ def test_predictions_are_the_models_row_by_row(mlm, family, tmp_path, steps):
     evaluated = trainer.evaluate()
     assert np.array_equal(seen[0].predictions, seen[1].predictions)
     assert evaluated["eval_rows"] == len(labels)
-    # The mean over a batch's targets, then over the rows.
+    # A batch's loss is the mean over its targets; batches are weighted by their rows.
     targets = (labels != -100).sum(1)
     batches = [slice(start, start + 2) for start in range(0, len(labels), 2)]
     of_batches = [np.average(losses[b], weights=targets[b]) for b in batches]
@@ -85,8 +85,8 @@ def test_predictions_are_the_models_row_by_row(mlm, family, tmp_path, steps):
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def head_sees(trainer) -> list[int]:
-    """The list that every call of the head adds its number of positions to."""
+def record_head_positions(trainer) -> list[int]:
+    """Returns a list to which every call of the head appends its number of positions."""
     seen = []
     model = trainer.model
     head = model.lm_head if hasattr(model, "lm_head") else model.cls
@@ -102,20 +102,20 @@ def head_sees(trainer) -> list[int]:
         ({"compute_metrics": lambda p: {}}, False),
     ],
 )
-def test_an_evaluation_of_the_loss_alone_computes_the_targets_alone(
+def test_evaluating_the_loss_alone_computes_logits_of_targets_alone(
     mlm, family, tmp_path, settings, only_targets
 ):
     trainer = mlm.make_trainer(family, tmp_path, **settings)
-    positions = head_sees(trainer)
+    positions = record_head_positions(trainer)
     loss = trainer.evaluate()["eval_loss"]
     labels = row_by_row(mlm, family)[1]
     assert sum(positions) == ((labels != -100).sum() if only_targets else sum(mlm.LENGTHS))
     assert loss == pytest.approx(trainer.predict(mlm.make_rows()).metrics["eval_loss"], rel=1e-5)
 
 
-def test_training_computes_the_targets_alone(mlm, family, tmp_path):
+def test_training_computes_logits_of_targets_alone(mlm, family, tmp_path):
     trainer = mlm.make_trainer(family, tmp_path, num_train_epochs=1)
-    positions = head_sees(trainer)
+    positions = record_head_positions(trainer)
     trainer.train()
     assert sum(positions) == (row_by_row(mlm, family)[1] != -100).sum()
 
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory) -> Path:
-    """Where two processes have written what they predict."""
+    """The folder with the predictions of two processes."""
     folder = tmp_path_factory.mktemp("predicted")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
@@ -145,7 +145,7 @@ def predicted(tmp_path_factory) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("steps", [None, 1], ids=["at once", "accumulated"])
-def test_two_processes_gather_what_one_does(mlm, family, predicted, steps):
+def test_two_processes_gather_the_predictions_of_one(mlm, family, predicted, steps):
     found = np.load(predicted / f"{family}-{steps}.npz")
     logits, labels, _ = row_by_row(mlm, family)
     assert_rows_are(found["predictions"], logits)
@@ -155,7 +155,7 @@ def test_two_processes_gather_what_one_does(mlm, family, predicted, steps):
 # ---- gathering ----
 
 
-def test_rows_of_several_lengths_are_joined():
+def test_rows_of_different_lengths_are_joined_with_padding():
     parts = [torch.ones(2, 3, 2), torch.full((1, 1, 4), 2.0), torch.zeros(0, 2, 1)]
     joined = join_rows(parts)
     assert joined.shape == (3, 3, 4)
@@ -180,7 +180,7 @@ def test_a_collector_keeps_the_order_of_batches(steps):
     assert Collector(steps).arrays() == ()
 
 
-def test_rows_are_put_in_the_order_of_their_indices():
+def test_gathered_rows_are_sorted_by_their_indices():
     values, other = np.array([[5.0], [3.0], [4.0]]), np.array([50, 30, 40])
     first, second = gather_in_order([5, 3, 4], (values, other), world_size=1)
     assert first[:, 0].tolist() == [3, 4, 5]

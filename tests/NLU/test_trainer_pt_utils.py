@@ -44,7 +44,7 @@ JOINED = [[0, 1, 2], [3, 4, 5], [7, -100, -100]]
 
 
 @pytest.mark.parametrize("convert", [lambda part: part, lambda part: part.numpy()])
-def test_rows_of_several_widths_are_concatenated(convert):
+def test_rows_of_different_widths_are_concatenated(convert):
     wide, narrow = convert(WIDE), convert(NARROW)
     assert nested_concat(wide, narrow).tolist() == JOINED
     nested = nested_concat([wide, (wide, narrow)], [narrow, (narrow, narrow)])
@@ -54,12 +54,12 @@ def test_rows_of_several_widths_are_concatenated(convert):
     assert nested_concat(narrow, wide, padding_index=0)[0].tolist() == [7, 0, 0]
 
 
-def test_what_differs_in_kind_is_not_concatenated():
+def test_concatenating_different_types_is_an_error():
     with pytest.raises(TypeError, match="a Tensor and a tuple cannot be concatenated"):
         nested_concat(WIDE, (WIDE,))
 
 
-def test_functions_of_each_tensor():
+def test_detach_numpify_and_truncate_nested_tensors():
     graph = (nn.Parameter(WIDE) * 2, [nn.Parameter(NARROW) * 2])
     detached = nested_detach(graph)
     assert not detached[0].requires_grad
@@ -69,7 +69,7 @@ def test_functions_of_each_tensor():
     assert nested_truncate([WIDE, (WIDE,)], 1)[1][0].tolist() == [[0, 1, 2]]
 
 
-def test_arrays_like_others():
+def test_new_and_expanded_arrays_like_others():
     array = WIDE.numpy()
     assert nested_new_like([array], 4)[0].tolist() == [[-100] * 3] * 4
     assert nested_expand_like((array,), 4)[0].tolist() == [[0, 1, 2, -100], [3, 4, 5, -100]]
@@ -79,7 +79,7 @@ def test_arrays_like_others():
 
 
 def gathered(make_step, world_size=2, count=7, sizes=(2, 1, 1)):
-    """What a gatherer makes of steps of so many rows a process; row i is of the value i."""
+    """Returns what a gatherer makes of steps of `sizes` rows per process; row i has the value i."""
     gatherer = DistributedTensorGatherer(world_size, count)
     share = math.ceil(count / world_size)
     done = 0
@@ -94,20 +94,20 @@ def gathered(make_step, world_size=2, count=7, sizes=(2, 1, 1)):
     return gatherer.finalize()
 
 
-def test_rows_of_all_processes_in_the_set_s_order():
+def test_gathered_rows_are_in_the_set_s_order():
     assert gathered(lambda rows, size: rows).tolist() == list(range(7))
     nested = gathered(lambda rows, size: (rows, [rows * 10]))
     assert isinstance(nested, tuple)
     assert nested[1][0].tolist() == [10 * row for row in range(7)]
 
 
-def test_rows_of_several_widths_are_gathered():
+def test_rows_of_different_widths_are_gathered():
     found = gathered(lambda rows, size: np.repeat(rows[:, None], size + 1, axis=1))
     for row, values in enumerate(found.tolist()):
         assert values == [row] * (3 if row % 4 < 2 else 2) + [-100] * (0 if row % 4 < 2 else 1)
 
 
-def test_rows_that_were_not_added():
+def test_finalize_without_all_rows_is_an_error():
     with pytest.raises(
         TrainingError, match="6 rows were added, but 7 examples make 8 rows on 2 processes"
     ):
@@ -120,7 +120,7 @@ def test_rows_that_were_not_added():
 
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shares_follow_one_another(world_size, batch_size):
+def test_sequential_shares_are_consecutive(world_size, batch_size):
     data = list(range(10))
     shares = [
         SequentialDistributedSampler(data, world_size, rank, batch_size)
@@ -136,11 +136,13 @@ def test_shares_follow_one_another(world_size, batch_size):
 LENGTHS = [n * 7 % 23 for n in range(50)]
 
 
-def test_examples_of_about_one_length_follow_one_another():
+def test_length_grouped_indices_are_sorted_within_groups():
     order = get_length_grouped_indices(LENGTHS, 4, 3, torch.Generator().manual_seed(1))
     assert sorted(order) == list(range(50))
     assert LENGTHS[order[0]] == max(LENGTHS)
-    for start in range(12, 48, 12):  # all groups but the first, into which the longest has come
+    for start in range(
+        12, 48, 12
+    ):  # all groups but the first, into which the longest example was moved
         group = [LENGTHS[index] for index in order[start + 1 : start + 12]]
         assert group == sorted(group, reverse=True)
     again = get_length_grouped_indices(LENGTHS, 4, 3, torch.Generator().manual_seed(1))
@@ -181,7 +183,7 @@ def test_length_sampler_of_several_processes(drop_last):
 @pytest.mark.parametrize(
     ("count", "processes"), [(21, 3), (24, 3), (27, 2), (5, 2), (3, 2), (21, 1)]
 )
-def test_shards(kind, count, processes, drop_last):
+def test_shards_take_batches_in_turn(kind, count, processes, drop_last):
     whole = kind(count)
     whole.set_epoch(4)
     whole = list(whole)
@@ -207,7 +209,7 @@ def test_shards(kind, count, processes, drop_last):
         assert in_turn == whole + [row for row in repeated]
 
 
-def test_a_set_s_generator_is_seeded_by_the_pass():
+def test_a_set_s_generator_is_seeded_for_each_epoch():
     class Random(torch.utils.data.IterableDataset):
         generator = torch.Generator()
 
@@ -226,7 +228,7 @@ def test_a_set_s_generator_is_seeded_by_the_pass():
 
 
 @pytest.mark.parametrize("ignored", [0, 3])
-def test_label_smoothing_is_its_formula(ignored):
+def test_label_smoothing_equals_its_formula(ignored):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 5, 12, generator=generator)
     labels = torch.randint(12, (4, 5), generator=generator)
@@ -246,7 +248,7 @@ def test_label_smoothing_is_its_formula(ignored):
     assert torch.equal(labels, before)
 
 
-def test_smoothing_where_no_label_counts():
+def test_label_smoothing_without_labels_gives_0():
     logits = torch.randn(2, 3, 4, requires_grad=True)
     loss = LabelSmoother(0.1)((logits,), torch.full((2, 3), -100))
     loss.backward()
@@ -254,17 +256,17 @@ def test_smoothing_where_no_label_counts():
     assert not logits.grad.any()
 
 
-def test_labels_that_cannot_be_smoothed():
+def test_labels_that_cannot_be_smoothed_are_errors():
     with pytest.raises(TrainingError, match="needs class labels, not numbers"):
         LabelSmoother()((torch.zeros(2, 3),), torch.zeros(2))
     with pytest.raises(TrainingError, match=r"labels have the shape \(2,\), .* has \(3, 3\)"):
         LabelSmoother()((torch.zeros(3, 3),), torch.zeros(2, dtype=torch.int64))
 
 
-# ---- the rest ----
+# ---- predictions, parameter names and metrics ----
 
 
-def test_what_predictions_leave_out_is_said_once(caplog):
+def test_outputs_left_out_of_predictions_give_one_warning(caplog):
     logits, states = torch.randn(2, 3), (torch.randn(2, 4), torch.randn(2, 4))
     _warn_of_tuples.cache_clear()
     for _ in range(2):
@@ -276,7 +278,7 @@ def test_what_predictions_leave_out_is_said_once(caplog):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_tuple_s_loss_is_no_prediction(shape):
+def test_predictions_exclude_the_loss_of_a_tuple(shape):
     loss, logits = torch.ones(shape), torch.randn(2, 3)
     for outputs, with_loss in (((loss, logits), True), ((logits,), False)):
         (found,) = predictions_of(outputs, with_loss)
@@ -285,7 +287,7 @@ def test_a_tuple_s_loss_is_no_prediction(shape):
     assert found is logits
 
 
-def test_names_of_parameters_but_those_of_some_layers():
+def test_parameter_names_exclude_those_of_forbidden_layers():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -301,7 +303,7 @@ def test_names_of_parameters_but_those_of_some_layers():
     assert set(get_parameter_names(model, [])) == everything
 
 
-def test_metrics_for_people():
+def test_metrics_format_is_readable():
     assert metrics_format(
         {
             "train_runtime": 3661.257,
@@ -321,15 +323,15 @@ def test_metrics_for_people():
     }
 
 
-def test_what_a_search_compares():
-    aside = {"eval_runtime": 5.0, "eval_samples_per_second": 7.0, "epoch": 2.0}
-    aside["eval_mem_cpu_peak"] = 10**9
-    given = {"eval_loss": 0.5, **aside}
+def test_the_default_objective_of_a_search():
+    ignored_metrics = {"eval_runtime": 5.0, "eval_samples_per_second": 7.0, "epoch": 2.0}
+    ignored_metrics["eval_mem_cpu_peak"] = 10**9
+    given = {"eval_loss": 0.5, **ignored_metrics}
     assert default_compute_objective(given) == 0.5
     scored = {**given, "eval_accuracy": 0.25, "eval_f1": 0.5}
     assert default_compute_objective(scored) == 0.75
-    assert given.keys() == {"eval_loss", *aside}
+    assert given.keys() == {"eval_loss", *ignored_metrics}
 
 
-def test_first_process_of_a_machine():
+def test_is_main_process():
     assert [is_main_process(rank) for rank in (-1, 0, 1)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""What a run records, and where it reports to."""
+"""What a run records, logs and draws, and where it reports."""
 
 import copy
 import os
@@ -42,7 +42,7 @@ INSTALLED = [
     ("asked", "expected"),
     [([], []), (["none"], []), (None, INSTALLED), (["all"], INSTALLED)],
 )
-def test_where_a_run_reports_to(make_trainer, asked, expected):
+def test_report_to_chooses_the_reporting_callbacks(make_trainer, asked, expected):
     assert reporters(make_trainer(report_to=asked)) == expected
 
 
@@ -51,14 +51,14 @@ def test_where_a_run_reports_to(make_trainer, asked, expected):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What pictures were drawn of, by panel and line."""
+    """Collects the values of each picture that is drawn, by panel and line."""
     pictures, draw = [], curves._draw
 
-    def note(panels):
+    def record(panels):
         pictures.append(panels)
         return draw(panels)
 
-    monkeypatch.setattr(curves, "_draw", note)
+    monkeypatch.setattr(curves, "_draw", record)
     return pictures
 
 
@@ -96,15 +96,15 @@ def test_a_resumed_run_is_drawn_as_a_whole(make_trainer, tmp_path, drawn):
     assert first["training"].items() <= whole["training"].items()
 
 
-def test_an_evaluation_after_the_run_is_drawn_too(make_trainer, drawn):
+def test_an_evaluation_after_the_run_is_drawn_as_well(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     trainer = make_trainer(**{**PLOT, "evaluation_strategy": "no"})
     trainer.evaluate()
-    assert not drawn  # there is no run
+    assert not drawn  # there is no run yet
     trainer.train()
     trainer.evaluate()
     assert [list(panels["loss"]) for panels in drawn] == [["training"], ["training", "evaluation"]]
-    trainer.evaluate(make_data(3))  # may be another set
+    trainer.evaluate(make_data(3))  # another set, perhaps
     assert len(drawn) == 2
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_evaluated_its_last_weights_is_drawn_once(make_trainer, drawn
     assert len(drawn) == 1
 
 
-def test_after_a_search_its_last_trial_is_not_drawn_into_its_folder(make_trainer, drawn):
+def test_an_evaluation_after_a_search_is_not_drawn(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     trainer = make_trainer(**{**PLOT, "evaluation_strategy": "no"})
     trainer.train()
@@ -125,7 +125,7 @@ def test_after_a_search_its_last_trial_is_not_drawn_into_its_folder(make_trainer
     assert len(drawn) == 1
 
 
-def test_evaluations_of_earlier_weights_leave_the_last_ones_to_draw(make_trainer, drawn):
+def test_the_last_step_s_evaluation_is_drawn_once_after_earlier_ones(make_trainer, drawn):
     trainer = make_trainer(**PLOT)
     state = TrainerState(max_steps=4, global_step=4)
     state.log_history = [{"eval_loss": 0.5, "step": step} for step in (2, 4)]
@@ -136,7 +136,7 @@ def test_evaluations_of_earlier_weights_leave_the_last_ones_to_draw(make_trainer
     assert len(drawn) == 1
 
 
-def test_an_evaluation_of_the_best_model_is_not_one_of_the_last_step(make_trainer, drawn):
+def test_an_evaluation_of_the_best_model_is_not_drawn_as_the_last_step_s(make_trainer, drawn):
     pytest.importorskip("matplotlib")
     trainer = make_trainer(**PLOT, load_best_model_at_end=True)
     trainer.train()
@@ -158,22 +158,24 @@ def test_other_processes_draw_nothing(make_trainer, tmp_path, drawn):
 @pytest.mark.parametrize(
     ("asked", "levels"), [(["plot"], ["WARNING"]), (["all"], ["INFO"]), (["none"], [])]
 )
-def test_without_matplotlib_a_run_says_so_once(
+def test_without_matplotlib_a_run_reports_it_once(
     make_trainer, monkeypatch, tmp_path, caplog, asked, levels
 ):
     for name in ("matplotlib", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     settings = {**PLOT, "report_to": asked, "do_train": True, "log_level": "info"}
     make_trainer(**settings).train()
-    said = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
-    assert said == levels
+    found = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
+    assert found == levels
     assert not (tmp_path / "out" / CURVES_NAME).exists()
 
 
-# ---- what is said ----
+# ---- logs ----
 
 
-def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, caplog, tiny_base):
+def test_tables_of_a_run_s_settings_and_results_are_logged(
+    make_trainer, tmp_path, caplog, tiny_base
+):
     settings = {**PLOT, "report_to": ["none"], "log_level": "info", "save_strategy": "epoch"}
     trainer = make_trainer(**settings)
     trainer.train()
@@ -219,11 +221,11 @@ def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, cap
 
 
 def rows_of(text: str) -> dict[str, str]:
-    """The rows of a table below a line."""
+    """Returns the rows of a table, without its heading, by name."""
     return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
 
 
-def test_one_step_of_one_epoch_is_in_the_singular(make_trainer, caplog):
+def test_one_step_and_one_epoch_are_in_the_singular(make_trainer, caplog):
     settings = {"log_level": "info", "num_train_epochs": 1, "per_device_train_batch_size": 20}
     trainer = make_trainer(**settings)
     trainer.train()
@@ -233,9 +235,9 @@ def test_one_step_of_one_epoch_is_in_the_singular(make_trainer, caplog):
     assert "; 1 step in " in rows_of(after)["trained"]
 
 
-def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, caplog):
+def test_a_loss_logged_within_the_first_step_has_a_line(make_trainer, caplog):
     class Logs(Trainer):
-        """One whose loss logs itself, before the step is made."""
+        """It logs the loss before the step is done."""
 
         def compute_loss(self, model, inputs, return_outputs=False):
             loss = super().compute_loss(model, inputs)
@@ -249,7 +251,7 @@ def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, cap
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_other_processes_do_not_say_what_a_run_does(make_trainer, caplog, monkeypatch, main):
+def test_only_the_main_process_logs_the_tables(make_trainer, caplog, monkeypatch, main):
     monkeypatch.setattr(TrainingArguments, "is_main_process", main)
     trainer = make_trainer()
     caplog.set_level("INFO")
@@ -259,7 +261,7 @@ def test_other_processes_do_not_say_what_a_run_does(make_trainer, caplog, monkey
     assert tables == ["training", "finished"] * main
 
 
-def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):
+def test_a_run_without_a_log_level_prints_only_records(make_trainer, caplog, capsys):
     trainer = make_trainer(logging_steps=5)
     trainer.train()
     trainer.log_end()
@@ -272,8 +274,8 @@ NAMED = {"train/loss": 0.5, "eval/loss": 0.25, "train/epoch": 1.0}
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_tensorboard_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
-    """Of the main process alone; each trial of a search has a folder of its own."""
+def test_tensorboard_is_given_numbers_by_step(tmp_path, monkeypatch, main):
+    """Only by the main process; each trial of a search has its own folder."""
     opened, scalars, closed = [], [], []
 
     def writer(log_dir):
@@ -301,7 +303,7 @@ def test_tensorboard_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_wandb_gets_numbers_by_their_step(tmp_path, monkeypatch, main):
+def test_wandb_is_given_numbers_by_step(tmp_path, monkeypatch, main):
     begun, logged = [], []
 
     def init(name, config):
@@ -333,7 +335,7 @@ def test_two_runs_have_the_same_records(make_trainer, tmp_path):
         )
         trainer.train()
         runs.append(trainer.state.log_history)
-        # So that the process's peak is another one in the second run.
+        # This raises the process's peak of memory for the second run.
         ballast = bytearray(64 * 2**20)
         ballast[:: 2**12] = b"\1" * len(ballast[:: 2**12])
     assert without_runtimes(runs[0]) == without_runtimes(runs[1])
@@ -341,7 +343,7 @@ def test_two_runs_have_the_same_records(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_memory_figures_are_in_the_results(make_trainer, skip):
+def test_memory_metrics_are_in_the_results(make_trainer, skip):
     seen = []
     trainer = make_trainer(skip_memory_metrics=skip)
     trainer.callback_handler.callbacks[0].on_evaluate = lambda *args, metrics, **about: seen.append(
@@ -358,8 +360,8 @@ def test_memory_figures_are_in_the_results(make_trainer, skip):
     assert seen == [results[1][0]]
 
 
-def test_operations_are_stored_when_asked_for(make_trainer):
-    """As subclasses of 4.4's Trainer ask for it, before they save."""
+def test_store_flos_updates_the_state(make_trainer):
+    """Subclasses of 4.4's Trainer call it before they save."""
     trainer = make_trainer()
     trainer.train()
     before = trainer.state.total_flos
@@ -369,8 +371,8 @@ def test_operations_are_stored_when_asked_for(make_trainer):
         assert trainer.state.total_flos == before + 12
 
 
-def test_operations_are_those_of_the_model_that_is_trained(make_trainer):
-    """A trial of a search has another one than the trial before."""
+def test_operations_are_counted_for_the_current_model(make_trainer):
+    """Each trial of a search has another model."""
     trainer, inputs = make_trainer(), {"input_ids": torch.ones(2, 3)}
     model = trainer.model
     for weights in (5, 7):

@@ -1,4 +1,4 @@
-"""Models from `model_init`, and searches for hyperparameters."""
+"""Models from `model_init`, and hyperparameter searches."""
 
 import importlib.util
 import random
@@ -22,7 +22,7 @@ def make(tmp_path):
     return lambda **settings: make_line_trainer(tmp_path / "out", **settings)
 
 
-# ---- model_init, and what is not given ----
+# ---- model_init, and default arguments ----
 
 
 def test_each_run_has_a_new_model(make):
@@ -38,7 +38,7 @@ def test_each_run_has_a_new_model(make):
         assert (line_of(trainer) == line_of(plain)) is (seed == 42)
 
 
-def test_a_new_model_is_seeded(make):
+def test_each_new_model_has_the_same_seed(make):
     class Random(Line):
         def __init__(self):
             super().__init__(*torch.randn(2).tolist())
@@ -51,7 +51,7 @@ def test_a_new_model_is_seeded(make):
     assert lines[0] == lines[1]
 
 
-def test_an_optimizer_of_an_earlier_model_is_not_taken(make):
+def test_an_optimizer_of_an_earlier_model_is_replaced(make):
     trainer, plain = make(model_init=Line), make(model=Line())
     trainer.create_optimizer_and_scheduler(num_training_steps=10)
     for each in (trainer, plain):
@@ -86,12 +86,12 @@ def test_model_init_may_take_the_trial(make):
         ),
     ],
 )
-def test_models_that_cannot_be_made(make, settings, message):
+def test_missing_or_wrong_models_are_errors(make, settings, message):
     with pytest.raises(RuntimeError, match=message):
         make(**settings)
 
 
-def test_a_model_and_model_init(make):
+def test_train_prefers_model_init_to_the_model(make):
     with pytest.warns(FutureWarning, match="train uses model_init's"):
         trainer = make(model=Line(5.0), model_init=Line)
     assert trainer.model.a.item() == 5
@@ -101,7 +101,7 @@ def test_a_model_and_model_init(make):
     assert line_of(trainer) == line_of(expected)
 
 
-def test_no_settings_are_those_of_a_folder(tmp_path, monkeypatch):
+def test_default_arguments_write_to_tmp_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(Line())
     assert trainer.args.output_dir == "tmp_trainer"
@@ -165,7 +165,7 @@ class Study:
 
 @pytest.fixture
 def studies(monkeypatch):
-    """A package that stands in for optuna; the studies that it has made."""
+    """Replaces optuna by a package of this file; returns the studies that it makes."""
     made = []
     package = types.ModuleType("optuna")
     package.__spec__ = sys.__spec__
@@ -176,7 +176,7 @@ def studies(monkeypatch):
 
 
 def start(trial):
-    """A line that a trial chooses where to begin; far from 2x + 3 but at one place."""
+    """Makes a line whose start the trial chooses, mostly far from 2x + 3."""
     begin = 0 if trial is None else trial.suggest_int("begin", -40, 4)
     return Line(float(begin), float(begin))
 
@@ -208,7 +208,7 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
         folder = tmp_path / "out" / f"run-{trial.number}"
         assert {path.name for path in folder.iterdir()} == {"checkpoint-5", "checkpoint-10"}
     assert trainer.args.output_dir == str(tmp_path / "out")
-    # The best trial by itself.
+    # Training with the best trial's choices gives the same loss.
     alone = make(
         model=Line(*[float(best.hyperparameters["begin"])] * 2),
         learning_rate=best.hyperparameters["learning_rate"],
@@ -217,7 +217,7 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
     assert alone.evaluate()["eval_loss"] == best.objective
 
 
-def test_what_is_compared_can_be_chosen(make, studies):
+def test_objective_direction_and_names_can_be_chosen(make, studies):
     trainer = make(model_init=Line, compute_metrics=lambda p: {"score": 1.0})
     best = trainer.hyperparameter_search(
         hp_space=lambda trial: {"seed": trial.suggest_int("seed", 1, 40)},
@@ -232,8 +232,8 @@ def test_what_is_compared_can_be_chosen(make, studies):
     assert trainer.args.seed == best.hyperparameters["seed"]
 
 
-def test_a_trial_may_be_ended(make, studies):
-    """Its checkpoints stay, and the next one begins anew."""
+def test_a_trial_can_be_pruned(make, studies):
+    """The next trial starts from a new model."""
     trainer = make(
         model_init=start, evaluation_strategy="epoch", num_train_epochs=3, disable_tqdm=False
     )
@@ -253,14 +253,14 @@ def test_default_space():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs optuna")
-def test_with_optuna_itself(make, tmp_path):
+def test_a_search_with_optuna_itself(make, tmp_path):
     trainer = make(model_init=start, evaluation_strategy="epoch")
     best = trainer.hyperparameter_search(hp_space=rates, n_trials=3)
     assert best.hyperparameters.keys() == {"begin", "learning_rate"}
     assert best.run_id in {"0", "1", "2"}
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -284,14 +284,14 @@ def test_with_optuna_itself(make, tmp_path):
         ),
     ],
 )
-def test_searches_that_are_refused(make, studies, settings, search, error, message):
+def test_bad_searches_are_errors(make, studies, settings, search, error, message):
     trainer = make(**(settings or {"model_init": Line}))
     with pytest.raises(error, match=message):
         trainer.hyperparameter_search(n_trials=1, **search)
     assert Path(trainer.args.output_dir).name == "out"
 
 
-def test_a_search_without_optuna(make, monkeypatch):
+def test_a_search_without_optuna_is_an_error(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(RuntimeError, match=NO_OPTUNA):
         make(model_init=Line).hyperparameter_search(n_trials=1)

@@ -1,4 +1,4 @@
-"""Trainers whose steps are overridden as users do, and outputs of several tensors and widths."""
+"""Trainers with overridden methods, and models with outputs of several tensors and widths."""
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ def trained(trainer):
     return line_of(trainer), trainer.evaluate()["eval_loss"]
 
 
-# ---- a loss of one's own ----
+# ---- an overridden loss ----
 
 
-class Popping(Trainer):
-    """Takes the labels out of the batch, and computes the loss of what the model returns."""
+class LabelPopping(Trainer):
+    """Takes the labels out of the batch, and computes the loss from the model's outputs."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.pop("labels")
@@ -43,7 +43,7 @@ class Popping(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class Weighing(Trainer):
+class Doubling(Trainer):
     """Doubles the model's own loss."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
@@ -51,21 +51,21 @@ class Weighing(Trainer):
         return (2 * loss, outputs) if return_outputs else 2 * loss
 
 
-def test_a_loss_that_takes_labels_out_of_the_batch(make):
-    assert trained(make(Popping)) == trained(make())
-    trainer, plain = (make(kind, model=Line(1.0, 2.0)) for kind in (Popping, Trainer))
+def test_compute_loss_may_pop_labels_from_the_batch(make):
+    assert trained(make(LabelPopping)) == trained(make())
+    trainer, plain = (make(kind, model=Line(1.0, 2.0)) for kind in (LabelPopping, Trainer))
     found, expected = (t.predict(t.eval_dataset) for t in (trainer, plain))
     assert found.predictions.tolist() == expected.predictions.tolist()
     assert found.label_ids.tolist() == expected.label_ids.tolist()
 
 
-def test_a_loss_that_is_the_model_s_times_two(make):
-    trainer, plain = (make(kind, model=Line(1.0, 2.0)) for kind in (Weighing, Trainer))
+def test_compute_loss_may_change_the_model_s_loss(make):
+    trainer, plain = (make(kind, model=Line(1.0, 2.0)) for kind in (Doubling, Trainer))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(2 * plain.evaluate()["eval_loss"])
     assert trainer.train().training_loss == pytest.approx(2 * plain.train().training_loss, rel=0.2)
 
 
-# ---- steps of one's own ----
+# ---- overridden steps ----
 
 
 class Stepping(Trainer):
@@ -87,7 +87,7 @@ class Stepping(Trainer):
 
 
 class Predicting(Trainer):
-    """A prediction step that gives the predictions' negatives."""
+    """Its prediction step returns the negatives of the predictions."""
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, predictions, labels = super().prediction_step(
@@ -97,14 +97,14 @@ class Predicting(Trainer):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_training_step_of_one_s_own(make, accumulated):
+def test_training_step_can_be_overridden(make, accumulated):
     first, second = (
         make(kind, gradient_accumulation_steps=accumulated) for kind in (Stepping, Trainer)
     )
     assert trained(first) == trained(second)
 
 
-def test_a_prediction_step_of_one_s_own(make):
+def test_prediction_step_can_be_overridden(make):
     trainer, plain = (make(kind, model=Line(1.0, 2.0)) for kind in (Predicting, Trainer))
     found, expected = (t.predict(t.eval_dataset) for t in (trainer, plain))
     assert (-found.predictions).tolist() == expected.predictions.tolist()
@@ -112,7 +112,7 @@ def test_a_prediction_step_of_one_s_own(make):
 
 
 @pytest.mark.parametrize("returned", [[[torch.zeros(4)]], {"logits": torch.zeros(4)}, [1.0]])
-def test_a_prediction_step_that_returns_something_else(make, returned):
+def test_a_prediction_step_that_returns_other_types_is_an_error(make, returned):
     class Odd(Trainer):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
             return None, returned, None
@@ -121,7 +121,7 @@ def test_a_prediction_step_that_returns_something_else(make, returned):
         make(Odd).predict(make_points(4))
 
 
-def test_an_optimizer_of_one_s_own(make):
+def test_create_optimizer_and_create_scheduler_can_be_overridden(make):
     class Own(Trainer):
         def create_optimizer(self):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -136,11 +136,11 @@ def test_an_optimizer_of_one_s_own(make):
     assert isinstance(trainer.optimizer, torch.optim.SGD)
 
 
-# ---- an evaluation of one's own, as question answering has it ----
+# ---- an overridden evaluation, as for question answering ----
 
 
 class Answering(Trainer):
-    """Evaluates in two steps: what the model predicts, and the metrics of what is made of it."""
+    """Evaluates in two steps: the model's predictions, then metrics that are computed from them."""
 
     def evaluate(self, eval_dataset=None, ignore_keys=None):
         loader = self.get_eval_dataloader(eval_dataset)
@@ -157,7 +157,7 @@ class Answering(Trainer):
         return metrics
 
 
-def test_an_evaluation_of_one_s_own(make, capsys):
+def test_evaluate_can_be_overridden(make, capsys):
     seen = []
     trainer = make(
         Answering,
@@ -174,7 +174,7 @@ def test_an_evaluation_of_one_s_own(make, capsys):
     assert "Evaluation" in capsys.readouterr().err
 
 
-def test_an_evaluation_that_leaves_out_a_last_batch(make):
+def test_prediction_loop_leaves_out_the_last_batch_with_drop_last(make):
     trainer = make(model=Line(1.0, 2.0), dataloader_drop_last=True)
     whole = trainer.predict(trainer.eval_dataset).predictions.tolist()
     output = trainer.prediction_loop(trainer.get_eval_dataloader(), "kept alone")
@@ -183,7 +183,7 @@ def test_an_evaluation_that_leaves_out_a_last_batch(make):
     assert output.metrics["eval_loss"] == pytest.approx(float(errors.mean()), rel=1e-6)
 
 
-# ---- several outputs, of varying width ----
+# ---- several outputs of different widths ----
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_rows_with_some_of_the_labels_have_no_loss(make_spans_trainer):
 
 
 @pytest.mark.parametrize("steps", [None, 1, 3])
-def test_outputs_of_several_tensors_and_widths(make_spans_trainer, steps):
+def test_predictions_of_several_tensors_and_widths(make_spans_trainer, steps):
     seen = []
     trainer = make_spans_trainer(
         eval_accumulation_steps=steps, compute_metrics=lambda p: seen.append(p) or {"n": 1}
@@ -229,7 +229,7 @@ def test_outputs_of_several_tensors_and_widths(make_spans_trainer, steps):
     ]
 
 
-def test_outputs_that_are_left_out(make_spans_trainer):
+def test_ignore_keys_leaves_outputs_out(make_spans_trainer):
     trainer = make_spans_trainer()
     rows = make_spans(8)
     both = trainer.predict(rows)
@@ -244,7 +244,7 @@ def test_outputs_that_are_left_out(make_spans_trainer):
     assert len(trainer.predict(rows, ignore_keys=[]).predictions) == 2
 
 
-def test_training_on_several_labels(make_spans_trainer):
+def test_training_with_several_labels(make_spans_trainer):
     trainer = make_spans_trainer(num_train_epochs=20)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -254,7 +254,7 @@ def test_training_on_several_labels(make_spans_trainer):
 # ---- label smoothing ----
 
 
-def test_the_label_smoother_is_there_where_it_is_asked_for(make):
+def test_the_label_smoother_exists_only_if_requested(make):
     class Classifier(nn.Module):
         def __init__(self):
             super().__init__()
@@ -279,10 +279,10 @@ def test_the_label_smoother_is_there_where_it_is_asked_for(make):
 
 class Hooked(Trainer):
     def _save(self, output_dir=None):
-        raise AssertionError("nobody calls this")
+        raise AssertionError("the Trainer does not call this")
 
 
-def test_a_hook_that_is_not_called_is_said(make, caplog):
+def test_a_hook_that_is_not_called_gives_a_warning(make, caplog):
     make()
     assert "does not call" not in caplog.text
     make(Hooked)

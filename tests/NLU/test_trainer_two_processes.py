@@ -1,4 +1,4 @@
-"""The Trainer on two processes beside one: streams, several outputs, loaders of one's own."""
+"""The Trainer on two processes: streams, several outputs, and a user's own loaders."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "two_trainings.py"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """What two processes have written."""
+    """The results that two processes wrote."""
     folder = tmp_path_factory.mktemp("two")
     settings = {"launcher": "torch.distributed.run", "restarts": 0, "tree": "NLU"}
     ended = launch(2, SCRIPT, folder, **settings, CUDA_VISIBLE_DEVICES="")
@@ -28,8 +28,8 @@ def found(tmp_path_factory) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_a_stream_is_shared_out(found):
-    """Eight points a step, four for each; the last step is filled up from the beginning."""
+def test_a_stream_is_split_between_processes(found):
+    """Eight points per step, four for each; the last step is filled from the beginning."""
     stream = Stream(11)
     stream.set_epoch(0)
     xs = [point["x"] for point in stream]
@@ -46,12 +46,12 @@ def test_several_outputs_are_gathered_in_the_set_s_order(found, tmp_path):
     assert found["spans_loss"] == pytest.approx(alone.metrics["eval_loss"], rel=1e-6)
 
 
-def test_a_loader_of_one_s_own_counts_each_example_once(found, tmp_path):
+def test_a_user_s_loader_predicts_each_example_once(found, tmp_path):
     points = make_points(9, seed=5)
     predictions = make_line_trainer(tmp_path, model=Line(1.0, 2.0)).predict(points).predictions
     assert found["own"] == [predictions.tolist()]
     squares = [(p - point["labels"]) ** 2 for p, point in zip(predictions, points, strict=True)]
-    # The second process's first batch has one example of its own; its loss counts as much.
+    # The last batch is one example and three repeated ones, and counts as one example.
     first, second, last = squares[:4], squares[4:8], [squares[8], *squares[:3]]
     expected = (sum(first) + sum(second) + sum(last) / 4) / 9
     assert found["own_loss"] == pytest.approx(expected, rel=1e-5)
@@ -64,7 +64,7 @@ def test_resumed_runs_end_with_the_same_bits(found):
     assert whole == resumed
 
 
-def test_helpers_of_several_processes(found):
+def test_helpers_for_several_processes(found):
     assert found["turns"] == [0, 1]
     assert found["rows"] == [[0, 1], [2, 3], [10, 11]]
     assert found["scalars"] == [0, 0.5, 1, 0.5]

@@ -1,4 +1,4 @@
-"""`TrainingArguments`: 4.4.2's fields and defaults, and what is read from them."""
+"""`TrainingArguments` has 4.4.2's fields and defaults; what depends on them, and run states."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from transformers import TrainerState, TrainingArguments
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 from transformers.training_args import ParallelMode
 
-# 4.4.2's fields with their defaults, as they are once a TrainingArguments is made; but for those
-# that depend on the machine, the time or what is installed.
+# 4.4.2's fields with their values after __init__, except those that depend on the machine, the time
+# or the installed packages.
 DEFAULTS = {
     "overwrite_output_dir": False,
     "do_train": False,
@@ -78,39 +78,39 @@ DEFAULTS = {
 
 @pytest.fixture
 def args(monkeypatch):
-    """Makes settings of this process alone."""
+    """Makes TrainingArguments of a run with this process alone."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return lambda **given: TrainingArguments("out", **given)
 
 
-def test_fields_and_defaults(args):
+def test_fields_and_defaults_are_those_of_4_4_2(args):
     made = args()
     assert {name: getattr(made, name) for name in DEFAULTS} == DEFAULTS
     fields = {field.name for field in dataclasses.fields(made) if field.init}
     assert {"output_dir", "logging_dir", "disable_tqdm", "report_to", *DEFAULTS} <= fields
 
 
-def test_apex_has_no_mixed_precision_any_more(args):
+def test_fp16_with_apex_is_an_error(args):
     with pytest.raises(ValueError, match="use --fp16_backend amp"):
         args(fp16=True, fp16_backend="apex")
     args(fp16=True)
-    args(fp16_backend="apex")  # which nothing asks for
+    args(fp16_backend="apex")  # it has no effect without fp16
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 1),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, -1),  # left over from another job, perhaps
+        ({"RANK": "0", "WORLD_SIZE": "1"}, -1),  # may be left from another job
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 0),
         ({"LOCAL_RANK": "-1"}, -1),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, 0),  # a process a machine: it has one GPU, or none
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 0),  # one process per machine, which has at most one GPU
         ({"WORLD_SIZE": "2"}, "^RANK is not set in the environment: start"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "first"}, "^LOCAL_RANK is 'first'"),
     ],
 )
-def test_the_local_rank_that_a_launcher_gives(args, monkeypatch, environment, expected):
-    """Without one, of several processes each would be a run of its own."""
+def test_local_rank_comes_from_the_launcher_s_environment(args, monkeypatch, environment, expected):
+    """Without a local rank, each of several processes would be a separate run."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -122,7 +122,7 @@ def test_the_local_rank_that_a_launcher_gives(args, monkeypatch, environment, ex
         args()
 
 
-def test_no_bars_where_standard_error_is_closed(monkeypatch, tmp_path):
+def test_bars_are_off_if_standard_error_is_closed(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stderr", None)
     assert TrainingArguments(str(tmp_path)).disable_tqdm is True
 
@@ -142,7 +142,7 @@ def test_parallel_mode(args):
     assert args(local_rank=0).parallel_mode is ParallelMode.DISTRIBUTED
 
 
-def test_settings_as_plain_values(args):
+def test_settings_as_dicts_and_json(args):
     made = args(evaluation_strategy="epoch", report_to="none", per_device_train_batch_size=3)
     plain = made.to_dict()
     assert plain["evaluation_strategy"] == "epoch"
@@ -159,37 +159,37 @@ def test_settings_as_plain_values(args):
     ("asked", "expected"),
     [("none", ["none"]), ("all", ["all"]), (None, ["all"]), ([], []), (["wandb"], ["wandb"])],
 )
-def test_one_place_to_report_to_may_be_a_text(args, asked, expected):
+def test_report_to_may_be_a_string(args, asked, expected):
     assert args(report_to=asked).report_to == expected
 
 
 @pytest.mark.parametrize("name", ["comet_ml", "mlflow", "azure_ml"])
-def test_places_to_report_to_that_are_not_carried(args, name):
+def test_unsupported_values_of_report_to_are_errors(args, name):
     with pytest.raises(ValueError, match=f"not {name}: add a TrainerCallback for it"):
         args(report_to=name)
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "is_said"),
+    ("given", "steps", "is_logged"),
     [
         ({"evaluation_strategy": "steps", "eval_steps": 3, "save_steps": 5}, 3, True),
         ({"evaluation_strategy": "epoch", "save_steps": 5}, 5, True),
         ({"evaluation_strategy": "epoch", "save_strategy": "epoch", "save_steps": 5}, 5, False),
     ],
 )
-def test_where_models_are_compared_each_evaluation_saves_one(args, caplog, given, steps, is_said):
+def test_load_best_model_at_end_saves_at_every_evaluation(args, caplog, given, steps, is_logged):
     caplog.set_level("INFO")
     made = args(load_best_model_at_end=True, **given)
     assert (made.save_strategy, made.save_steps) == (given["evaluation_strategy"], steps)
-    assert ("a checkpoint is saved at every evaluation" in caplog.text) == is_said
+    assert ("a checkpoint is saved at every evaluation" in caplog.text) == is_logged
 
 
-def test_none_goes_with_no_other_place(args):
+def test_report_to_none_with_others_is_an_error(args):
     with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot, tensorboard$"):
         args(report_to=["tensorboard", "none", "plot"])
 
 
-def test_places_that_are_not_installed(tmp_path):
+def test_report_to_packages_that_are_not_installed_is_an_error(tmp_path):
     for name, available in (
         ("tensorboard", is_tensorboard_available()),
         ("wandb", is_wandb_available()),
@@ -202,7 +202,7 @@ def test_places_that_are_not_installed(tmp_path):
 # ---- the state of a run ----
 
 
-def test_a_state_is_what_was_saved(tmp_path):
+def test_a_state_is_saved_and_loaded(tmp_path):
     state = TrainerState(
         epoch=1.5,
         global_step=3,
@@ -216,8 +216,8 @@ def test_a_state_is_what_was_saved(tmp_path):
     assert TrainerState.load_from_json(tmp_path / "state.json") == state
 
 
-def test_a_state_of_4_4_2_s_own(tmp_path):
-    """As that writes it after three updates."""
+def test_a_state_written_by_4_4_2_is_loaded(tmp_path):
+    """The file is what 4.4.2 writes after three updates."""
     written = {
         "best_metric": None,
         "best_model_checkpoint": None,
@@ -238,8 +238,8 @@ def test_a_state_of_4_4_2_s_own(tmp_path):
     assert dataclasses.asdict(state) == written
 
 
-def test_operations_are_six_a_token_and_weight(make_trainer):
-    """Of all weights but the embeddings'; the same in a resumed run."""
+def test_operations_are_six_per_token_and_weight(make_trainer):
+    """All weights count but the embeddings'; a resumed run has the same total."""
     trainer = make_trainer(save_strategy="steps", save_steps=4)
     trainer.train()
     batches = []

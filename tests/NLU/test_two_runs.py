@@ -1,4 +1,4 @@
-"""Two runs of the scripts into one output folder: the second ends at once, and touches nothing."""
+"""Two runs with the same output folder: the second ends at once and changes nothing."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.utils.cli import sole_use_of_output
 
 @pytest.fixture
 def listing():
-    """Content and time of all files of a folder, but for the lock's own."""
+    """Reads the contents and times of all files of a folder, except the lock."""
 
     def read(folder):
         files = (path for path in folder.rglob("*") if path.is_file())
@@ -32,8 +32,10 @@ def listing():
 @pytest.mark.parametrize(
     "flags", [["--overwrite_output_dir"], [], ["--do_train", "false", "--lora_path", "."]]
 )
-def test_run_glue(run_glue, tiny_base, tiny_glue, trained, monkeypatch, capsys, listing, flags):
-    """To train anew, to resume, or only to evaluate."""
+def test_a_second_run_of_run_glue_is_refused(
+    run_glue, tiny_base, tiny_glue, trained, monkeypatch, capsys, listing, flags
+):
+    """Whether it is to train from the start, to resume, or only to evaluate."""
     flags = [trained if flag == "." else flag for flag in flags]
     arguments = [*common(tiny_base), *on_rte(tiny_glue, trained), *flags]
     before = listing(trained)
@@ -45,8 +47,8 @@ def test_run_glue(run_glue, tiny_base, tiny_glue, trained, monkeypatch, capsys, 
 
 
 @pytest.mark.distributed
-def test_several_processes(tiny_base, tiny_glue, tmp_path):
-    """One of them asks for the folder, and all end; it is free for the next attempt."""
+def test_a_second_run_of_several_processes_is_refused(tiny_base, tiny_glue, tmp_path):
+    """One process asks for the lock; if it fails, all end, and leave the folder to the next run."""
     out = tmp_path / "out"
     out.mkdir()
     command = [2, SCRIPT, *common(tiny_base), *on_rte(tiny_glue, out)]
@@ -62,8 +64,8 @@ def test_several_processes(tiny_base, tiny_glue, tmp_path):
     assert largest_difference(lora_of(out), lora_of(out / "checkpoint-4")) > 0
 
 
-def test_what_a_killed_run_has_left_half_written_is_removed(tmp_path):
-    """In the output folder itself; elsewhere nothing is touched, nor is what else is hidden."""
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path):
+    """Only files of the names that a run writes are removed; other hidden files stay."""
     written = ("pytorch_model_lora.safetensors", "all_results.json", "training_args.bin")
     written = (*written, "learning_curves.png")
     left = [f".{name}.half-ab12cd_3{Path(name).suffix}" for name in written]

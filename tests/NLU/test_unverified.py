@@ -1,4 +1,4 @@
-"""What a run says of an adapter's file that cannot confirm its flags."""
+"""Warnings about an adapter's file that does not record its base or alpha."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ BASE = "does not record its base's fingerprint: cannot check that its base is so
 
 
 @pytest.fixture
-def said(tmp_path, caplog):
-    """``said(file, **flags)``: what an evaluation with this file logs."""
+def logged(tmp_path, caplog):
+    """``logged(file, **flags)``: what an evaluation of this file logs."""
 
     def check(file, **flags):
         arguments = AdaptedModelArguments(
@@ -31,21 +31,21 @@ def said(tmp_path, caplog):
     return check
 
 
-def test_a_file_without_base_and_alpha(tmp_path, said):
+def test_a_file_without_base_and_alpha_gives_two_warnings(tmp_path, logged):
     torch.save(tensors_of("roberta"), tmp_path / "lora.bin")
-    text = said("lora.bin", lora_alpha=32)
+    text = logged("lora.bin", lora_alpha=32)
     assert f"lora.bin {BASE}" in text
     assert "lora.bin does not record its alpha: cannot check that it is 32" in text
 
 
-def test_a_file_without_base(tmp_path, said):
+def test_a_file_without_base_gives_a_warning(tmp_path, logged):
     metadata = replace(INFOS["roberta"], base=None, base_fingerprint=None)
     write_adapter(tmp_path / "a.safetensors", Adapter(tensors_of("roberta"), metadata))
-    text = said("a.safetensors", lora_alpha=3)
+    text = logged("a.safetensors", lora_alpha=3)
     assert f"a.safetensors {BASE}" in text
     assert "its alpha" not in text
 
 
-def test_a_file_that_says_both(tmp_path, said):
+def test_a_file_that_records_both_gives_no_warning(tmp_path, logged):
     write_adapter(tmp_path / "a.safetensors", Adapter(tensors_of("roberta"), INFOS["roberta"]))
-    assert "cannot check" not in said("a.safetensors")
+    assert "cannot check" not in logged("a.safetensors")

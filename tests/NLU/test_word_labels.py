@@ -12,7 +12,7 @@ from transformers.data.word_labels import (
 )
 
 NAMES = ["O", "B-PER", "I-PER"]
-# <s> and four words, of which the second has three tokens and the third none, </s> and padding.
+# <s>, four words, </s> and padding: the second word has three tokens, and the third has none.
 WORD_IDS = [None, 0, 1, 1, 1, 3, None, None]
 LABELS = [0, 1, 2, 0]
 
@@ -24,7 +24,7 @@ LABELS = [0, 1, 2, 0]
         (True, [-100, 0, 1, 1, 1, 0, -100, -100]),
     ],
 )
-def test_a_word_s_label_is_its_first_token_s_or_that_of_all(all_tokens, expected):
+def test_a_word_s_first_token_or_all_of_its_tokens_are_labeled(all_tokens, expected):
     assert label_tokens(WORD_IDS, LABELS, all_tokens) == expected
 
 
@@ -34,17 +34,17 @@ def test_first_tokens():
 
 
 def logits_of(numbers: list[list[int]]) -> np.ndarray:
-    """(rows, tokens, labels) whose largest are at these labels."""
+    """Makes logits, (rows, tokens, labels), that are largest at these labels."""
     return np.eye(len(NAMES))[np.array(numbers)]
 
 
-def test_labels_of_words_are_those_of_their_first_tokens():
+def test_only_first_tokens_keep_the_words_labels():
     labels = np.array([[-100, 0, 1, 1, 1, 0], [-100, 2, 2, -100, -100, -100]])
     words = labels_of_words(labels, [[1, 2, -1, 5], [1]])
     assert words.tolist() == [[-100, 0, 1, -100, -100, 0], [-100, 2, *[-100] * 4]]
 
 
-def test_tags_where_there_are_labels():
+def test_only_labeled_tokens_have_tags():
     logits = logits_of([[2, 0, 1, 2], [1, 1, 1, 1]])
     labels = np.array([[-100, 0, 2, -100], [1, -100, -100, 0]])
     predicted, true = tags_of_labels(logits, labels, NAMES)
@@ -52,8 +52,8 @@ def test_tags_where_there_are_labels():
     assert true == [["O", "I-PER"], ["B-PER", "O"]]
 
 
-def test_a_tag_for_each_word():
-    """Also where it was cut off, or has no tokens: tags and words stay side by side."""
+def test_each_word_has_a_tag():
+    """Words without tokens, such as those that were cut off, have the tag "_"."""
     logits = logits_of([[0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 0, 0]])
     tags = tags_of_words(logits, [[1, 2, -1, 5], [1]], NAMES)
     assert tags == [["O", "B-PER", "_", "I-PER"], ["B-PER"]]

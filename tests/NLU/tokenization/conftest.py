@@ -1,4 +1,4 @@
-"""RoBERTa's tiny tokenizer, and the warnings of all."""
+"""Fixtures of the tokenizer tests: RoBERTa's tiny tokenizer and captured warnings."""
 
 import logging
 import shutil
@@ -13,14 +13,14 @@ from transformers import RobertaTokenizerFast
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A folder with vocab.json, merges.txt and special_tokens_map.json; not to be written to."""
+    """A folder with vocab.json, merges.txt and special_tokens_map.json, for reading only."""
     folder = tmp_path_factory.mktemp("tiny")
     return maker.write_vocabulary(folder, FIXTURE["vocabulary"], FIXTURE["merges"])
 
 
 @pytest.fixture
 def folder(tiny, tmp_path) -> Path:
-    """A copy of `tiny` to change."""
+    """A copy of `tiny` that a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
@@ -31,6 +31,6 @@ def tokenizer(tiny) -> RobertaTokenizerFast:
 
 @pytest.fixture
 def warnings(caplog):
-    """The package's warnings."""
+    """Captures the package's warnings, in a caplog."""
     with caplog.at_level(logging.WARNING, logger="transformers"):
         yield caplog

@@ -1,4 +1,4 @@
-"""Tokens that are added, the roles of special tokens, and how both survive their files."""
+"""Added tokens and the roles of special tokens: set, saved, pickled and opened again."""
 
 import json
 import pickle
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def open_one(folders):
-    """Opens a tokenizer of a class."""
+    """Opens a tokenizer of the given class, with settings."""
     return lambda owner, **settings: owner.from_pretrained(folders[CLASSES[owner]], **settings)
 
 
@@ -61,7 +61,7 @@ def test_added_tokens_are_not_split(tokenizer):
     assert size not in tokenizer.all_special_ids
 
 
-def test_roles_are_given_to_tokens(tokenizer):
+def test_special_tokens_are_added_by_role(tokenizer):
     size = len(tokenizer)
     given = {"pad_token": "<fill>", "additional_special_tokens": ["<x>", AddedToken("<y>")]}
     assert tokenizer.add_special_tokens(given) == 3
@@ -77,7 +77,7 @@ def test_roles_are_given_to_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("role", ["cls_token", "sep_token"])
-def test_a_new_frame_frames(tokenizer, role):
+def test_a_new_cls_or_sep_token_is_put_around_texts(tokenizer, role):
     tokenizer.add_special_tokens({role: "<frame>"})
     row = tokenizer("rain", "wind")["input_ids"]
     assert row[0 if role == "cls_token" else -1] == len(tokenizer) - 1
@@ -85,7 +85,7 @@ def test_a_new_frame_frames(tokenizer, role):
     assert tokenizer.build_inputs_with_special_tokens(*ids) == row
 
 
-def test_roles_by_ids(tokenizer):
+def test_roles_can_be_set_by_ids(tokenizer):
     index = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("rain"))[0]
     tokenizer.bos_token_id = index
     assert tokenizer.bos_token == tokenizer.convert_ids_to_tokens(index)
@@ -95,7 +95,7 @@ def test_roles_by_ids(tokenizer):
     assert tokenizer.additional_special_tokens_ids == [index]
 
 
-def test_maps_of_roles(tokenizer):
+def test_special_token_maps_agree_with_each_other(tokenizer):
     tokens, given = tokenizer.special_tokens_map, tokenizer.special_tokens_map_extended
     assert tokens.keys() == given.keys() <= set(SpecialTokensMixin.SPECIAL_TOKENS_ATTRIBUTES)
     assert {role: str(getattr(token, "content", token)) for role, token in given.items()} == tokens
@@ -108,7 +108,7 @@ def test_maps_of_roles(tokenizer):
 
 
 @pytest.mark.parametrize("owner", DEBERTA)
-def test_small_letters_but_for_special_tokens(open_one, owner):
+def test_lowercasing_spares_special_tokens(open_one, owner):
     tokenizer = open_one(owner, do_lower_case=True)
     assert tokenizer.add_tokens(["Zx Qy", "ZX QY"]) == 1
     tokenizer.add_special_tokens({"additional_special_tokens": ["<X>"]})
@@ -116,7 +116,7 @@ def test_small_letters_but_for_special_tokens(open_one, owner):
 
 
 @pytest.mark.parametrize("owner", ROBERTA)
-def test_spaces_that_a_token_takes_along(open_one, owner):
+def test_added_tokens_strip_spaces_as_their_flags_say(open_one, owner):
     tokenizer = open_one(owner)
     tokenizer.add_tokens([AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), "<n>"])
     assert tokenizer.tokenize("a <l> b") == ["a", "<l>", "Ġb"]
@@ -137,7 +137,7 @@ def test_spaces_that_a_token_takes_along(open_one, owner):
         (lambda t: setattr(t, "mask_token", 5), "mask_token: a token is a string"),
     ],
 )
-def test_what_is_not_a_token(tokenizer, call, message):
+def test_values_that_are_not_tokens_are_refused(tokenizer, call, message):
     size = len(tokenizer)
     with pytest.raises(TypeError, match=message):
         call(tokenizer)
@@ -146,7 +146,7 @@ def test_what_is_not_a_token(tokenizer, call, message):
     assert len(tokenizer) == size
 
 
-def test_a_role_whose_token_is_not_there(tokenizer):
+def test_a_role_whose_token_is_not_in_the_vocabulary_is_an_error(tokenizer):
     tokenizer.pad_token = "<fill>"
     with pytest.raises(
         ValueError, match=r"not in the vocabulary: add it by tokenizer.add_special_"
@@ -158,7 +158,7 @@ def test_a_role_whose_token_is_not_there(tokenizer):
 
 
 @pytest.mark.parametrize("copied", ["saved", "pickled"])
-def test_added_tokens_survive(tokenizer, tmp_path, copied):
+def test_added_tokens_survive_saving_and_pickling(tokenizer, tmp_path, copied):
     tokenizer.add_tokens(["zxqy", "two words"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"], "sep_token": "<end>"})
     if copied == "saved":
@@ -173,7 +173,7 @@ def test_added_tokens_survive(tokenizer, tmp_path, copied):
 
 
 @pytest.mark.parametrize(("plain", "fast"), [ROBERTA, DEBERTA])
-def test_either_opens_what_the_other_saved(open_one, tmp_path, plain, fast):
+def test_fast_and_plain_tokenizers_open_each_other_s_files(open_one, tmp_path, plain, fast):
     for writer, reader in ((plain, fast), (fast, plain)):
         tokenizer = open_one(writer, model_max_length=77)
         tokenizer.add_tokens(["zxqy"])
@@ -187,7 +187,7 @@ def test_either_opens_what_the_other_saved(open_one, tmp_path, plain, fast):
         assert opened.model_max_length == 77
 
 
-def test_a_special_token_keeps_the_spaces_that_it_takes(open_one, tmp_path):
+def test_special_tokens_keep_rstrip_when_saved(open_one, tmp_path):
     for owner in ROBERTA:
         tokenizer = open_one(owner)
         token = AddedToken("<x>", rstrip=True)
@@ -199,9 +199,7 @@ def test_a_special_token_keeps_the_spaces_that_it_takes(open_one, tmp_path):
 
 
 @pytest.mark.parametrize(("legacy", "warned"), [(None, False), (True, True), (False, False)])
-def test_files_that_cannot_hold_a_token_s_spaces_say_so(
-    open_one, tmp_path, warnings, legacy, warned
-):
+def test_formats_that_lose_lstrip_warn(open_one, tmp_path, warnings, legacy, warned):
     tokenizer = open_one(RobertaTokenizerFast)
     tokenizer.add_tokens([AddedToken("<l>", lstrip=True)])
     tokenizer.save_pretrained(tmp_path, legacy_format=legacy)
@@ -228,7 +226,7 @@ def test_which_files_are_written(open_one, tmp_path, owner, legacy, vocabulary):
     assert owner.from_pretrained(tmp_path).encode("rain") == tokenizer.encode("rain")
 
 
-def test_names_of_files_can_begin_alike(tokenizer, tmp_path):
+def test_file_names_can_have_a_prefix(tokenizer, tmp_path):
     written = tokenizer.save_pretrained(tmp_path, filename_prefix="mine")
     assert all(Path(path).name.startswith("mine-") for path in written)
     vocabulary = tokenizer.save_vocabulary(tmp_path, "other")
@@ -242,12 +240,12 @@ def test_names_of_files_can_begin_alike(tokenizer, tmp_path):
 # ---- Settings ----
 
 
-def test_the_tokenizers_of_each_model():
+def test_tokenizer_mapping_names_both_classes_of_each_model():
     assert TOKENIZER_MAPPING[RobertaConfig] == tuple(ROBERTA)
     assert TOKENIZER_MAPPING[DebertaV2Config] == tuple(DEBERTA)
 
 
-def test_settings_that_made_it(tokenizer, open_one):
+def test_init_kwargs_are_the_settings_given(tokenizer, open_one):
     other = open_one(type(tokenizer), model_max_length=9, random_argument=False, verbose=False)
     assert other.init_kwargs["model_max_length"] == 9
     assert other.init_kwargs["random_argument"] is False
@@ -258,7 +256,7 @@ def test_settings_that_made_it(tokenizer, open_one):
     assert "random_argument" not in tokenizer.init_kwargs
 
 
-def test_published_models_have_their_length(tokenizer):
+def test_published_models_have_a_length_and_file_addresses(tokenizer):
     for name, length in tokenizer.max_model_input_sizes.items():
         assert length == 512
         for argument, file in tokenizer.vocab_files_names.items():
@@ -267,8 +265,8 @@ def test_published_models_have_their_length(tokenizer):
             )
 
 
-def test_a_published_model_s_folder_by_its_name(folders, tmp_path, monkeypatch):
-    """Its files do not say how long a row may be, but 4.4.2 knew."""
+def test_a_folder_named_like_a_published_model_has_its_length(folders, tmp_path, monkeypatch):
+    """Its files do not say how long a row may be; the table of 4.4.2 does, by the name."""
     monkeypatch.chdir(tmp_path)
     Path("microsoft").mkdir()
     name = "microsoft/deberta-v2-xlarge"
@@ -279,7 +277,7 @@ def test_a_published_model_s_folder_by_its_name(folders, tmp_path, monkeypatch):
     assert "model_max_length" not in settings
 
 
-def test_room_for_texts(tokenizer):
+def test_special_tokens_count_toward_the_maximum_length(tokenizer):
     tokenizer.model_max_length = 20
     assert tokenizer.max_len_single_sentence == 18
     assert tokenizer.max_len_sentences_pair == 20 - tokenizer.num_special_tokens_to_add(pair=True)

@@ -1,4 +1,4 @@
-"""Tokens with their words, characters and texts: upstream's values, and what follows from them."""
+"""Tests of the alignment of tokens with words, characters and texts, which is upstream's."""
 
 import copy
 import itertools
@@ -45,7 +45,7 @@ def tokenizer(family, folders):
 
 
 @pytest.mark.parametrize("call", maker.CALLS)
-def test_alignment_is_upstreams(family, folders, call):
+def test_alignment_equals_upstreams(family, folders, call):
     ours = maker.aligned(FAST[family], folders[family], call)
     expected = FIXTURE[family][call]
     assert ours.keys() == expected.keys()
@@ -54,11 +54,11 @@ def test_alignment_is_upstreams(family, folders, call):
             assert mine == theirs, (entry, row)
 
 
-# ---- What follows from them ----
+# ---- Properties of the alignment ----
 
 
 @pytest.mark.parametrize("text", maker.TEXTS)
-def test_every_character_but_spaces_has_a_token_that_holds_it(tokenizer, text):
+def test_every_character_but_spaces_has_a_token_that_covers_it(tokenizer, text):
     batch = tokenizer(text, return_offsets_mapping=True)
     for place, char in enumerate(text):
         token = batch.char_to_token(place)
@@ -70,7 +70,7 @@ def test_every_character_but_spaces_has_a_token_that_holds_it(tokenizer, text):
             assert batch.char_to_word(place) == batch.token_to_word(token)
 
 
-def test_words_hold_their_tokens_and_characters(tokenizer):
+def test_words_tokens_and_characters_map_to_each_other(tokenizer):
     batch = tokenizer("rain fell", "the boats")
     for sequence, text in enumerate(("rain fell", "the boats")):
         for word, letters in enumerate(text.split()):
@@ -87,7 +87,7 @@ def test_words_hold_their_tokens_and_characters(tokenizer):
     assert batch.word_to_tokens(99) is None
 
 
-def test_windows_give_the_whole_text_back(tokenizer):
+def test_overlapping_windows_cover_the_whole_text(tokenizer):
     whole = tokenizer(CONTEXT, add_special_tokens=False)["input_ids"]
     batch = tokenizer(
         CONTEXT, truncation=True, max_length=12, stride=3, return_overflowing_tokens=True
@@ -103,7 +103,7 @@ def test_windows_give_the_whole_text_back(tokenizer):
     assert batch["overflow_to_sample_mapping"] == [0] * len(rows)
 
 
-def test_rows_of_several_texts_know_theirs(tokenizer):
+def test_windows_are_mapped_to_their_texts(tokenizer):
     batch = tokenizer(
         ["a", CONTEXT, "b"],
         truncation=True,
@@ -119,7 +119,7 @@ def test_rows_of_several_texts_know_theirs(tokenizer):
 
 
 def test_answers_are_found_in_windows(tokenizer):
-    """As question answering does it: a character's token, and the characters of tokens."""
+    """The way question answering finds them: from characters to tokens, and back."""
     start = CONTEXT.index("boats")
     batch = tokenizer(
         ["what came home"],
@@ -141,7 +141,7 @@ def test_answers_are_found_in_windows(tokenizer):
     assert found
 
 
-def test_capitals_that_grow_in_lower_case_keep_their_places(folders):
+def test_offsets_are_right_after_capitals_that_lowercase_to_two_characters(folders):
     tokenizer = DebertaV2TokenizerFast.from_pretrained(folders["deberta-v2"], do_lower_case=True)
     text = "İİ RAIN"
     batch = tokenizer(text, return_offsets_mapping=True)
@@ -150,7 +150,7 @@ def test_capitals_that_grow_in_lower_case_keep_their_places(folders):
     assert text[start:end].endswith("IN")
 
 
-def test_the_alignment_of_split_off_punctuation(folders):
+def test_punctuation_that_is_split_off_is_a_word(folders):
     settings = {"split_by_punct": True}
     folder = folders["deberta-v2"]
     tokenizer = DebertaV2TokenizerFast.from_pretrained(folder, **settings)
@@ -162,10 +162,10 @@ def test_the_alignment_of_split_off_punctuation(folders):
     assert words == ["rain", ",", "wind", "[MASK]", "."]
 
 
-# ---- The ids are one ----
+# ---- The same ids everywhere ----
 
 
-def test_the_alignment_has_the_ids_of_the_rows(tokenizer):
+def test_encodings_have_the_ids_and_masks_of_their_rows(tokenizer):
     settings = {"padding": "max_length", "max_length": 20, "truncation": True}
     batch = tokenizer(list(maker.TEXTS), list(maker.TEXTS[::-1]), **settings)
     for row, encoding in enumerate(batch.encodings):
@@ -184,7 +184,7 @@ def test_the_alignment_has_the_ids_of_the_rows(tokenizer):
         {"padding": True, "return_tensors": "np", "return_token_type_ids": True},
     ],
 )
-def test_tokenizers_that_are_not_fast_give_the_same(family, folders, tokenizer, settings):
+def test_plain_tokenizers_give_the_same_as_fast_ones(family, folders, tokenizer, settings):
     plain = PLAIN[family].from_pretrained(folders[family])
     texts = maker.TEXTS[:3], maker.TEXTS[4:7]
     fast_batch, plain_batch = (each(*map(list, texts), **settings) for each in (tokenizer, plain))
@@ -201,7 +201,7 @@ def test_tokenizers_that_are_not_fast_give_the_same(family, folders, tokenizer, 
     assert not isinstance(plain, PreTrainedTokenizerFast)
 
 
-def test_words_as_texts_have_the_same_ids(family, folders):
+def test_plain_tokenizers_give_split_words_the_same_ids(family, folders):
     settings = {"add_prefix_space": True} if family == "roberta" else {}
     tokenizer = FAST[family].from_pretrained(folders[family], **settings)
     plain = PLAIN[family].from_pretrained(folders[family])
@@ -215,10 +215,10 @@ def test_words_as_texts_have_the_same_ids(family, folders):
     assert tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"] == pairs
 
 
-# ---- What cannot be had ----
+# ---- What is refused ----
 
 
-def test_ids_alone_have_no_places(family, folders):
+def test_plain_tokenizers_give_no_alignment(family, folders):
     plain = PLAIN[family].from_pretrained(folders[family])
     with pytest.raises(NotImplementedError, match="use a fast tokenizer"):
         plain("a", return_offsets_mapping=True)
@@ -229,7 +229,7 @@ def test_ids_alone_have_no_places(family, folders):
         plain("a")[0]
 
 
-def test_words_need_their_space_in_roberta(folders):
+def test_split_words_need_add_prefix_space_in_roberta(folders):
     tokenizer = RobertaTokenizerFast.from_pretrained(folders["roberta"])
     with pytest.raises(ValueError, match="open the tokenizer with add_prefix_space=True"):
         tokenizer(["a", "b"], is_split_into_words=True)
@@ -247,7 +247,7 @@ def test_words_need_their_space_in_roberta(folders):
         ),
     ],
 )
-def test_strides_without_room(tokenizer, arguments, settings, message):
+def test_strides_that_do_not_fit_are_errors(tokenizer, arguments, settings, message):
     settings = {"truncation": True, "max_length": 9, "return_overflowing_tokens": True, **settings}
     length = len(tokenizer(CONTEXT, add_special_tokens=False)["input_ids"])
     if "row" in message:  # the first text leaves the second one two tokens
@@ -262,11 +262,11 @@ def test_strides_without_room(tokenizer, arguments, settings, message):
 
 
 @pytest.mark.parametrize(
-    "sidecar", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))]
+    "duplicate", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))]
 )
-def test_copies_keep_the_alignment(tokenizer, sidecar):
+def test_copies_keep_the_alignment(tokenizer, duplicate):
     batch = tokenizer(["rain fell", "a"], padding=True)
-    other = sidecar(batch)
+    other = duplicate(batch)
     assert other == batch
     assert other.is_fast
     assert [other.word_ids(row) for row in (0, 1)] == [batch.word_ids(row) for row in (0, 1)]

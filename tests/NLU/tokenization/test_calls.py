@@ -1,4 +1,4 @@
-"""Calls of the tokenizers: padding, truncation, tensors; what is refused or warned of."""
+"""Calls of the tokenizers: padding, truncation and tensors; errors and warnings."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ def test_one_text_and_a_batch(tokenizer):
     assert tokenizer([])["input_ids"] == []
 
 
-def test_rows_that_are_asked_for(tokenizer):
+def test_only_requested_columns_are_returned(tokenizer):
     batch = tokenizer(
         "a",
         "b",
@@ -68,10 +68,10 @@ def test_padding(tiny, side, settings, length):
 @pytest.mark.parametrize("max_length", [None, 8, 10])
 @pytest.mark.parametrize("truncation", [False, True])
 @pytest.mark.parametrize("padding", [False, True, "max_length"])
-def test_every_mix_of_padding_truncation_and_lengths(
+def test_combinations_of_padding_truncation_and_lengths(
     tiny, padding, truncation, max_length, multiple
 ):
-    """Rows of 9 and 3 tokens, by upstream's rules: what cannot be had is an error."""
+    """Rows of 9 and 3 tokens follow upstream's rules, except that impossible lengths are errors."""
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny, model_max_length=12)
     settings = {"padding": padding, "truncation": truncation, "max_length": max_length}
     lengths, limit = [9, 3], 12 if max_length is None else max_length
@@ -94,7 +94,7 @@ def test_every_mix_of_padding_truncation_and_lengths(
 
 
 @pytest.mark.parametrize("multiple", [0, -8])
-def test_multiples_that_are_none(tokenizer, multiple):
+def test_pad_to_multiple_of_is_at_least_1(tokenizer, multiple):
     rows = {"input_ids": [[0, 5, 2]]}
     for call in (lambda **how: tokenizer("q", **how), lambda **how: tokenizer.pad(rows, **how)):
         with pytest.raises(ValueError, match=f"pad_to_multiple_of is at least 1, not {multiple}"):
@@ -158,8 +158,8 @@ def test_word_ids_follow_the_padding(tokenizer):
 def test_batch_encoding_is_a_dict(tokenizer):
     batch = tokenizer(["a", "b"])
     assert dict(**batch) == {name: batch[name] for name in batch}
-    for sidecar in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert sidecar.input_ids == batch.input_ids
+    for duplicate in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert duplicate.input_ids == batch.input_ids
     with pytest.raises(AttributeError, match="token_type_ids"):
         _ = batch.token_type_ids
     one_row = BatchEncoding({"input_ids": [1, 2]}, tensor_type="pt", prepend_batch_axis=True)
@@ -184,7 +184,7 @@ def test_pad_takes_rows_in_any_form(tokenizer, format):
     assert one == {"input_ids": [8, PAD, PAD], "attention_mask": [1, 0, 0]}
 
 
-def test_pad_finds_the_ids_wherever_they_are(tokenizer):
+def test_pad_finds_the_ids_by_the_name_of_the_model_s_input(tokenizer):
     rows = {"label": [1, 0], "input_ids": [[5, 6, 7], [8]]}
     assert tokenizer.pad(rows)["input_ids"] == [[5, 6, 7], [8, PAD, PAD]]
     tokenizer.model_input_names = ["inputs", "attention_mask"]
@@ -201,7 +201,7 @@ def test_pad_gives_what_a_padded_call_gives(tokenizer):
     assert tokenizer.pad(rows, **settings) == dict(called)
 
 
-def test_pad_leaves_rows_alone_when_told(tokenizer):
+def test_pad_without_padding_leaves_rows_as_they_are(tokenizer):
     rows = {"input_ids": [[5], [6, 7]]}
     assert tokenizer.pad(rows, padding=False, return_attention_mask=False) == rows
 
@@ -224,7 +224,7 @@ def test_pad_leaves_rows_alone_when_told(tokenizer):
         (("a b c",), {"padding": "max_length", "max_length": 3}, "5 tokens cannot be padded to 3"),
     ],
 )
-def test_bad_calls(tokenizer, arguments, settings, message):
+def test_bad_calls_are_errors_of_one_line(tokenizer, arguments, settings, message):
     with pytest.raises(ValueError, match=message) as error:
         tokenizer(*arguments, **settings)
     assert "\n" not in str(error.value)
@@ -243,11 +243,11 @@ def test_bad_calls(tokenizer, arguments, settings, message):
         (([["a"], 7],), {"is_split_into_words": True}, "text 1 is int .*not a list of words"),
     ],
 )
-def test_what_is_not_text(tiny, arguments, settings, message):
+def test_values_that_are_not_text_are_named(tiny, arguments, settings, message):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny, add_prefix_space=True)
     with pytest.raises(TypeError, match=message) as error:
         tokenizer(*arguments, **settings)
-    assert isinstance(error.value, ValueError)  # which scripts tell in one line
+    assert isinstance(error.value, ValueError)  # scripts show a ValueError as one line
     assert "\n" not in str(error.value)
 
 
@@ -266,7 +266,7 @@ def test_padding_needs_a_padding_token(tokenizer):
         ([{"input_ids": [5], "text": "a"}], "text: cannot become a tensor"),
     ],
 )
-def test_bad_rows_to_pad(tokenizer, rows, message):
+def test_pad_refuses_bad_rows(tokenizer, rows, message):
     with pytest.raises(ValueError, match=message):
         tokenizer.pad(rows, return_tensors="pt")
 

@@ -1,4 +1,4 @@
-"""DeBERTa-v2's tokenizer: upstream's ids, frames, added tokens, files, errors, stable pickles."""
+"""DeBERTa-v2's tokenizer: upstream's ids, special and added tokens, files, errors and pickles."""
 
 import base64
 import copy
@@ -37,13 +37,13 @@ PAD, CLS, SEP, UNK, MASK = 0, 1, 2, 3, PIECES
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A folder with spm.model, config.json and tokenizer_config.json; not to be written to."""
+    """A folder with spm.model, config.json and tokenizer_config.json, for reading only."""
     return maker.write_model(tmp_path_factory.mktemp("tiny"), MODEL)
 
 
 @pytest.fixture
 def folder(tiny, tmp_path) -> Path:
-    """A copy of `tiny` to change."""
+    """A copy of `tiny` that a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
@@ -54,7 +54,7 @@ def tokenizer(tiny) -> DebertaV2Tokenizer:
 
 @pytest.fixture(scope="module")
 def backend() -> sentencepiece.SentencePieceProcessor:
-    """The library alone."""
+    """The sentencepiece library's own tokenizer of the same model."""
     return sentencepiece.SentencePieceProcessor(model_proto=MODEL)
 
 
@@ -80,7 +80,7 @@ def test_strings_have_upstreams_ids(tiny, name):
 
 
 @pytest.mark.parametrize("skip", ["False", "True"])
-def test_texts_of_ids_are_upstreams(tiny, skip):
+def test_decoded_texts_equal_upstreams(tiny, skip):
     tokenizer = DebertaV2TokenizerFast.from_pretrained(tiny)
     rows = FIXTURE["strings"]["single"]
     ours = tokenizer.batch_decode(rows, skip == "True", clean_up_tokenization_spaces=False)
@@ -91,7 +91,7 @@ def test_texts_of_ids_are_upstreams(tiny, skip):
 @pytest.mark.skipif(not (maker.DATA / "glue").is_dir(), reason="needs GLUE in ../shared/data")
 def test_glue_has_upstreams_ids(tmp_path):
     model = maker.train_on_glue(maker.DATA)
-    assert maker.pieces_sum(model) == FIXTURE["glue model"], "training has made another model"
+    assert maker.pieces_sum(model) == FIXTURE["glue model"], "training made a different model"
     tokenizer = AutoTokenizer.from_pretrained(maker.write_model(tmp_path, model))
     sums = dict(maker.glue_sums(tokenizer, maker.DATA))
     wrong = [name for name in FIXTURE["glue"] if sums.get(name) != FIXTURE["glue"][name]]
@@ -99,8 +99,8 @@ def test_glue_has_upstreams_ids(tmp_path):
     assert not wrong
 
 
-def test_texts_are_normalised_by_the_model_itself(tmp_path, backend):
-    """Not by a rule of the tokenizer's: the published model composes and folds characters."""
+def test_the_sentencepiece_model_normalizes_texts(tmp_path, backend):
+    """The tokenizer has no rule of its own; the published model composes and folds characters."""
     trained = maker.io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(maker.make_tokenizer_fixture.CORPUS),
@@ -124,7 +124,7 @@ def test_texts_are_normalised_by_the_model_itself(tmp_path, backend):
     assert backend.encode(text) != backend.encode("finding two words")
 
 
-def test_punctuation_is_split_off(tiny, backend):
+def test_split_by_punct_splits_punctuation_off(tiny, backend):
     tokenizer = DebertaV2Tokenizer.from_pretrained(tiny, split_by_punct=True)
     words = ["rain", ",", " wind", "$", "is", ".", "", "”", " [", "MASK"]
     expected = [index for word in words for index in backend.encode(word)]
@@ -132,10 +132,10 @@ def test_punctuation_is_split_off(tiny, backend):
     assert tokenizer.encode("rain[MASK]")[-2:] == [MASK, SEP]
 
 
-# -- Frames ----------------------------------------------------------------------------------------
+# -- Special tokens around texts -------------------------------------------------------------------
 
 
-def test_frames(tokenizer, backend):
+def test_special_tokens_are_put_around_texts(tokenizer, backend):
     a, b = backend.encode("rain"), backend.encode("the harbour")
     one, two = tokenizer("rain"), tokenizer("rain", "the harbour", return_special_tokens_mask=True)
     assert one == {
@@ -155,7 +155,7 @@ def test_frames(tokenizer, backend):
 
 
 @pytest.mark.parametrize("text", ["", "   "])
-def test_texts_without_words(tokenizer, text):
+def test_blank_texts_have_special_tokens_alone(tokenizer, text):
     assert tokenizer.encode(text) == [CLS, SEP]
     assert tokenizer.encode(text, text) == [CLS, SEP, SEP]
 
@@ -172,7 +172,7 @@ def test_texts_without_words(tokenizer, text):
     ],
 )
 def test_truncation_of_pairs(tokenizer, strategy, limit, first, second):
-    words = "1010101", "10"  # eight and three pieces: the space before them is one
+    words = "1010101", "10"  # eight and three pieces, of which one is the space before them
     row = tokenizer(*words, truncation=strategy, max_length=limit)["input_ids"]
     middle = row.index(SEP)
     assert len(row) == limit
@@ -180,7 +180,7 @@ def test_truncation_of_pairs(tokenizer, strategy, limit, first, second):
 
 
 @pytest.mark.parametrize("strategy", ["only_first", "only_second"])
-def test_truncation_of_a_text_that_is_too_short(tokenizer, strategy):
+def test_truncating_a_text_that_is_too_short_is_an_error(tokenizer, strategy):
     short, long = "a", "the rain fell on the harbour"
     texts = (short, long) if strategy == "only_first" else (long, short)
     with pytest.raises(ValueError, match=f"truncation='{strategy}'") as error:
@@ -212,7 +212,7 @@ def test_special_tokens(tokenizer):
     assert not tokenizer.is_fast
 
 
-def test_a_model_that_has_a_mask_piece(tmp_path):
+def test_a_mask_piece_of_the_model_is_used(tmp_path):
     model = maker.io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(maker.make_tokenizer_fixture.CORPUS),
@@ -232,7 +232,7 @@ def test_a_model_that_has_a_mask_piece(tmp_path):
     ]
 
 
-def test_special_tokens_that_are_missing(folder, caplog):
+def test_a_special_token_that_is_missing_is_added_with_a_warning(folder, caplog):
     with caplog.at_level(logging.WARNING, logger="transformers"):
         tokenizer = DebertaV2Tokenizer.from_pretrained(folder, sep_token="[END]")
     assert "may have no embedding: [END]" in caplog.text
@@ -274,7 +274,7 @@ def test_added_tokens(folder, tmp_path, files):
         ({"[SEP]": MASK}, rf"'\[SEP\]' has the id {MASK} in the files, .* has the id {SEP}"),
     ],
 )
-def test_added_tokens_with_other_ids(folder, added, message):
+def test_added_tokens_whose_ids_are_taken_are_errors(folder, added, message):
     write(folder / "added_tokens.json", added)
     with pytest.raises(ValueError, match=message) as error:
         DebertaV2Tokenizer.from_pretrained(folder)
@@ -314,7 +314,7 @@ def test_auto_tokenizer(tiny, tmp_path):
         assert tokenizer.model_max_length == 9
 
 
-def test_damaged_and_missing_models(folder):
+def test_damaged_and_missing_models_are_errors(folder):
     (folder / "spm.model").write_bytes(MODEL[: len(MODEL) // 2])
     with pytest.raises(OSError, match=r"spm\.model: not a SentencePiece model") as error:
         DebertaV2Tokenizer.from_pretrained(folder)
@@ -324,20 +324,22 @@ def test_damaged_and_missing_models(folder):
         DebertaV2Tokenizer.from_pretrained(folder)
 
 
-def test_settings_that_there_are_not(tiny, warnings):
+def test_unknown_settings_warn(tiny, warnings):
     DebertaV2Tokenizer.from_pretrained(tiny, add_prefix_space=True)
     assert "DebertaV2Tokenizer has no setting add_prefix_space" in warnings.text
 
 
-@pytest.mark.parametrize("sidecar", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_copies(tokenizer, sidecar):
-    other = sidecar(tokenizer)
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_copies(tokenizer, duplicate):
+    other = duplicate(tokenizer)
     assert ids_of(other) == ids_of(tokenizer) == FIXTURE["strings"]["single"]
     assert Hasher.hash(other) == Hasher.hash(tokenizer)
     assert pickle.dumps(other) == pickle.dumps(tokenizer)
 
 
-def test_calls_leave_no_trace(tokenizer):
+def test_calls_do_not_change_the_tokenizer(tokenizer):
     before, pickled = Hasher.hash(tokenizer), pickle.dumps(tokenizer)
     tokenizer(["rain", "wind"], padding="max_length", truncation=True, max_length=4)
     tokenizer.decode([CLS])
@@ -364,7 +366,7 @@ def test_hash_tells_tokenizers_apart(tiny):
     assert len(hashes) == 3
 
 
-# -- What uses it ----------------------------------------------------------------------------------
+# -- Collators, datasets and scripts ---------------------------------------------------------------
 
 
 def test_collators(tokenizer):
@@ -397,7 +399,7 @@ def test_datasets_map_is_cached_across_calls(tokenizer):
 
 
 def test_run_glue(folder, tiny_glue, run_glue, tmp_path, monkeypatch):
-    """Trains from a folder with spm.model, and evaluates the adapter that this has written."""
+    """Trains from a folder with spm.model, and evaluates the adapter that training wrote."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     shape = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": 2, "conv_kernel_size": 3}

@@ -1,4 +1,4 @@
-"""The tokenizers' files: saved, opened, damaged, from the hub."""
+"""RoBERTa's tokenizer files: saved, opened, damaged and from the hub."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from transformers import RobertaTokenizerFast
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "remaining",
     [
         None,
         ("tokenizer.json",),
@@ -23,18 +23,18 @@ from transformers import RobertaTokenizerFast
         ("vocab.json", "merges.txt", "special_tokens_map.json", "tokenizer_config.json"),
     ],
 )
-def test_saved_and_opened_again(tokenizer, tmp_path, kept):
+def test_saved_and_opened_again(tokenizer, tmp_path, remaining):
     tokenizer.model_max_length = 77
     written = tokenizer.save_pretrained(tmp_path / "new" / "model")
     names = ["merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(Path(path).name for path in written) == [*names, "vocab.json"]
     assert sorted(path.name for path in Path(written[0]).parent.iterdir()) == [*names, "vocab.json"]
     for path in map(Path, written):
-        if kept and path.name not in kept:
+        if remaining and path.name not in remaining:
             path.unlink()
     opened = RobertaTokenizerFast.from_pretrained(tmp_path / "new" / "model")
     assert ids_of(opened) == ids_of(tokenizer) == FIXTURE["strings"]["single"]
-    if kept is None or "tokenizer_config.json" in kept:
+    if remaining is None or "tokenizer_config.json" in remaining:
         assert opened.model_max_length == 77
         assert Hasher.hash(opened) == Hasher.hash(tokenizer)
 
@@ -57,7 +57,7 @@ def test_settings_survive_saving(tiny, tmp_path):
     assert Hasher.hash(opened) == Hasher.hash(tokenizer)
 
 
-def test_saving_replaces_files_whole(tokenizer, folder, monkeypatch):
+def test_a_failed_save_leaves_the_old_files(tokenizer, folder, monkeypatch):
     tokenizer.save_pretrained(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -70,7 +70,7 @@ def test_saving_replaces_files_whole(tokenizer, folder, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_configuration_forms(folder):
+def test_settings_come_from_arguments_then_the_map_then_the_configuration(folder):
     mask = {**maker.MASK, "lstrip": False, "__type": "AddedToken"}
     settings = {"mask_token": mask, "model_max_length": 512, "name_or_path": "x", "use_fast": False}
     write(folder / "tokenizer_config.json", {**settings, "sep_token": "!"})
@@ -86,14 +86,14 @@ def test_configuration_forms(folder):
 
 
 @pytest.mark.parametrize("limit", [None, 10**30, 1e30])
-def test_no_limit(folder, limit):
+def test_null_and_huge_limits_mean_no_limit(folder, limit):
     write(folder / "tokenizer_config.json", {"model_max_length": limit})
     tokenizer = RobertaTokenizerFast.from_pretrained(folder)
     assert tokenizer.model_max_length > 10**20
     assert len(tokenizer.encode("a b c", truncation=True)) == 5
 
 
-def test_mask_given_as_a_string_takes_the_space_before_it(folder):
+def test_a_mask_token_given_as_a_string_strips_the_space_before_it(folder):
     write(folder / "special_tokens_map.json", {"mask_token": "<mask>"})
     tokenizer = RobertaTokenizerFast.from_pretrained(folder)
     assert tokenizer.tokenize("a  <mask> b") == ["a", "<mask>", "Ġb"]
@@ -124,14 +124,14 @@ def test_added_tokens(folder, files):
     assert VOCABULARY_SIZE not in tokenizer.all_special_ids
 
 
-def test_added_token_with_another_id(folder):
+def test_an_added_token_with_another_id_is_an_error(folder):
     write(folder / "added_tokens.json", {"<a>": VOCABULARY_SIZE + 9})
     message = f"'<a>' has the id {VOCABULARY_SIZE + 9} in the files, but {VOCABULARY_SIZE} in"
     with pytest.raises(ValueError, match=message):
         RobertaTokenizerFast.from_pretrained(folder)
 
 
-def test_vocabulary_without_special_tokens(tiny, tmp_path, warnings):
+def test_special_tokens_missing_in_the_vocabulary_are_added(tiny, tmp_path, warnings):
     tokens = [token for token in FIXTURE["vocabulary"] if token not in ("<s>", "<mask>")]
     maker.write_vocabulary(tmp_path, tokens, FIXTURE["merges"])
     tokenizer = RobertaTokenizerFast.from_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_vocabulary_without_special_tokens(tiny, tmp_path, warnings):
     assert "<s>, <mask>" in warnings.text
 
 
-def test_tokenizer_json_wins(tokenizer, folder):
+def test_tokenizer_json_is_preferred_to_vocab_json(tokenizer, folder):
     tokenizer.save_pretrained(folder)
     write(folder / "vocab.json", {"<s>": 0})
     assert ids_of(RobertaTokenizerFast.from_pretrained(folder)) == FIXTURE["strings"]["single"]
@@ -167,14 +167,14 @@ def test_add_prefix_space_reaches_a_tokenizer_json(tokenizer, folder):
 
 
 @pytest.mark.parametrize("missing", ["vocab.json", "merges.txt"])
-def test_folder_without_a_vocabulary(folder, missing):
+def test_a_folder_without_a_vocabulary_is_an_error(folder, missing):
     (folder / missing).unlink()
     message = "model' has no vocabulary: looked for tokenizer.json, or vocab.json with merges.txt"
     with pytest.raises(OSError, match=message):
         RobertaTokenizerFast.from_pretrained(folder)
 
 
-def test_name_that_leads_nowhere(monkeypatch):
+def test_an_unknown_name_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OSError, match="no-such-model") as error:
         RobertaTokenizerFast.from_pretrained("no-such-model")
@@ -204,28 +204,28 @@ def test_damaged_files_are_named(tokenizer, folder, name):
     assert "\n" not in str(error.value)
 
 
-def test_configuration_that_is_no_dict(folder):
+def test_a_configuration_that_is_not_a_dict_is_an_error(folder):
     write(folder / "tokenizer_config.json", [1])
     with pytest.raises(OSError, match=r"tokenizer_config.json: contains a list"):
         RobertaTokenizerFast.from_pretrained(folder)
 
 
-def test_another_models_tokenizer_json(tmp_path):
+def test_another_model_s_tokenizer_json_is_an_error(tmp_path):
     backend = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="WordPiece model, but RoBERTa's is BPE"):
         RobertaTokenizerFast.from_pretrained(tmp_path)
 
 
-def test_bad_settings(tiny):
+def test_bad_settings_are_errors(tiny):
     with pytest.raises(ValueError, match="padding_side is 'right' or 'left', not 'top'"):
         RobertaTokenizerFast.from_pretrained(tiny, padding_side="top")
     with pytest.raises(ValueError, match="RoBERTa needs tokenizer"):
         RobertaTokenizerFast()
 
 
-def test_settings_of_other_tokenizers(tiny, warnings):
-    """4.4.2 takes them; here that they do nothing is said, where they ask for something."""
+def test_settings_of_other_tokenizers_do_nothing(tiny, warnings):
+    """They are accepted, as in 4.4.2, with a warning if one asks for something."""
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny, do_lower_case=False)
     assert tokenizer.init_kwargs["do_lower_case"] is False
     assert not warnings.records

@@ -1,4 +1,4 @@
-"""RoBERTa's tokenizer: upstream's ids, special tokens, any backend."""
+"""RoBERTa's tokenizer has upstream's ids; special tokens, decoding, and other backends."""
 
 import make_tokenizer_fixture as maker
 import numpy as np
@@ -36,7 +36,7 @@ def test_glue_has_upstreams_ids(tmp_path):
     assert not wrong
 
 
-def test_frame_of_a_pair(tokenizer):
+def test_special_tokens_around_one_text_and_a_pair(tokenizer):
     first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in "ab")
     assert tokenizer("a")["input_ids"] == [CLS, *first, SEP]
     assert tokenizer("a", "b")["input_ids"] == [CLS, *first, SEP, SEP, *second, SEP]
@@ -46,7 +46,7 @@ def test_frame_of_a_pair(tokenizer):
 
 @pytest.mark.parametrize("string", maker.STRINGS)
 def test_decoding_gives_the_text_back(tokenizer, string):
-    # A mask takes the spaces before it along, so they are lost.
+    # A mask strips the spaces before it, so decoding cannot give them back.
     expected = string if "<mask>" not in string else None
     row = tokenizer.encode(string, add_special_tokens=False)
     if expected is not None:
@@ -112,7 +112,7 @@ def word_level(**settings) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **settings)
 
 
-def test_any_backend(tmp_path):
+def test_other_backends_work(tmp_path):
     tokenizer = word_level(pad_token="[PAD]")
     batch = tokenizer(["a b", "b c b"], padding=True)
     assert batch["input_ids"] == [[0, 1, 3], [1, 2, 1]]
@@ -124,7 +124,7 @@ def test_any_backend(tmp_path):
         PreTrainedTokenizerFast(pad_token="[PAD]")
 
 
-def test_special_token_with_flags():
+def test_a_mask_token_with_flags_strips_spaces():
     plain, stripping = (
         word_level(mask_token="<m>"),
         word_level(mask_token=AddedToken("<m>", lstrip=True, rstrip=True)),

@@ -1,4 +1,4 @@
-"""Copies, pickles and hashes of the tokenizers, on which caches of data sets rely."""
+"""Copies, pickles and hashes of tokenizers are stable: the caches of datasets rely on it."""
 
 import copy
 import pickle
@@ -13,9 +13,11 @@ from tiny_tokenizer import CLS, FIXTURE, ids_of
 from transformers import PreTrainedTokenizerBase, RobertaTokenizerFast
 
 
-@pytest.mark.parametrize("sidecar", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_copies(tokenizer, sidecar):
-    other = sidecar(tokenizer)
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_copies(tokenizer, duplicate):
+    other = duplicate(tokenizer)
     assert isinstance(other, PreTrainedTokenizerBase)
     assert ids_of(other) == ids_of(tokenizer)
     assert Hasher.hash(other) == Hasher.hash(tokenizer)
@@ -30,7 +32,7 @@ def test_copies(tokenizer, sidecar):
         {"padding": "max_length", "truncation": True, "max_length": 4, "return_tensors": "pt"},
     ],
 )
-def test_calls_leave_no_trace(tokenizer, settings):
+def test_calls_do_not_change_the_tokenizer(tokenizer, settings):
     before, pickled = Hasher.hash(tokenizer), pickle.dumps(tokenizer)
     tokenizer(["a b c", "d"], **settings)
     tokenizer.decode([CLS])

@@ -1,4 +1,4 @@
-"""Rows of tokenizers that give ids alone; rows of ids that are there already; 4.4.2's calls."""
+"""Plain tokenizers, rows made from ids, and the calls of 4.4.2."""
 
 import itertools
 
@@ -39,11 +39,11 @@ def tokenizer(request, folders):
     return classes[family].from_pretrained(folders[family])
 
 
-# ---- Frames ----
+# ---- Special tokens around ids ----
 
 
 @pytest.mark.parametrize("pair", [None, SECOND, []])
-def test_frames(tokenizer, pair):
+def test_special_tokens_are_put_around_ids(tokenizer, pair):
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
     between = [sep, sep] if "Roberta" in type(tokenizer).__name__ else [sep]
     row = tokenizer.build_inputs_with_special_tokens(FIRST, pair)
@@ -73,27 +73,27 @@ def test_frames(tokenizer, pair):
     ],
 )
 @pytest.mark.parametrize("pair", [None, PAIR])
-def test_rows_of_ids_are_rows_of_texts(tokenizer, settings, pair):
+def test_rows_from_ids_equal_rows_from_texts(tokenizer, settings, pair):
     texts = [TEXT] if pair is None else [TEXT, pair]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     assert tokenizer.prepare_for_model(*ids, **settings) == tokenizer(*texts, **settings)
 
 
-def test_tensors_of_one_row(tokenizer):
+def test_one_row_as_tensors_with_and_without_a_batch_axis(tokenizer):
     row = tokenizer.prepare_for_model(FIRST, return_tensors="pt")
     assert row.input_ids.shape == (10,)
     rows = tokenizer.prepare_for_model(FIRST, return_tensors="pt", prepend_batch_axis=True)
     assert torch.equal(rows.input_ids[0], row.input_ids)
 
 
-# ---- What is cut off ----
+# ---- Truncation ----
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("stride", [0, 2, 100])
 @pytest.mark.parametrize("how", ["longest_first", "only_first", "only_second", True])
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_sequences_are_cut(plain, how, number, stride, side):
+def test_truncate_sequences_returns_the_overflow_with_its_stride(plain, how, number, stride, side):
     plain.truncation_side = side
     first, second, cut = plain.truncate_sequences(FIRST, SECOND, number, how, stride)
     assert len(first) + len(second) == len(FIRST) + len(SECOND) - number
@@ -120,7 +120,7 @@ def test_the_longer_sequence_is_cut_first(plain):
 
 
 @pytest.mark.parametrize("strategy", ["only_second", "only_first"])
-def test_a_sequence_that_is_too_short_to_cut(plain, strategy):
+def test_truncating_a_sequence_that_is_too_short_is_an_error(plain, strategy):
     with pytest.raises(ValueError, match=r"use a larger max_length, or longest_first") as error:
         plain.truncate_sequences([1], [2], 1, strategy)
     assert "\n" not in str(error.value)
@@ -141,7 +141,7 @@ def test_overflow_of_one_text_and_of_several(plain):
 # ---- Calls under their other names ----
 
 
-def test_calls_are_one(tokenizer):
+def test_calls_of_different_names_agree(tokenizer):
     pairs = [(TEXT, PAIR), (PAIR, TEXT)]
     texts = [TEXT, PAIR]
     assert tokenizer.encode_plus(TEXT, PAIR) == tokenizer(TEXT, PAIR)
@@ -160,7 +160,7 @@ def test_texts_as_tokens_and_as_ids(plain):
     assert plain.encode(ids, return_tensors="pt").tolist() == [plain.encode(TEXT)]
 
 
-def test_settings_by_their_earlier_names(tokenizer):
+def test_deprecated_settings_still_work(tokenizer):
     settings = {"max_length": 9, "truncation": "only_first"}
     with pytest.warns(FutureWarning, match="pad_to_max_length=True is deprecated"):
         old = tokenizer("rain", pad_to_max_length=True, **settings)
@@ -168,13 +168,13 @@ def test_settings_by_their_earlier_names(tokenizer):
     with pytest.warns(FutureWarning, match="truncation_strategy='only_first' is deprecated"):
         old = tokenizer(TEXT, max_length=9, truncation_strategy="only_first")
     assert old == tokenizer(TEXT, **settings)
-    with pytest.warns(FutureWarning):  # nothing says how long
+    with pytest.warns(FutureWarning):  # no length is given
         assert tokenizer("rain", pad_to_max_length=True) == tokenizer("rain")
     with pytest.raises(TypeError, match="have no argument max_len, trunc"):
         tokenizer("rain", max_len=3, trunc=True)
 
 
-def test_settings_as_enumerations(tokenizer):
+def test_settings_can_be_enums(tokenizer):
     named = tokenizer(
         TEXT,
         padding=PaddingStrategy.MAX_LENGTH,
@@ -191,11 +191,11 @@ def test_lengths(tokenizer):
     lengths = [len(row) for row in tokenizer(texts)["input_ids"]]
     assert tokenizer(texts, return_length=True)["length"] == lengths
     assert tokenizer(texts, return_length=True, padding=True)["length"] == [max(lengths)] * 2
-    one = tokenizer("the", return_length=True)["length"]  # as upstream has it
+    one = tokenizer("the", return_length=True)["length"]  # the form is upstream's
     assert one == ([lengths[0]] if tokenizer.is_fast else lengths[0])
 
 
-def test_room_for_the_special_tokens(tokenizer):
+def test_a_max_length_below_the_special_tokens_is_an_error(tokenizer):
     frame = tokenizer.num_special_tokens_to_add(pair=True)
     with pytest.raises(ValueError, match=f"give at least {frame + 1}"):
         tokenizer(TEXT, PAIR, truncation=True, max_length=frame - 1)
@@ -208,7 +208,7 @@ def test_room_for_the_special_tokens(tokenizer):
         ([("a", "b", "c")], "row 0 has 3 texts, but a pair has two"),
     ],
 )
-def test_rows_that_are_no_pairs(tokenizer, batch, message):
+def test_batches_that_mix_pairs_and_texts_are_errors(tokenizer, batch, message):
     with pytest.raises(ValueError, match=message):
         tokenizer.batch_encode_plus(batch)
 
@@ -216,7 +216,7 @@ def test_rows_that_are_no_pairs(tokenizer, batch, message):
 # ---- RobertaTokenizer's own ----
 
 
-def test_a_space_before_the_text(folders):
+def test_add_prefix_space_puts_a_space_before_the_text(folders):
     plain = RobertaTokenizer.from_pretrained(folders["roberta"])
     always = RobertaTokenizer.from_pretrained(folders["roberta"], add_prefix_space=True)
     assert plain.encode("rain", add_prefix_space=True) == plain.encode(" rain")
@@ -227,7 +227,7 @@ def test_a_space_before_the_text(folders):
         RobertaTokenizer.from_pretrained(folders["roberta"], errors="strict")
 
 
-def test_letters_of_bytes(folders):
+def test_byte_encoder_and_decoder(folders):
     plain = RobertaTokenizer.from_pretrained(folders["roberta"])
     assert sorted(plain.byte_encoder) == list(range(256))
     assert sorted(plain.byte_decoder) == sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -236,7 +236,7 @@ def test_letters_of_bytes(folders):
     assert bytes(plain.byte_decoder[letter] for letter in letters) == text.encode()
 
 
-def test_spaces_between_added_tokens(plain):
+def test_decode_can_put_spaces_between_added_tokens(plain):
     plain.add_tokens(["<x>", "<y>"])
     row = plain.encode("rain<x><y>wind", add_special_tokens=False)
     assert plain.decode(row, spaces_between_special_tokens=True) == "rain <x> <y> wind"
