@@ -58,6 +58,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path not in distributed, item.path not in slow))
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """Returns an empty folder. Its name is a number: errors name it, and a test that looks for a
+    word in an error must not find it in the test's own name, which pytest would use."""
+    return tmp_path_factory.mktemp("0")
+
+
 @pytest.fixture(autouse=True)
 def log_levels():
     """Those of a new process: scripts set them, and what one test shows is no other's."""
