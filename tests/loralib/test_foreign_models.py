@@ -47,7 +47,7 @@ def test_a_forward_that_was_set_can_be_deleted_as_the_error_says():
 
 
 def test_a_layer_whose_forward_was_replaced_is_not_merged_or_restored():
-    """As by accelerate's offloading hooks, which hold on to the LoRA layer's forward."""
+    """Accelerate's offloading hooks do this, and keep the LoRA layer's forward."""
     model = drawn(Net(), ["a"])
     model.a.forward = functools.partial(model.a.forward)
     for undo in (lora.merge, lora.remove_lora):

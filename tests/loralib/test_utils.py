@@ -157,7 +157,7 @@ def test_merge_of_a_model(model, mode):
 
 
 def test_merge_of_a_model_without_lora_is_an_error(model):
-    """As when no adapter was loaded into it. Layers of rank 0 are made plain, however."""
+    """For example if no adapter was loaded. Layers of rank 0 are made plain, however."""
     assert type(lora.merge(nn.Sequential(lora.Linear(2, 2, r=0)))[0]) is nn.Linear
     for plain in (nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), lora.merge(model)):
         with pytest.raises(ValueError, match=r"^the model has no LoRA to merge: load its adapter"):
