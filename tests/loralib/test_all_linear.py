@@ -131,7 +131,7 @@ def with_shared(**more):
     ],
 )
 def test_stacks_with_the_name_of_a_targeted_layer_are_warned_of(caplog, settings, left_out):
-    """Such targets adapted the experts when these were linear layers. Longer targets are clear."""
+    """Such targets adapted the experts when these were linear layers; longer ones are explicit."""
     model = with_shared()
     names = lora.add_lora(model, **{"r": 2, **settings})
     stacks = [f"layers.{layer}.experts.up" for layer in left_out]
@@ -276,7 +276,7 @@ def test_no_warning_about_convolutions_and_stacks_of_one_matrix(caplog):
     assert not caplog.records
 
 
-def test_no_warning_about_what_weight_norm_computes_a_kernel_from(caplog):
+def test_no_warning_about_the_original_tensors_of_weight_norm(caplog):
     conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
     assert conv.parametrizations.weight.original1.shape == (64, 8, 9)
     layers = nn.ModuleDict({"0": nn.ModuleDict({"q": nn.Linear(8, 8), "conv": conv})})
@@ -294,7 +294,7 @@ def test_a_target_that_matches_only_parameters_is_an_error():
         r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
     )
     with pytest.raises(ValueError, match=expected + "; it has "):
-        lora.add_lora(with_experts(1), ["q", "up"], r=2)  # one matrix is no stack
+        lora.add_lora(with_experts(1), ["q", "up"], r=2)  # one matrix is not a stack
     with pytest.raises(ValueError, match=r"^'up' matches no module .*, only parameters"):
         lora.add_lora(with_experts(2), "q", r=2, modules_to_train="up")
 

@@ -30,7 +30,7 @@ MODEL_FUNCTIONS = {
 
 @pytest.mark.parametrize("call", MODEL_FUNCTIONS.values(), ids=MODEL_FUNCTIONS)
 @pytest.mark.parametrize("given", [[MODEL], MODEL.state_dict(), None])
-def test_what_is_no_model_is_refused(call, given):
+def test_an_argument_that_is_not_a_model_is_refused(call, given):
     kind = type(given).__name__
     with pytest.raises(
         TypeError, match=rf"^the model has to be a torch\.nn\.Module, got a {kind}$"
@@ -60,7 +60,7 @@ def adapted():
 
 @pytest.mark.parametrize("call", PATH_FUNCTIONS.values(), ids=PATH_FUNCTIONS)
 @pytest.mark.parametrize("given", [None, {"a": 1}, b"a"])
-def test_what_is_no_path_is_refused(call, given):
+def test_an_argument_that_is_not_a_path_is_refused(call, given):
     with pytest.raises(TypeError, match=r"has to be a path, got (None|\{'a': 1\}|b'a')$"):
         call(given)
 
@@ -89,7 +89,7 @@ def test_a_tilde_stands_for_the_home_folder(name, tmp_path, monkeypatch):
     assert lora.load_adapter(model, name) == ("0",)
 
 
-def test_what_is_no_adapter_is_refused(tmp_path):
+def test_an_argument_that_is_not_an_adapter_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"what lora\.read_adapter\(path\) returns, got Sequential"):
         lora.write_adapter(tmp_path / "a.safetensors", adapted())
 
@@ -97,7 +97,7 @@ def test_what_is_no_adapter_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "labels", ["no", [0, 1], 2, {"no", "yes"}, frozenset({"no"}), {"no": 0, "yes": 1}]
 )
-def test_labels_that_are_no_ordered_names_are_refused(tmp_path, labels):
+def test_labels_that_are_not_a_list_of_names_are_refused(tmp_path, labels):
     with pytest.raises(ValueError, match=r"labels has to be a list of names such as .*, got "):
         lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=labels)
     in_order = {"no": 0, "yes": 1}.keys()
@@ -126,7 +126,7 @@ def test_labels_that_are_no_ordered_names_are_refused(tmp_path, labels):
         ),
     ],
 )
-def test_rates_that_are_no_positive_numbers_are_refused(settings, message):
+def test_rates_that_are_not_valid_numbers_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         lora.parameter_groups(adapted(), **settings)
 
@@ -148,7 +148,7 @@ def test_rates_may_be_tensors_or_arrays():
         ({"task": ["mnli"]}, r"^task has to be a name, such as 'mnli', got \['mnli'\]$"),
     ],
 )
-def test_a_base_or_task_that_is_no_text_is_refused(tmp_path, settings, message):
+def test_a_base_or_task_that_is_not_text_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         lora.save_adapter(adapted(), tmp_path / "a.safetensors", **settings)
     assert not list(tmp_path.iterdir())

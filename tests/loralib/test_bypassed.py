@@ -168,7 +168,7 @@ def test_the_warning_names_each_class_once_and_the_layers_to_leave_out(caplog):
 
 
 @pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"proj": 8}}])
-def test_a_bypassed_layer_is_to_be_left_out_if_the_rank_is_too_large_for_it(patterns, caplog):
+def test_the_error_for_too_large_a_rank_says_to_leave_a_bypassed_layer_out(patterns, caplog):
     """With a lower rank, the next message would be that the layer is never called."""
     message = (
         r"^r = 8 is too large for proj, whose largest possible rank is 4; the source of Reads "
@@ -374,7 +374,7 @@ def test_no_warning_where_another_module_calls_the_stack_s_module(caplog):
     [[["gate"]], [["gate", "up"]], [["up"], ["gate"]], [["down"], ["up"], ["gate", "proj"]]],
 )
 def test_it_warns_of_a_layer_beside_an_adapted_stack_too(calls, caplog):
-    """The update of the stack has given its module another class, which has properties."""
+    """The stack's update has given the module another class, with properties."""
     model = Block()
     *first, last = calls
     for targets in first:
@@ -397,7 +397,7 @@ def test_a_forward_that_was_set_is_read_instead_of_the_class_s(caplog, monkeypat
 
 def test_no_warning_about_a_class_without_source(caplog):
     names = {"Net": Net, "F": F}
-    exec(  # as in a prompt of Python
+    exec(  # as at Python's prompt
         "class Hidden(Net):\n"
         "    def forward(self, x):\n"
         "        return self.other(F.linear(x, self.proj.weight))\n",
@@ -419,7 +419,7 @@ class NoHash(type):
 
 
 def test_attributes_that_raise_and_classes_without_a_hash(caplog):
-    """Such attributes are not read, and such classes can be looked up."""
+    """Attributes are not read, and classes need not be hashable."""
 
     class Odd(Reads):
         project = Raises()

@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("error", CASES, ids=lambda error: type(error).__name__)
-def test_pickling_preserves_an_error_of_one_line(error):
+def test_pickling_preserves_an_error_and_its_message_is_one_line(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (str(copy), vars(copy)) == (str(error), vars(error))

@@ -178,8 +178,8 @@ def test_other_operations_of_a_forward_compute_with_the_sum(what):
         close(layer.gate_up_proj_lora.lora_A.grad, factors["gate_up_proj"][0].grad.flatten(0, 1))
 
 
-def test_operators_give_the_results_of_the_tensor_s():
-    """Also those whose results may jump between close operands, and those that are refused."""
+def test_operators_work_as_on_a_tensor():
+    """Including those whose results can jump between close operands, and `bool`, which fails."""
     parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
     ours: Any = LowRankSum(*parts)
     whole, other = ours.tensor, torch.full((2, 4, 4), 0.7)
@@ -598,7 +598,7 @@ def test_a_tied_stack_is_adapted_if_it_may_be_untied():
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("before", [(), ("gate_up_proj",)], ids=["plain", "adapted"])
-def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call):
+def test_a_failure_halfway_leaves_the_model_as_it_was(monkeypatch, before, call):
     model, x = adapted(targets=["q", *before], layers=3), tokens()
     if before:
         apply_activation_checkpointing(model)

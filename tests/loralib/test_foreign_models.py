@@ -79,7 +79,7 @@ class WithState(Net):
 
 
 @torch.no_grad()
-def test_an_extra_state_that_is_no_tensor_does_not_matter(tmp_path):
+def test_a_model_with_an_extra_state_that_is_not_a_tensor_works(tmp_path):
     base, x = WithState().eval(), torch.randn(2, 6)
     model = drawn(base, ["a"])
     lora.save_adapter(model, tmp_path / "a")

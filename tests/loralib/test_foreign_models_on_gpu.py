@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import loralib as lora
 
-# A dozen sums of up to 48 products follow one another; embeddings of 4 are added up in them.
+# A dozen consecutive sums of up to 48 products, in which embeddings of up to 4 are added up.
 SUMS, SIZE = 12 * 48, 16.0
 IN_BANKS = [name for name, case in CASES.items() if case.in_bank]
 VARIANTS = ["lora", "rslora+dora"]

@@ -64,7 +64,7 @@ def test_every_variant_is_in_the_table_above():
     assert all(issubclass(variant, Delta) for variant in VARIANTS.values())
 
 
-def test_an_unknown_variant():
+def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="unknown variant 'qlora' of LoRA"):
         lora.Linear(4, 4, r=2, variant="qlora")
 

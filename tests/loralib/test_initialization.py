@@ -64,7 +64,7 @@ AT_RANDOM = {
 
 
 @pytest.mark.parametrize("kind", AT_RANDOM)
-def test_the_default_is_that_of_a_plain_layers_weight(kind):
+def test_the_default_initializes_A_as_a_plain_layer_s_weight(kind):
     layer = AT_RANDOM[kind]()
     torch.manual_seed(0)
     layer.reset_lora_parameters()

@@ -340,7 +340,7 @@ def test_what_is_loaded_on_the_meta_device_is_initialized_later(empty_memory_sho
 
 
 @torch.no_grad()
-def test_loading_what_is_no_dense_tensor_is_left_to_pytorch():
+def test_loading_anything_but_dense_tensors_is_left_to_pytorch():
     model = adapted_on_meta()
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"expected .* or Tensor-like object"):

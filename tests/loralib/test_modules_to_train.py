@@ -134,8 +134,8 @@ def test_buffers_that_no_adapter_can_hold_are_left_out_of_parts_without_paramete
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
     lora.add_lora(model, "a", r=R, modules_to_train="block")
     lora.save_adapter(model, tmp_path / "a.safetensors")
-    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
-    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
+    tensors = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert tensors.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

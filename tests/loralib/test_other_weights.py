@@ -1,4 +1,4 @@
-"""Tests of weights that are no plain parameters: computed, quantized, complex, not loaded yet."""
+"""Tests of weights that are not plain parameters: computed, quantized, complex, not loaded yet."""
 
 import copy
 
@@ -29,7 +29,7 @@ class EightBit(torch.Tensor):
 
 
 class Marked(nn.Parameter):
-    """A parameter like those of frameworks, which only attach attributes to it."""
+    """A subclass of parameter to which a framework attaches attributes."""
 
 
 def test_a_weight_of_an_unknown_tensor_class_is_refused_as_quantized(tmp_path):

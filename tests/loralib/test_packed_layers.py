@@ -58,7 +58,7 @@ def test_a_packed_model_is_refused_when_it_is_saved(tmp_path):
         lora.save_adapter(model, tmp_path / "a")
     with pytest.raises(ValueError, match=PACKED):
         lora.lora_state_dict(model)
-    lora.save_adapter(model.layers[1], tmp_path / "a")  # as it says
+    lora.save_adapter(model.layers[1], tmp_path / "a")  # as the error says
     part = Net("bitsandbytes").layers[1]
     assert lora.load_adapter(part, tmp_path / "a") == ("up",)
 

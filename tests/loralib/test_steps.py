@@ -197,7 +197,7 @@ def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced():
 
 
 @pytest.mark.parametrize("undo", [lora.remove_lora, lora.merge])
-def test_a_weight_without_lora_any_more_is_not_recorded(undo):
+def test_a_weight_that_no_longer_has_lora_is_not_recorded(undo):
     model = HEAD.adapted()
     undo(model)
     lora.add_lora(model, "words", r=2)
@@ -210,7 +210,7 @@ def test_a_weight_without_lora_any_more_is_not_recorded(undo):
 
 
 @pytest.mark.parametrize("undo", [lora.remove_lora, lora.merge])
-def test_a_part_without_lora_any_more_is_not_recorded(undo):
+def test_a_part_that_no_longer_has_lora_is_not_recorded(undo):
     model = nn.ModuleDict({"part": HEAD.adapted(), "other": HEAD.adapted()})
     undo(model["part"])
     weight = model["part"].layers[0]["out"].weight.requires_grad_(True)
@@ -243,7 +243,7 @@ def test_a_model_is_freed_and_can_be_pickled():
     model, optimizer = with_earlier_optimizer()
     steps(model, optimizer, count=2)
     pickle.loads(pickle.dumps(model))
-    held = [weakref.ref(each) for each in (model, optimizer, model.layers[0]["out"])]
+    references = [weakref.ref(each) for each in (model, optimizer, model.layers[0]["out"])]
     del model, optimizer
     gc.collect()
-    assert not any(each() for each in held)
+    assert not any(each() for each in references)

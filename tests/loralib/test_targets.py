@@ -278,7 +278,7 @@ def test_patterns_of_words():
 @pytest.mark.parametrize(
     "words", [["query"], ["=4"], ["query=four"], ["query=1.5"], ["q=1", "q=1"]]
 )
-def test_words_that_are_no_pattern_are_refused(words):
+def test_words_that_are_not_a_pattern_are_refused(words):
     with pytest.raises(ValueError, match=r"^--rank"):
         pattern_of_words("--rank", int, words)
 

@@ -132,9 +132,7 @@ def test_pattern_keys_that_match_no_stack_or_do_not_fit_one_are_refused():
         ("other", ValueError, r"^'other' matches no module of the model; it has block, conv, para"),
     ],
 )
-def test_what_weight_norm_computes_a_kernel_from_is_not_suggested_as_a_stack(
-    target, error, message
-):
+def test_the_original_tensors_of_weight_norm_are_not_suggested_as_stacks(target, error, message):
     with pytest.raises(error, match=message):
         lora.add_lora(weight_normed(), target)
 
@@ -146,7 +144,7 @@ def weight_normed() -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize("target", ["original1", "block.conv.parametrizations.weight.original1"])
-def test_what_weight_norm_computes_a_kernel_from_is_adapted_if_it_is_named(tmp_path, target):
+def test_an_original_tensor_of_weight_norm_is_adapted_if_it_is_named(tmp_path, target):
     model, loaded, x = weight_normed(), weight_normed(), torch.randn(1, 8, 16)
     conv, before = model["block"]["conv"], model["block"]["conv"](x)
     assert len(lora.add_lora(model, target, r=R)) == 1

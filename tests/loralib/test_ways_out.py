@@ -114,7 +114,7 @@ def test_a_module_without_parameters_in_modules_to_train_is_warned_of(caplog):
     assert record.getMessage().startswith("modules_to_train names act, with no parameters")
 
 
-def test_a_lazy_layer_is_adapted_once_the_model_was_called():
+def test_a_lazy_layer_is_adapted_once_the_model_has_been_called():
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(TypeError, match=r"^module 0 has no shape yet: call the model once before"):
         lora.add_lora(model, "0", r=2)

@@ -41,7 +41,7 @@ def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 class DeepSpeedEngine(nn.Module):
-    """Holds the model as `module`, as DeepSpeed's does."""
+    """Holds the model as `module`, as DeepSpeed's engine does."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -361,7 +361,7 @@ def test_the_hooks_of_a_copy_may_be_registered_on_other_modules(bank, model, mod
 
 
 @torch.no_grad()
-def test_of_nested_blocks_the_innermost_counts(bank, model):
+def test_the_innermost_of_nested_blocks_applies(bank, model):
     batch = make_batch([3, 2])
     with bank.use("a"):
         outer = model(**batch)

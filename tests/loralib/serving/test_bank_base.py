@@ -406,7 +406,7 @@ def change_what_no_adapter_touches(model):
         change_what_no_adapter_touches,
     ],
 )
-def test_changes_that_no_adapter_is_affected_by_are_accepted(change):
+def test_changes_that_affect_no_adapter_in_use_are_accepted(change):
     model = Own()
     bank = bank_of(model)
     change(model)

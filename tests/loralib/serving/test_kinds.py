@@ -87,19 +87,19 @@ def offload(model):
             setattr(module, name, nn.Parameter(value, requires_grad=False))
 
     for module in model.modules():
-        held = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
-        away = {name: tensor.to("meta") for name, tensor in held.items()}
+        loaded = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+        offloaded = {name: tensor.to("meta") for name, tensor in loaded.items()}
 
-        def forward(*inputs, own=module.forward, module=module, held=held, away=away):
-            set_parameters(module, held)
+        def forward(*inputs, own=module.forward, module=module, loaded=loaded, offloaded=offloaded):
+            set_parameters(module, loaded)
             try:
                 return own(*inputs)
             finally:
-                set_parameters(module, away)
+                set_parameters(module, offloaded)
 
-        if held:
+        if loaded:
             module.forward = forward
-            set_parameters(module, away)
+            set_parameters(module, offloaded)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
@@ -186,7 +186,7 @@ def test_a_mixed_batch_of_one_token_id_per_row():
     torch.testing.assert_close(mixed, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_bank_copies_of_a_head_requires_no_gradients():
+def test_a_bank_s_copy_of_a_head_requires_no_gradients():
     """The model's own parameters still do, including one that the head shares with it."""
     plain = nn.ModuleDict({"words": nn.Embedding(11, 8), "up": nn.Linear(8, 8)})
     plain["head"] = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 11, bias=False))
