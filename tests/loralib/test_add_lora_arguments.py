@@ -1,4 +1,4 @@
-"""What `add_lora` is given: of other types, iterators, ranks that are too large."""
+"""Tests of `add_lora`'s arguments: wrong types, iterators, other libraries' names, large ranks."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from loralib.errors import CheckpointError
 from loralib.inject import _OTHER_LIBRARIES_NAMES
 
 
-def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
+def test_the_error_for_a_rank_that_is_too_large_suggests_one_pattern_for_all_layers():
     def blocks(*gates):
         return nn.ModuleDict(
             {
@@ -47,7 +47,7 @@ def test_a_rank_that_is_too_large_in_every_layer_is_lowered_by_one_pattern():
         lora.add_lora(blocks(1, 1), "all-linear", r=4, rank_pattern={"gate": 2})
 
 
-def test_iterators_are_lists():
+def test_iterators_are_accepted_as_lists():
     model = AnyModel()
     names = lora.add_lora(
         model,
@@ -80,12 +80,12 @@ def test_iterators_are_lists():
         ),
     ],
 )
-def test_words_of_others_for_its_arguments_are_answered_with_its_own(theirs, ours):
+def test_the_error_for_another_library_s_argument_names_ours(theirs, ours):
     with pytest.raises(TypeError, match=rf"^add_lora has no {re.escape(ours)}$"):
         lora.add_lora(AnyModel(), **theirs)
 
 
-def test_all_words_of_others_at_once_are_answered_in_a_line_that_can_be_read():
+def test_the_error_for_all_other_libraries_arguments_at_once_is_short():
     with pytest.raises(TypeError, match=r"_modules, layers_to_.* and 9 more: give ") as refused:
         lora.add_lora(AnyModel(), **dict.fromkeys(_OTHER_LIBRARIES_NAMES))
     assert len(str(refused.value)) < 300
@@ -93,13 +93,13 @@ def test_all_words_of_others_at_once_are_answered_in_a_line_that_can_be_read():
     assert all(ours in given for ours in _OTHER_LIBRARIES_NAMES.values())
 
 
-def test_a_keyword_that_nobody_knows_is_python_s_error():
+def test_an_unknown_keyword_is_python_s_own_error():
     for keywords in ({"task_type": "CAUSAL_LM"}, {"targts": "q_proj"}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             lora.add_lora(AnyModel(), **keywords)
 
 
-def test_what_is_given_instead_is_its_argument_and_the_page_for_peft_s_users_says_the_same():
+def test_the_suggested_names_are_arguments_and_agree_with_the_page_for_peft_users():
     arguments = inspect.signature(lora.add_lora).parameters
     page = (ROOT / "docs" / "from-peft.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
@@ -147,7 +147,7 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("case", WRONG_TYPES)
-def test_what_is_of_another_type_is_said_in_one_line(case):
+def test_a_wrong_type_or_value_is_refused_in_one_line(case):
     settings, message = WRONG_TYPES[case]
     model = AnyModel()
     with pytest.raises(ValueError, match=message) as error:
@@ -165,7 +165,7 @@ def test_an_iterator_of_slices_is_read_once_for_all_modules():
     )
 
 
-def test_numbers_of_numpys(tmp_path):
+def test_numpy_s_numbers_are_accepted(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     alphas = {"1": numpy.float32(4)}
     lora.add_lora(
@@ -177,7 +177,7 @@ def test_numbers_of_numpys(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("second", "warning"),
     [
         ({}, None),
         ({"r": 4, "lora_alpha": 2}, None),
@@ -187,17 +187,19 @@ def test_numbers_of_numpys(tmp_path):
         ({"freeze_A": True}, None),
     ],
 )
-def test_kinds_that_no_adapter_records_are_said_before_training(tmp_path, caplog, second, said):
+def test_several_kinds_that_save_adapter_refuses_are_warned_of_before_training(
+    tmp_path, caplog, second, warning
+):
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2, modules_to_train=[])
     lora.add_lora(model, "v_proj", **{"r": 2, **second})
     lines = [record.getMessage() for record in caplog.records]
-    if said is None:
+    if warning is None:
         assert not lines
         lora.save_adapter(model, tmp_path / "adapter")
         return
     (line,) = lines
-    assert said in line
+    assert warning in line
     assert line.endswith("so give all calls of add_lora the same, or save the merged model")
     with pytest.raises(CheckpointError, match=r"several kinds.*; merge the model, and save"):
         lora.save_adapter(model, tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Layers against PyPI's loralib 0.1.2: what make_loralib_fixture.py recorded of it."""
+"""Compares the layers with PyPI's loralib 0.1.2, as recorded by make_loralib_fixture.py."""
 
 import json
 
@@ -13,11 +13,11 @@ import loralib as lora
 FIXTURE = FIXTURES / "loralib_0_1_2.safetensors"
 
 with safe_open(FIXTURE, framework="pt") as file:
-    # In an order of their own, which the file's is not.
+    # Sorted, because the order of the file's metadata is arbitrary.
     LAYERS = {name: json.loads(text) for name, text in sorted(file.metadata().items())}
     TENSORS = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-# A sum over 4 channels of 3 · 3, and gradients' over 2 · 6 · 6 places.
+# The terms of a sum over 4 channels of 3 · 3, and of a gradient's over 2 · 6 · 6 positions.
 TERMS = 4 * 9 + 2 * 6 * 6
 
 
@@ -32,7 +32,7 @@ def build(name):
 
 
 def close(actual, expected):
-    """Of tensors, or of tensors by name."""
+    """Compares two tensors, or two dicts of tensors."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key, tensor in expected.items():
@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_initial_weights(name):
     close(build(name).state_dict(), recorded(name, "init/"))
 
 
-def test_outputs_and_gradients_on_its_state_dict(name):
+def test_outputs_and_gradients_with_a_state_dict_of_0_1_2(name):
     layer = build(name)
     layer.load_state_dict(recorded(name, "state/"), strict=True)
     x = TENSORS[f"{name}/x"].clone()

@@ -1,4 +1,4 @@
-"""What "all-linear" takes for the head, and what it leaves out, such as stacked experts."""
+"""Tests of "all-linear": which layer it takes for the head, and warnings about what is left out."""
 
 import copy
 import re
@@ -25,19 +25,23 @@ from loralib.targets import shortest_targets
         ({"targets": ["first", "second"]}, False),
     ],
 )
-def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
+def test_the_layer_treated_as_the_head_is_warned_of_unless_the_call_names_it(
+    caplog, settings, warns
+):
     names = ("first", "second", "last")
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
     first = {"exclude": "first"} if settings.get("modules_to_train") == "first" else {}
     lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings, **first})
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warns
-    assert all("'all-linear' treats last, the last linear layer, as the head" in s for s in said)
-    assert all(s.endswith("or to exclude if it should stay frozen") for s in said)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == warns
+    assert all(
+        "'all-linear' treats last, the last linear layer, as the head" in text for text in warnings
+    )
+    assert all(text.endswith("or to exclude if it should stay frozen") for text in warnings)
 
 
 @pytest.mark.parametrize("head", ["adapted before", "built with LoRA", "frozen with its LoRA"])
-def test_a_head_that_has_lora_is_not_taken_for_a_frozen_one(caplog, head):
+def test_no_warning_about_a_head_that_has_lora(caplog, head):
     model = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
     if head == "built with LoRA":
         model["last"] = lora.Linear(4, 4, r=2)
@@ -48,21 +52,21 @@ def test_a_head_that_has_lora_is_not_taken_for_a_frozen_one(caplog, head):
     assert not caplog.records
 
 
-def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
+def test_for_a_head_tied_to_the_embedding_the_warning_only_suggests_exclude(caplog):
     model = nn.ModuleDict({"words": nn.Embedding(9, 4), "first": nn.Linear(4, 4)})
     model["last"] = nn.Linear(4, 9, bias=False)
     model["last"].weight = model["words"].weight
     plain = copy.deepcopy(model)
     lora.add_lora(model, "all-linear", r=2)
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert said.endswith("which stays frozen: add it to exclude if it should stay frozen")
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.endswith("which stays frozen: add it to exclude if it should stay frozen")
     caplog.clear()
     lora.add_lora(plain, "all-linear", r=2, exclude="last")
     assert not caplog.records
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer, as upstream's Transformers holds them."""
+    """All experts of a layer, as one parameter, as in Hugging Face's Transformers."""
 
     def __init__(self, count):
         super().__init__()
@@ -89,11 +93,13 @@ def with_experts(count):
         (1, {}, False),
     ],
 )
-def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count, settings, warns):
+def test_stacks_with_more_weights_than_all_that_is_adapted_are_warned_of(
+    caplog, count, settings, warns
+):
     model = with_experts(count)
     assert len(lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})) >= 3
-    said = [record.getMessage() for record in caplog.records]
-    assert said == warns * [
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == warns * [
         "the targets leave out the stacks of matrices layers.0.experts.up, layers.1.experts.up … "
         "and 1 more, which hold more than all that is adapted: add 'experts.up' to targets, or to "
         "exclude to keep them frozen"
@@ -101,7 +107,7 @@ def test_most_of_the_weights_that_all_linear_leaves_out_are_named(caplog, count,
 
 
 def with_shared(**more):
-    """As DeepSeek-V3: linear layers that are called as the experts' stacks."""
+    """As in DeepSeek-V3: linear layers that have the names of the experts' stacks."""
     model = with_experts(4)
     for layer in model["layers"]:
         layer["shared"] = nn.ModuleDict({"up": nn.Linear(8, 8), **more})
@@ -109,7 +115,7 @@ def with_shared(**more):
 
 
 @pytest.mark.parametrize(
-    ("settings", "left"),
+    ("settings", "left_out"),
     [
         ({"targets": "up"}, (0, 1, 2)),
         ({"targets": ["q", "*up"]}, (0, 1, 2)),
@@ -124,31 +130,31 @@ def with_shared(**more):
         ({"targets": "q"}, ()),
     ],
 )
-def test_stacks_that_a_name_matches_and_does_not_mean_are_named(caplog, settings, left):
-    """What adapted the experts while they were linear layers; said more exactly, it is meant."""
+def test_stacks_with_the_name_of_a_targeted_layer_are_warned_of(caplog, settings, left_out):
+    """Such targets adapted the experts when these were linear layers; longer ones are explicit."""
     model = with_shared()
     names = lora.add_lora(model, **{"r": 2, **settings})
-    stacks = [f"layers.{layer}.experts.up" for layer in left]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == bool(left)
-    assert all(f"of matrices {', '.join(stacks[:2])}" in line for line in said)
-    assert all(f"and {len(left) - 2} more" in line for line in said if len(left) > 2)
-    assert all("add 'experts.up' to targets" in line for line in said)
+    stacks = [f"layers.{layer}.experts.up" for layer in left_out]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == bool(left_out)
+    assert all(f"of matrices {', '.join(stacks[:2])}" in line for line in warnings)
+    assert all(f"and {len(left_out) - 2} more" in line for line in warnings if len(left_out) > 2)
+    assert all("add 'experts.up' to targets" in line for line in warnings)
     caplog.clear()
-    if left:
+    if left_out:
         lora.remove_lora(model)
         model.requires_grad_(True)
         again = lora.add_lora(model, "up", r=2, exclude="experts.up")
         assert not [each for each in again if "experts" in each]
         assert not caplog.records
-        second = lora.add_lora(model, "experts.up", r=2, layers=left)
+        second = lora.add_lora(model, "experts.up", r=2, layers=left_out)
         assert sorted(second) == [f"{stack}_lora" for stack in stacks]
         assert not caplog.records
     assert names
 
 
 def with_shared_and_gates():
-    """As DeepSeek-V3, of which two layers of each expert are one stack, the larger one."""
+    """As in DeepSeek-V3: two layers of each expert are one stack, the larger one."""
     model = with_shared(gate=nn.Linear(8, 8))
     for layer in model["layers"]:
         layer["experts"].gate_up = nn.Parameter(torch.randn(4, 16, 8))
@@ -156,14 +162,14 @@ def with_shared_and_gates():
 
 
 @pytest.mark.parametrize(
-    ("settings", "left"),
+    ("settings", "left_out"),
     [
         ({"targets": ["q", "gate", "up"]}, ["up", "gate_up"]),
         ({"targets": "*up"}, ["up", "gate_up"]),
         ({"targets": "shared.*"}, []),
         ({"targets": re.compile(r".*\b(gate|up)")}, ["up", "gate_up"]),
         ({"targets": ["gate", "up", "experts.up"]}, ["gate_up"]),
-        # The layers beside are not named, so that their stacks are not meant.
+        # Without gate as a target, the stack of gate and up is not meant.
         ({"targets": "up"}, ["up"]),
         ({"targets": ["q", "up"]}, ["up"]),
         ({"targets": ["up", "experts.up"]}, []),
@@ -176,20 +182,20 @@ def with_shared_and_gates():
         ({"targets": ["q", "gate"]}, []),
     ],
 )
-def test_all_stacks_of_a_module_are_named_if_all_layers_beside_one_are_meant(
-    caplog, settings, left
+def test_all_stacks_of_a_module_are_named_if_the_layers_of_all_their_parts_are_targeted(
+    caplog, settings, left_out
 ):
-    """Those named alone, the others stayed frozen and nothing more was said."""
+    """If only some were named, the others would stay frozen without another warning."""
     model = with_shared_and_gates()
     lora.add_lora(model, **{"r": 1, **settings})
-    said = [record.getMessage() for record in caplog.records]
-    quoted = ", ".join(f"'experts.{name}'" for name in left)
-    assert len(said) == bool(left)
-    assert all(f"add {quoted} to targets" in line for line in said)
+    warnings = [record.getMessage() for record in caplog.records]
+    quoted = ", ".join(f"'experts.{name}'" for name in left_out)
+    assert len(warnings) == bool(left_out)
+    assert all(f"add {quoted} to targets" in line for line in warnings)
     caplog.clear()
     lora.remove_lora(model)
     model.requires_grad_(True)
-    named = [f"experts.{name}" for name in left]
+    named = [f"experts.{name}" for name in left_out]
     targets = (
         settings["targets"] if isinstance(settings["targets"], list) else [settings["targets"]]
     )
@@ -198,7 +204,7 @@ def test_all_stacks_of_a_module_are_named_if_all_layers_beside_one_are_meant(
     assert not caplog.records
 
 
-def test_a_layer_with_none_beside_it_means_no_other_stack(caplog):
+def test_a_targeted_layer_without_siblings_means_only_the_stack_of_its_name(caplog):
     model = with_shared_and_gates()
     for layer in model["layers"]:
         del layer["shared"]["gate"]
@@ -206,7 +212,7 @@ def test_a_layer_with_none_beside_it_means_no_other_stack(caplog):
     assert "add 'experts.up' to targets" in caplog.text
 
 
-def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
+def test_no_warning_about_stacks_that_were_adapted_before(caplog):
     model = with_shared()
     lora.add_lora(model, "experts.up", r=2, layers=[0, 1])
     lora.add_lora(model, "q", r=2)
@@ -216,35 +222,35 @@ def test_stacks_that_were_adapted_before_are_not_left_out(caplog):
     assert not caplog.records
 
 
-def test_a_stack_of_the_model_itself_has_a_name_of_one_part(caplog):
+def test_a_stack_of_the_model_itself_is_suggested_by_its_plain_name(caplog):
     model = Experts(4)
     model.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])
     lora.add_lora(model, "all-linear", r=2)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the targets leave out the stacks of matrices up, which hold more")
-    assert "add 'up' to targets" in said
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the targets leave out the stacks of matrices up, which hold more")
+    assert "add 'up' to targets" in warning
     lora.remove_lora(model)
     assert lora.add_lora(model, ["all-linear", "up"], r=2) == ("layers.0.q", "up_lora")
 
 
-def test_a_few_weights_that_are_left_out_are_not_worth_a_line(caplog):
+def test_no_warning_about_stacks_smaller_than_what_is_adapted(caplog):
     model = with_shared(more=nn.ModuleDict({"up": nn.Linear(64, 64)}))
     lora.add_lora(model, "up", r=2)
     assert not caplog.records
 
 
-def test_stacks_that_share_their_name_s_end_with_linear_layers_are_named_so_that_they_are_meant(
+def test_suggested_targets_match_the_stacks_and_no_linear_layer(
     caplog,
 ):
     model = nn.ModuleDict({"a": with_experts(4), "b": nn.ModuleDict({"experts": nn.ModuleDict()})})
     model["b"]["experts"]["up"] = nn.Linear(8, 8)
     lora.add_lora(model, ["q", "experts.up"], r=2)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "add '0.experts.up', '1.experts.up', '2.experts.up' to targets" in said
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "add '0.experts.up', '1.experts.up', '2.experts.up' to targets" in warning
 
 
 def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
-    """Each name with each module took seconds for a model of a hundred layers."""
+    """Comparing each name with each module took seconds for a model of a hundred layers."""
 
     class Counted(list):
         rounds = 0
@@ -263,14 +269,14 @@ def test_the_names_of_many_stacks_are_compared_with_the_modules_once():
     assert shortest_targets(stacks, others[:2], least=2) == dict.fromkeys(stacks, "'experts.up'")
 
 
-def test_kernels_of_convolutions_and_small_tables_are_no_stacks(caplog):
+def test_no_warning_about_convolutions_and_stacks_of_one_matrix(caplog):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)})])})
     model["conv"], model["experts"] = nn.Conv1d(8, 64, 9), Experts(1)
     lora.add_lora(model, "all-linear", r=2)
     assert not caplog.records
 
 
-def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
+def test_no_warning_about_the_original_tensors_of_weight_norm(caplog):
     conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
     assert conv.parametrizations.weight.original1.shape == (64, 8, 9)
     layers = nn.ModuleDict({"0": nn.ModuleDict({"q": nn.Linear(8, 8), "conv": conv})})
@@ -278,21 +284,21 @@ def test_what_a_kernel_is_computed_from_is_no_stack(caplog):
     lora.add_lora(layers, "all-linear", r=2)
     assert not caplog.records
     lora.add_lora(both, "all-linear", r=2)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "of matrices 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in said
-    assert "add 'experts.up' to targets" in said
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "of matrices 1.layers.0.experts.up, 1.layers.1.experts.up … and 1 more, which" in warning
+    assert "add 'experts.up' to targets" in warning
 
 
-def test_a_parameter_that_is_named_is_no_module():
+def test_a_target_that_matches_only_parameters_is_an_error():
     expected = (
         r"^'up' matches no module of the model, only parameters such as layers\.0\.experts\.up"
     )
     with pytest.raises(ValueError, match=expected + "; it has "):
-        lora.add_lora(with_experts(1), ["q", "up"], r=2)  # one matrix is no stack
+        lora.add_lora(with_experts(1), ["q", "up"], r=2)  # one matrix is not a stack
     with pytest.raises(ValueError, match=r"^'up' matches no module .*, only parameters"):
         lora.add_lora(with_experts(2), "q", r=2, modules_to_train="up")
 
 
-def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
+def test_no_warning_about_a_head_outside_of_numbered_layers(caplog):
     lora.add_lora(AnyModel(), "all-linear", r=2)
     assert not caplog.records

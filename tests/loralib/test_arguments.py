@@ -1,4 +1,4 @@
-"""What public functions are given that is no model, no path, or in another's place."""
+"""Tests that public functions refuse arguments of a wrong type or in the wrong order."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from loralib.errors import CheckpointError
 MODEL = nn.Sequential(nn.Linear(4, 4))
 
 # Public functions that take a model first.
-OF_A_MODEL = {
+MODEL_FUNCTIONS = {
     "add_lora": lambda model: lora.add_lora(model, "0"),
     "load_adapter": lambda model: lora.load_adapter(model, "a.safetensors"),
     "save_adapter": lambda model: lora.save_adapter(model, "a.safetensors"),
@@ -28,9 +28,9 @@ OF_A_MODEL = {
 }
 
 
-@pytest.mark.parametrize("call", OF_A_MODEL.values(), ids=OF_A_MODEL)
+@pytest.mark.parametrize("call", MODEL_FUNCTIONS.values(), ids=MODEL_FUNCTIONS)
 @pytest.mark.parametrize("given", [[MODEL], MODEL.state_dict(), None])
-def test_what_is_no_model(call, given):
+def test_an_argument_that_is_not_a_model_is_refused(call, given):
     kind = type(given).__name__
     with pytest.raises(
         TypeError, match=rf"^the model has to be a torch\.nn\.Module, got a {kind}$"
@@ -39,12 +39,12 @@ def test_what_is_no_model(call, given):
 
 
 @pytest.mark.parametrize("call", [lora.add_lora, lora.save_adapter, lora.load_adapter])
-def test_a_model_in_the_second_place(call):
+def test_a_model_as_second_argument_is_refused(call):
     with pytest.raises(TypeError, match=r"^the model comes first, got a str and then a Seq"):
         call("a.safetensors", MODEL)
 
 
-OF_A_PATH = {
+PATH_FUNCTIONS = {
     "load_adapter": lambda path: lora.load_adapter(MODEL, path),
     "save_adapter": lambda path: lora.save_adapter(adapted(), path),
     "read_adapter": lora.read_adapter,
@@ -58,15 +58,15 @@ def adapted():
     return model
 
 
-@pytest.mark.parametrize("call", OF_A_PATH.values(), ids=OF_A_PATH)
+@pytest.mark.parametrize("call", PATH_FUNCTIONS.values(), ids=PATH_FUNCTIONS)
 @pytest.mark.parametrize("given", [None, {"a": 1}, b"a"])
-def test_what_is_no_path(call, given):
+def test_an_argument_that_is_not_a_path_is_refused(call, given):
     with pytest.raises(TypeError, match=r"has to be a path, got (None|\{'a': 1\}|b'a')$"):
         call(given)
 
 
-@pytest.mark.parametrize("call", OF_A_PATH.values(), ids=OF_A_PATH)
-def test_an_empty_path(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", PATH_FUNCTIONS.values(), ids=PATH_FUNCTIONS)
+def test_an_empty_path_is_refused(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"is empty: give a path$"):
         call("")
@@ -74,11 +74,11 @@ def test_an_empty_path(call, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["~/a", "~/a.safetensors", Path("~/a")])
-def test_a_path_in_the_home_folder(name, tmp_path, monkeypatch):
-    """Which a shell expands, and Python does not."""
+def test_a_tilde_stands_for_the_home_folder(name, tmp_path, monkeypatch):
+    """A shell expands it, but Python does not."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # Windows'
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # on Windows
     monkeypatch.chdir(tmp_path)
     model = adapted()
     with pytest.raises(CheckpointError, match=r"home.a.*: no such checkpoint file$"):
@@ -89,7 +89,7 @@ def test_a_path_in_the_home_folder(name, tmp_path, monkeypatch):
     assert lora.load_adapter(model, name) == ("0",)
 
 
-def test_what_is_no_adapter(tmp_path):
+def test_an_argument_that_is_not_an_adapter_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"what lora\.read_adapter\(path\) returns, got Sequential"):
         lora.write_adapter(tmp_path / "a.safetensors", adapted())
 
@@ -97,7 +97,7 @@ def test_what_is_no_adapter(tmp_path):
 @pytest.mark.parametrize(
     "labels", ["no", [0, 1], 2, {"no", "yes"}, frozenset({"no"}), {"no": 0, "yes": 1}]
 )
-def test_what_are_no_labels(tmp_path, labels):
+def test_labels_that_are_not_a_list_of_names_are_refused(tmp_path, labels):
     with pytest.raises(ValueError, match=r"labels has to be a list of names such as .*, got "):
         lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=labels)
     in_order = {"no": 0, "yes": 1}.keys()
@@ -126,12 +126,12 @@ def test_what_are_no_labels(tmp_path, labels):
         ),
     ],
 )
-def test_what_are_no_rates(settings, message):
+def test_rates_that_are_not_valid_numbers_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         lora.parameter_groups(adapted(), **settings)
 
 
-def test_rates_may_be_tensors():
+def test_rates_may_be_tensors_or_arrays():
     rate = torch.tensor(1e-3)
     assert lora.parameter_groups(adapted(), rate)[0]["lr"] is rate
     for one in (numpy.array, torch.tensor):
@@ -148,7 +148,7 @@ def test_rates_may_be_tensors():
         ({"task": ["mnli"]}, r"^task has to be a name, such as 'mnli', got \['mnli'\]$"),
     ],
 )
-def test_what_an_adapter_says_of_itself_is_text(tmp_path, settings, message):
+def test_a_base_or_task_that_is_not_text_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         lora.save_adapter(adapted(), tmp_path / "a.safetensors", **settings)
     assert not list(tmp_path.iterdir())

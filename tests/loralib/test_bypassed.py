@@ -1,4 +1,4 @@
-"""Layers with whose weights a model computes itself, so that their updates have no effect."""
+"""Tests that `add_lora` warns of layers that a model bypasses, whose updates have no effect."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ import loralib as lora
 
 
 class Net(nn.Module):
-    """Calls its layers; the others here are like it but for their forward."""
+    """Calls its layers. The models below only differ from it in their forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.other(self.proj(x))
 
 
-# ---- those that never call `proj` ----
+# ---- models that never call `proj` ----
 
 
 class Reads(Net):
@@ -41,7 +41,7 @@ that goes on at the margin"""
         return self.other(x @ self.proj.weight.view(2, 2, 4).flatten(0, 1).t())
 
 
-class ReadsAndAsks(Net):
+class ReadsDtypeToo(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.proj.weight)
         return self.other(y.to(self.proj.weight.dtype))
@@ -73,7 +73,7 @@ class Inherits(Reads):
     pass
 
 
-# ---- those that call it, or of which nobody can tell ----
+# ---- models that call it, or may call it ----
 
 
 class CallsAndReads(Net):
@@ -118,7 +118,7 @@ class CallsChildren(Net):
 
 
 class SharesIt(nn.Module):
-    """Its layer is called where it has another name."""
+    """Calls its layer under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,15 +129,17 @@ class SharesIt(nn.Module):
         return F.linear(self.part(x), self.proj.weight)
 
 
-NEVER_CALLED = [Reads, ReadsAView, ReadsAndAsks, ReadsInAnotherMethod, ReadsDecorated, Inherits]
+NEVER_CALLED = [Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
     *(CallsByProperty, CallsChildren, SharesIt),
 ]
 
 
-def said_of(model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "proj") -> list[str]:
-    """What add_lora says of layers that are never called."""
+def warnings_of(
+    model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "proj"
+) -> list[str]:
+    """Returns the warnings of `add_lora` about layers that are never called."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         lora.add_lora(model, targets, r=2)
@@ -145,17 +147,17 @@ def said_of(model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "
 
 
 @pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
-def test_it_is_said_where_an_update_gets_no_gradient(kind: type[nn.Module], caplog):
+def test_it_warns_exactly_where_an_update_gets_no_gradient(kind: type[nn.Module], caplog):
     model: Any = kind()
-    said = said_of(model, caplog)
+    warnings = warnings_of(model, caplog)
     model(torch.randn(3, 4, requires_grad=True)).sum().backward()
-    assert bool(said) == (kind in NEVER_CALLED)
-    assert bool(said) == (model.proj.lora_B.grad is None)
+    assert bool(warnings) == (kind in NEVER_CALLED)
+    assert bool(warnings) == (model.proj.lora_B.grad is None)
 
 
-def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
+def test_the_warning_names_each_class_once_and_the_layers_to_leave_out(caplog):
     model = nn.Sequential(*(Reads() for _ in range(3)), ReadsAView(), Net())
-    assert said_of(model, caplog, "all-linear") == [
+    assert warnings_of(model, caplog, "all-linear") == [
         "the source of Reads, ReadsAView reads the weight of 0.proj, 1.proj … and 2 more directly, "
         "and never calls them: an update has no effect there; leave out '0.proj', '1.proj', "
         "'2.proj', '3.proj'"
@@ -166,8 +168,8 @@ def test_each_kind_is_named_once_with_what_to_leave_out(caplog):
 
 
 @pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"proj": 8}}])
-def test_a_rank_that_is_too_large_for_it_is_answered_with_leaving_it_out(patterns, caplog):
-    """With a lower one, the answer would only be that it is never called."""
+def test_the_error_for_too_large_a_rank_says_to_leave_a_bypassed_layer_out(patterns, caplog):
+    """With a lower rank, the next message would be that the layer is never called."""
     message = (
         r"^r = 8 is too large for proj, whose largest possible rank is 4; the source of Reads "
         r"never calls it, so no rank has an effect: leave it out of targets, or exclude it if .*$"
@@ -176,20 +178,20 @@ def test_a_rank_that_is_too_large_for_it_is_answered_with_leaving_it_out(pattern
         lora.add_lora(Reads(), ["proj", "other"], r=8, **patterns)
     with pytest.raises(ValueError, match=r"for proj, .* 4; lower it"):
         lora.add_lora(Net(), ["proj", "other"], r=8, **patterns)
-    assert not said_of(Reads(), caplog, "other")
+    assert not warnings_of(Reads(), caplog, "other")
 
 
-class AsksAboutIt(Net):
+class ReadsOnlyAttributes(Net):
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.proj.weight, Tensor)
         return self.other(x.to(self.proj.weight.dtype).to(self.proj.weight.device))
 
-    def norm(self) -> Tensor:  # which forward does not call
+    def norm(self) -> Tensor:  # not called by forward
         return self.proj.weight.norm()
 
 
 class CallsUnseen(Net):
-    """Calls its layer by a function of its own, which is not looked into."""
+    """Calls its layer through a function whose source is not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +201,7 @@ class CallsUnseen(Net):
         return self.other(self.run(x.to(self.proj.weight, non_blocking=True)))
 
 
-class TakesItsType(CallsUnseen):
+class ConvertsToItsType(CallsUnseen):
     def forward(self, x: Tensor) -> Tensor:
         assert self.proj.weight.grad is None
         assert self.proj.weight.layout == x.layout
@@ -207,28 +209,28 @@ class TakesItsType(CallsUnseen):
         return self.other(self.run(x.type_as(self.proj.weight)))
 
 
-class ReadsItsType(Net):
-    """It is the weight that is moved."""
+class ConvertsTheWeight(Net):
+    """Converts the weight itself, and computes with it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.other(x @ self.proj.weight.to(self.other.weight).t())
 
 
-class ReadsWithinWhatIsAsked(Net):
+class ComputesInAnArgument(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.other(x.to(self.proj.weight * 2)) * self.other(x)
 
 
-@pytest.mark.parametrize("kind", [AsksAboutIt, CallsUnseen, TakesItsType])
-def test_what_is_asked_of_a_weight_computes_nothing_with_it(kind: type[Net], caplog):
-    assert not said_of(kind(), caplog)
+@pytest.mark.parametrize("kind", [ReadsOnlyAttributes, CallsUnseen, ConvertsToItsType])
+def test_no_warning_where_only_attributes_of_a_weight_are_read(kind: type[Net], caplog):
+    assert not warnings_of(kind(), caplog)
     assert kind()(torch.randn(3, 4)).shape == (3, 4)
 
 
-@pytest.mark.parametrize("kind", [ReadsItsType, ReadsWithinWhatIsAsked])
-def test_a_weight_that_is_moved_or_computed_with_is_read(kind: type[Net], caplog):
-    assert said_of(kind(), caplog)
-    assert not said_of(kind(), caplog, "other")
+@pytest.mark.parametrize("kind", [ConvertsTheWeight, ComputesInAnArgument])
+def test_it_warns_where_a_weight_is_converted_or_computed_with(kind: type[Net], caplog):
+    assert warnings_of(kind(), caplog)
+    assert not warnings_of(kind(), caplog, "other")
 
 
 class Outer(nn.Module):
@@ -253,7 +255,7 @@ class Moves(Net):
 
 
 class Recurs(Outer):
-    """One of its own methods is not one of the layer's."""
+    """Calls a method of its own, not of the block."""
 
     def forward(self, x: Tensor, is_outer: bool = True) -> Tensor:
         if is_outer:
@@ -266,27 +268,27 @@ class CallsBlock(Outer):
         return self.block(x) + self.block.proj.weight.abs().sum()
 
 
-def test_a_module_further_out_may_read_it(caplog):
-    assert said_of(Outer(Net()), caplog)[0].startswith(
+def test_it_warns_where_a_module_further_out_reads_the_weight(caplog):
+    assert warnings_of(Outer(Net()), caplog)[0].startswith(
         "the source of Outer reads the weight of block.pr"
     )
-    assert said_of(Recurs(Net()), caplog)
-    assert not said_of(Outer(Net()), caplog, "other")
-    assert not said_of(CallsBlock(Net()), caplog)
+    assert warnings_of(Recurs(Net()), caplog)
+    assert not warnings_of(Outer(Net()), caplog, "other")
+    assert not warnings_of(CallsBlock(Net()), caplog)
 
 
-def test_a_method_of_a_module_may_call_it(caplog):
+def test_no_warning_where_a_method_may_call_the_layer(caplog):
     block: Any = Net()
     block.__class__ = type("Block", (Net,), {"project": lambda self, x: self.proj(x)})
-    assert not said_of(UsesAMethod(block), caplog)
-    assert not said_of(Moves(), caplog)
+    assert not warnings_of(UsesAMethod(block), caplog)
+    assert not warnings_of(Moves(), caplog)
 
 
 # ---- stacks of matrices ----
 
 
 class Experts(nn.Module):
-    """Has a gate as DeepSeek's, with whose weight it computes."""
+    """Has a gate like DeepSeek's, and computes with its weight directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +305,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """The others here are like it but for their forward."""
+    """Calls its experts. The modules below only differ from it in their forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +331,7 @@ class ReadsStackAndUsesAMethod(Block):
         return self.experts.route(x) + self.experts.up.abs().sum()
 
 
-class HandsOn(Block):
+class CallsFromATuple(Block):
     def forward(self, x: Tensor) -> Tensor:
         parts = (self.experts.up, self.experts)
         return parts[1](x) * parts[0].sum()
@@ -337,14 +339,16 @@ class HandsOn(Block):
 
 @pytest.mark.parametrize("also", [[], ["experts.down"]])
 @pytest.mark.parametrize(
-    "kind", [ReadsStack, Block, ReadsStackAndCalls, ReadsStackAndUsesAMethod, HandsOn]
+    "kind", [ReadsStack, Block, ReadsStackAndCalls, ReadsStackAndUsesAMethod, CallsFromATuple]
 )
-def test_it_is_said_where_a_stack_s_update_gets_no_gradient(kind: type[nn.Module], also, caplog):
+def test_it_warns_exactly_where_a_stack_s_update_gets_no_gradient(
+    kind: type[nn.Module], also, caplog
+):
     model: Any = nn.Sequential(kind())
-    said = said_of(model, caplog, ["proj", "experts.up", *also])
+    warnings = warnings_of(model, caplog, ["proj", "experts.up", *also])
     model(torch.randn(3, 4, requires_grad=True)).sum().backward()
     is_read = kind is ReadsStack
-    assert said == is_read * [
+    assert warnings == is_read * [
         "the source of ReadsStack reads 0.experts.up directly, and never calls the module "
         "that has it: an update has no effect there; leave out 'experts.up'"
     ]
@@ -354,52 +358,52 @@ def test_it_is_said_where_a_stack_s_update_gets_no_gradient(kind: type[nn.Module
 def test_layers_and_stacks_are_named_with_the_modules_that_read_them(caplog):
     model = nn.Sequential(ReadsStack(), Block(), Reads())
     targets = ["experts.up", "gate", "2.proj"]
-    of_layers, of_stack = said_of(model, caplog, targets)
+    of_layers, of_stack = warnings_of(model, caplog, targets)
     assert of_layers.startswith("the source of Experts, Reads reads the weight of ")
     assert of_stack.startswith("the source of ReadsStack reads 0.experts.up directly")
 
 
-def test_a_stack_s_module_that_is_called_in_another_place_has_an_update(caplog):
+def test_no_warning_where_another_module_calls_the_stack_s_module(caplog):
     model = nn.Sequential(ReadsStack(), Block())
     model[1].experts = model[0].experts
-    assert not said_of(model, caplog, ["experts.up"])
+    assert not warnings_of(model, caplog, ["experts.up"])
 
 
 @pytest.mark.parametrize(
     "calls",
     [[["gate"]], [["gate", "up"]], [["up"], ["gate"]], [["down"], ["up"], ["gate", "proj"]]],
 )
-def test_a_layer_beside_an_adapted_stack_is_seen_as_before(calls, caplog):
-    """The module has become one of another class, with properties."""
+def test_it_warns_of_a_layer_beside_an_adapted_stack_too(calls, caplog):
+    """The stack's update has given the module another class, with properties."""
     model = Block()
     *first, last = calls
     for targets in first:
-        assert not said_of(model, caplog, targets)
+        assert not warnings_of(model, caplog, targets)
     rank = r"for experts\.gate, .* 3; the source of Experts never calls it, so"
     with pytest.raises(ValueError, match=rank):
         lora.add_lora(model, last, r=4)
-    (said,) = said_of(model, caplog, last)
-    assert said.startswith("the source of Experts reads the weight of experts.gate directly")
+    (warning,) = warnings_of(model, caplog, last)
+    assert warning.startswith("the source of Experts reads the weight of experts.gate directly")
 
 
-def test_a_forward_that_is_set_counts_and_not_the_one_before(caplog, monkeypatch):
+def test_a_forward_that_was_set_is_read_instead_of_the_class_s(caplog, monkeypatch):
     model = Reads()
     model.forward = types.MethodType(Net.forward, model)  # type: ignore[method-assign]
-    assert not said_of(model, caplog)
-    assert said_of(Reads(), caplog)
+    assert not warnings_of(model, caplog)
+    assert warnings_of(Reads(), caplog)
     monkeypatch.setattr(Reads, "forward", Net.forward)
-    assert not said_of(Reads(), caplog)
+    assert not warnings_of(Reads(), caplog)
 
 
-def test_a_class_without_source_is_taken_as_it_is(caplog):
+def test_no_warning_about_a_class_without_source(caplog):
     names = {"Net": Net, "F": F}
-    exec(  # as in a prompt of Python
+    exec(  # as at Python's prompt
         "class Hidden(Net):\n"
         "    def forward(self, x):\n"
         "        return self.other(F.linear(x, self.proj.weight))\n",
         names,
     )
-    assert not said_of(names["Hidden"](), caplog)
+    assert not warnings_of(names["Hidden"](), caplog)
 
 
 class Raises:
@@ -414,8 +418,8 @@ class NoHash(type):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_classes_that_cannot_be_asked(caplog):
-    """What their attributes are is not asked for."""
+def test_attributes_that_raise_and_classes_without_a_hash(caplog):
+    """Attributes are not read, and classes need not be hashable."""
 
     class Odd(Reads):
         project = Raises()
@@ -428,5 +432,5 @@ def test_classes_that_cannot_be_asked(caplog):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.proj.weight)
 
-    assert not said_of(Odd(), caplog)
-    assert said_of(Hashless(), caplog)
+    assert not warnings_of(Odd(), caplog)
+    assert warnings_of(Hashless(), caplog)

@@ -1,4 +1,4 @@
-"""What code written for loralib 0.1.2 does with its layers, and gets here."""
+"""Tests that code written for loralib 0.1.2 works: subclasses, state dicts, pickles, scalings."""
 
 import copy
 import pickle
@@ -19,8 +19,8 @@ from loralib.nn.fast_paths import fast_paths_off
 # ---- subclasses ----
 
 
-def as_of_0_1_2(self, x):
-    """What subclasses of its `Linear` have as their forward, one way or another."""
+def forward_of_0_1_2(self, x):
+    """The forward that subclasses of 0.1.2's `Linear` typically have."""
     weight = self.weight.t() if self.fan_in_fan_out else self.weight
     out = F.linear(x, weight, self.bias)
     if self.r > 0 and not self.merged:
@@ -29,11 +29,11 @@ def as_of_0_1_2(self, x):
 
 
 class OwnForward(lora.Linear):
-    forward = as_of_0_1_2
+    forward = forward_of_0_1_2
 
 
 class OwnMerging(lora.Linear):
-    """Merges into its weight, as 0.1.2 does, and computes with that or by the usual forward."""
+    """Merges into its own weight, as 0.1.2 does, and calls the inherited forward."""
 
     def train(self, mode=True):
         nn.Linear.train(self, mode)
@@ -49,7 +49,7 @@ class OwnMerging(lora.Linear):
 
 def patched(*args, **kwargs):
     layer = lora.Linear(*args, **kwargs)
-    layer.forward = types.MethodType(as_of_0_1_2, layer)
+    layer.forward = types.MethodType(forward_of_0_1_2, layer)
     return layer
 
 
@@ -66,7 +66,7 @@ def test_a_forward_written_for_0_1_2_has_the_update_in_both_modes(build, grad):
             assert_close_to_rounding(layer(x), expected, 4 * 6)
 
 
-def test_a_layer_that_has_its_update_in_its_weight_is_merged_once():
+def test_an_update_that_is_in_the_weight_is_not_merged_again():
     torch.manual_seed(0)
     layer, x = OwnMerging(6, 4, r=2), torch.randn(3, 6)
     nn.init.normal_(layer.lora_B)
@@ -75,7 +75,7 @@ def test_a_layer_that_has_its_update_in_its_weight_is_merged_once():
         assert_close_to_rounding(lora.Linear.merged_layer(layer.train(mode))(x), expected, 4 * 6)
 
 
-def test_a_layer_whose_weight_holds_its_update_is_trained_again():
+def test_train_unmerges_a_weight_that_was_merged_by_hand():
     torch.manual_seed(0)
     layer, x = OwnForward(6, 4, r=2), torch.randn(3, 6)
     nn.init.normal_(layer.lora_B)
@@ -94,7 +94,7 @@ def test_a_layer_whose_weight_holds_its_update_is_trained_again():
 
 
 @pytest.mark.parametrize("settings", [{"r": 0}, {"r": 2, "merge_weights": False}], ids=str)
-def test_a_weight_that_0_1_2_leaves_as_it_is_in_train_stays(settings):
+def test_train_leaves_a_weight_as_it_is_where_0_1_2_does(settings):
     layer = OwnForward(6, 4, **settings)
     if layer.r:
         nn.init.normal_(layer.lora_B)
@@ -105,18 +105,18 @@ def test_a_weight_that_0_1_2_leaves_as_it_is_in_train_stays(settings):
     assert layer.merged == (layer.r > 0)
 
 
-def test_a_weight_to_which_others_have_added_dora_is_left_to_them():
+def test_train_leaves_a_weight_as_it_is_if_dora_was_merged_by_hand():
     torch.manual_seed(0)
     layer = OwnForward(6, 4, r=2, variant="dora")
     nn.init.normal_(layer.lora_B)
     layer.eval().merged = True
     weight = layer.weight.clone()
-    layer.train()  # what the weight was before, cannot be told
+    layer.train()  # the former weight is unknown
     assert torch.equal(layer.weight, weight)
     assert layer.merged
 
 
-def test_a_weight_holds_its_update_also_when_a_forward_is_taken_off_again():
+def test_a_weight_stays_merged_when_a_forward_that_was_set_is_deleted():
     torch.manual_seed(0)
     layer, x = patched(6, 4, r=2).eval(), torch.randn(3, 6)
     nn.init.normal_(layer.lora_B)
@@ -129,7 +129,7 @@ def test_a_weight_holds_its_update_also_when_a_forward_is_taken_off_again():
         assert_close_to_rounding(layer.train(mode)(x), expected, 4 * 6)
 
 
-def test_a_projection_of_an_attention_has_no_forward_of_its_own():
+def test_merged_cannot_be_set_to_true_for_a_projection_of_an_attention():
     model = nn.Sequential(nn.MultiheadAttention(8, 2, kdim=6, vdim=6))
     lora.add_lora(model, ["0"], r=2)
     projection = model[0].q_proj
@@ -139,28 +139,28 @@ def test_a_projection_of_an_attention_has_no_forward_of_its_own():
         projection.merged = True
 
 
-def test_merged_is_not_to_be_set_by_hand_where_weights_hold_no_update():
+def test_merged_cannot_be_set_to_true_where_the_weight_holds_no_update():
     layer = lora.Linear(6, 4, r=2)
     with pytest.raises(ValueError, match=r"merged cannot be set to True: .* lora\.merge"):
         layer.merged = True
-    layer.eval().merged = True  # it is
+    layer.eval().merged = True  # it is already
     layer.merged = False
     assert not layer.merged
     assert layer.eval().merged
     assert not layer.train().merged
 
 
-def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
+def test_a_subclass_with_its_own_forward_has_to_define_merged_layer():
     class Twice(lora.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
 
     model = nn.Sequential(nn.Linear(6, 6), Twice(6, 4, r=2))
     lora.add_lora(model, ["0"], r=2)
-    told = r"Twice has a forward of its own and no merged_layer\(\) .*return super\(\)\.merged"
-    with pytest.raises(TypeError, match=told):
+    message = r"Twice has a forward of its own and no merged_layer\(\) .*return super\(\)\.merged"
+    with pytest.raises(TypeError, match=message):
         lora.merge(model)
-    assert isinstance(model[0], lora.LoRALayer)  # as it was
+    assert isinstance(model[0], lora.LoRALayer)  # unchanged
 
     def merged_layer(self):
         plain = lora.Linear.merged_layer(self)
@@ -174,8 +174,8 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_it_is_merged():
     assert_close_to_rounding(lora.merge(model)(x), expected, 4 * 6)
 
 
-class Around(lora.LoRALayer, nn.Module):
-    """A layer of another package around a plain one, which it calls `base`."""
+class WrapsAsBase(lora.LoRALayer, nn.Module):
+    """A layer of another package that wraps a plain one, as `base`."""
 
     def __init__(self, plain):
         nn.Module.__init__(self)
@@ -188,10 +188,10 @@ class Around(lora.LoRALayer, nn.Module):
         return self.base(x) + x @ self.lora_A.t() @ self.lora_B.t() * self.scaling
 
 
-def test_a_layer_around_a_module_that_it_calls_base():
+def test_a_layer_that_wraps_a_plain_one_as_base():
     torch.manual_seed(0)
     plain, x = nn.Linear(6, 4), torch.randn(3, 6)
-    model = nn.Sequential(Around(plain))
+    model = nn.Sequential(WrapsAsBase(plain))
     update = 2 * model[0].lora_B @ model[0].lora_A
     for mode in (True, False):
         expected = F.linear(x, plain.weight + update, plain.bias)
@@ -202,49 +202,49 @@ def test_a_layer_around_a_module_that_it_calls_base():
     assert lora.lora_state_dict(model, bias="lora_only").keys() == trained
 
 
-class Beside(Around):
-    """One that has its plain layer under a name of its own."""
+class WrapsUnderOtherName(WrapsAsBase):
+    """A layer that wraps a plain one under another name than `base`."""
 
     def __init__(self, plain):
         super().__init__(plain)
         del self.base
-        self.kept = plain
+        self.wrapped = plain
 
     def forward(self, x):
-        return self.kept(x) + x @ self.lora_A.t() @ self.lora_B.t() * self.scaling
+        return self.wrapped(x) + x @ self.lora_A.t() @ self.lora_B.t() * self.scaling
 
 
-def test_a_layer_whose_weight_the_library_does_not_know_is_saved(tmp_path):
-    model = nn.Sequential(Beside(nn.Linear(6, 4).requires_grad_(False)))
+def test_a_layer_whose_weight_the_library_cannot_find_is_saved(tmp_path):
+    model = nn.Sequential(WrapsUnderOtherName(nn.Linear(6, 4).requires_grad_(False)))
     lora.save_adapter(model, tmp_path / "a.safetensors")
     tensors = lora.read_adapter(tmp_path / "a.safetensors").tensors
     assert tensors.keys() == {"0.lora_A", "0.lora_B"}
     assert torch.equal(tensors["0.lora_B"], model[0].lora_B)
 
 
-class LinearTwin(lora.Linear):
+class LinearWithBase(lora.Linear):
     def __init__(self):
         super().__init__(6, 4, r=2)
         self.base = nn.Linear(6, 4)
 
 
-class EmbeddingTwin(lora.Embedding):
+class EmbeddingWithBase(lora.Embedding):
     def __init__(self):
         super().__init__(6, 4, r=2)
         self.base = nn.Embedding(6, 4)
 
 
-def adapted_twin():
+def adapted_with_base():
     model = nn.Sequential(nn.Linear(6, 4))
     lora.add_lora(model, ["0"], r=2)
     model[0].base = nn.Linear(6, 4)
     return model[0]
 
 
-@pytest.mark.parametrize("build", [LinearTwin, EmbeddingTwin, adapted_twin])
-def test_a_module_that_a_layer_with_a_weight_calls_base_is_none_of_its(build):
+@pytest.mark.parametrize("build", [LinearWithBase, EmbeddingWithBase, adapted_with_base])
+def test_a_submodule_called_base_is_ignored_if_the_layer_has_a_weight(build):
     torch.manual_seed(0)
-    layer, x = build(), torch.arange(6) if build is EmbeddingTwin else torch.randn(3, 6)
+    layer, x = build(), torch.arange(6) if build is EmbeddingWithBase else torch.randn(3, 6)
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_a_module_that_a_layer_with_a_weight_calls_base_is_none_of_its(build):
 
 
 class OwnTrain(lora.LoRALayer, nn.Linear):
-    """One that merges by itself, after this package's train()."""
+    """A layer that merges into its own weight, after the inherited train()."""
 
     def __init__(self):
         nn.Linear.__init__(self, 6, 4)
@@ -314,7 +314,7 @@ def test_a_layer_without_dropout_has_the_children_of_0_1_2(name):
 
 
 @pytest.mark.parametrize("plain", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
-def test_convlora_is_the_layer_of_the_class_that_it_is_given(plain):
+def test_convlora_equals_the_layer_of_the_convolution_that_it_is_given(plain):
     layers = []
     for build in (lora.ConvLoRA, getattr(lora, plain.__name__)):
         torch.manual_seed(0)
@@ -369,9 +369,9 @@ class OtherName(nn.Conv2d):
 
 
 @pytest.mark.parametrize("kind", [nn.ConvTranspose2d, SamePadding])
-def test_convlora_says_what_else_needs_a_forward(kind):
-    told = rf"conv_module must be nn.Conv1d, .* got {kind.__name__}"
-    with pytest.raises(ValueError, match=told):
+def test_convlora_refuses_convolutions_that_need_another_forward(kind):
+    message = rf"conv_module must be nn.Conv1d, .* got {kind.__name__}"
+    with pytest.raises(ValueError, match=message):
         lora.ConvLoRA(kind, 4, 6, 3, r=2)
     x = torch.randn(2, 4, 5, 5)
     for layer in (lora.ConvLoRA(kind, 4, 6, 3), lora.ConvLoRA(OtherName, 4, 6, 3, r=2)):
@@ -387,7 +387,7 @@ def test_weights_of_a_plain_convolution_are_loaded(is_root, bias):
         state = given.state_dict()
         names = set(state)
         keys = taking.load_state_dict(state, strict=model is layer)
-        assert set(state) == names  # as it was
+        assert set(state) == names  # unchanged
         assert not keys.unexpected_keys
         assert {key.rpartition(".")[2] for key in keys.missing_keys} <= {"lora_A", "lora_B"}
         torch.testing.assert_close(model.conv.state_dict(), plain.state_dict(), atol=0, rtol=0)
@@ -414,7 +414,7 @@ def test_a_parameter_of_a_convolutions_subclass_keeps_its_name():
     assert torch.equal(taking.bias, given.bias)
 
 
-def test_a_bias_that_a_convolution_lacks_is_named_as_the_file_names_it():
+def test_an_unexpected_bias_is_reported_by_its_name_in_the_state_dict():
     state = nn.Conv2d(4, 6, 3).state_dict()
     keys = lora.Conv2d(4, 6, 3, bias=False).load_state_dict(state, strict=False)
     assert keys.unexpected_keys == ["bias"]
@@ -469,7 +469,7 @@ PICKLED = [name for name in CASES if name not in ("embedding", "conv1d", "conv3d
 
 
 def state_of_0_1_2(layer):
-    """The state that 0.1.2 would have of a layer, which it can pickle if it has dropout."""
+    """The state that 0.1.2 pickles of a layer. It can pickle only layers with dropout."""
     state = dict(vars(layer)) | {"merged": layer.merge_weights and not layer.training}
     for name in ("_merged_copy", "_in_effect", "_starts", "_empty", "variant", "initialization"):
         state.pop(name, None)
@@ -480,7 +480,7 @@ FORMATS = [{"zip": True}, {"zip": True, "mmap": True}, {"zip": False}]
 
 
 def pickled(layer, path, get_state, zip, mmap=False):
-    """The layer as `torch.load` has it from a file of one of PyTorch's formats."""
+    """Saves the layer to a file in one of PyTorch's formats, and loads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lora.LoRALayer, "__getstate__", get_state)
         torch.save(layer, path, _use_new_zipfile_serialization=zip)
@@ -492,7 +492,7 @@ def pickled(layer, path, get_state, zip, mmap=False):
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("name", PICKLED)
 @torch.no_grad()
-def test_a_layer_that_0_1_2_has_pickled(name, mode, format, tmp_path):
+def test_a_layer_that_0_1_2_has_pickled_is_loaded(name, mode, format, tmp_path):
     torch.manual_seed(0)
     layer, x = built(CASES[name], lora_dropout=0.5, merge_weights=mode), CASES[name].x()
     expected, weight = reference(layer, x), base_of(layer).weight.clone()
@@ -510,8 +510,8 @@ def test_a_layer_that_0_1_2_has_pickled(name, mode, format, tmp_path):
 @pytest.mark.parametrize("build", [lora.Linear, OwnForward])
 def test_a_merged_layer_that_0_1_2_has_pickled_is_refused(build, format, tmp_path):
     layer = build(6, 4, r=2, lora_dropout=0.5).eval()
-    told = rf"pickled this {build.__name__} in evaluation mode, .* call train\(\), and save"
-    with pytest.raises(CheckpointError, match=told):
+    message = rf"pickled this {build.__name__} in evaluation mode, .* call train\(\), and save"
+    with pytest.raises(CheckpointError, match=message):
         pickled(layer, tmp_path / "layer", state_of_0_1_2, **format)
     without = build(6, 4, r=0, lora_dropout=0.5).eval()
     again, x = pickled(without, tmp_path / "layer", state_of_0_1_2, **format), torch.randn(3, 6)
@@ -519,8 +519,8 @@ def test_a_merged_layer_that_0_1_2_has_pickled_is_refused(build, format, tmp_pat
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_pickled_layer_is_in_the_mode_that_it_was_in(mode, tmp_path):
-    def earlier_state(layer):  # this package's, when `merged` was an attribute
+def test_a_pickled_layer_keeps_its_mode(mode, tmp_path):
+    def earlier_state(layer):  # of this package while `merged` was an attribute
         state = {**vars(layer), "_merged_copy": None, "merged": layer.merged}
         del state["_in_effect"]
         return state
@@ -532,22 +532,22 @@ def test_a_pickled_layer_is_in_the_mode_that_it_was_in(mode, tmp_path):
         assert not again.train().merged
 
 
-def test_a_scaling_is_one_number():
+def test_a_scaling_of_several_numbers_is_refused():
     layer = lora.Linear(6, 4, r=2)
     layer.scaling = torch.ones(4, 1)
-    x, told = torch.randn(3, 6), r"scaling has to be one number, got \(4, 1\)"
-    with pytest.raises(ValueError, match=told):
+    x, message = torch.randn(3, 6), r"scaling has to be one number, got \(4, 1\)"
+    with pytest.raises(ValueError, match=message):
         layer(x)
     layer.eval()
     with torch.no_grad():
         layer.scaling = torch.ones(1)
         layer(x)
         layer.scaling = torch.ones(4, 1)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             layer(x)
 
 
-def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):
+def test_a_changed_scaling_is_only_saved_with_the_alpha_that_gives_it(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
     base = copy.deepcopy(model)
@@ -568,7 +568,7 @@ def test_a_trained_scaling_is_saved_with_the_alpha_that_makes_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_scaling_that_is_trained(name):
+def test_a_scaling_can_be_trained(name):
     torch.manual_seed(0)
     layer, x = built(CASES[name]), CASES[name].x()
     ratio = layer.scaling

@@ -1,4 +1,4 @@
-"""DoRA against its formula, spelled out in float64: outputs, gradients, merging, its start."""
+"""Tests of DoRA against its formula in float64: outputs, gradients, merging, initialization."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import loralib as lora
 from loralib.functional import DoraDelta, merge
 
 INPUTS, WIDTH, RANK, SCALING = 6, 5, 2, 1.5
-# First rows of the slices that are adapted, and outputs in all.
+# The first rows of the adapted slices, and the number of all outputs.
 SHAPES = {"the output": ((0,), 5), "first and last of three": ((0, 10), 15), "last": ((5,), 10)}
 
 
@@ -22,7 +22,7 @@ def make(shape):
 
 
 def by_formula(delta, weight):
-    """s · B A as (out, in), and g: equation 5, the norm held constant as in section 4.3."""
+    """Returns s · B A as (out, in), and g by equation 5, its norm a constant as in section 4.3."""
     blocks = [slice(start, start + WIDTH) for start in delta.starts]
     dense = torch.zeros_like(weight)
     for block, A, B in zip(blocks, delta.A.split(RANK), delta.B.split(WIDTH), strict=True):
@@ -57,17 +57,17 @@ def test_the_linear_layer_and_its_gradients(shape, with_bias, dropped):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("is_gain_known", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_added_to_an_output_and_merged(shape, known):
+def test_adding_to_an_output_and_merging_into_a_weight(shape, is_gain_known):
     delta = make(shape)
     weight = torch.randn(delta.out_features, INPUTS).double()
     x, bias = torch.randn(7, INPUTS).double(), torch.randn(delta.out_features).double()
     dense, gain = by_formula(delta, weight)
     adapted = gain[:, None] * (weight + dense)
-    if known:
+    if is_gain_known:
         delta = delta.with_gain(weight)
-        weight_given = torch.full_like(weight, float("nan"))  # it is not asked again
+        weight_given = torch.full_like(weight, float("nan"))  # not read again
     else:
         weight_given = weight
     out = F.linear(x, weight, bias)
@@ -77,8 +77,8 @@ def test_it_is_added_to_an_output_and_merged(shape, known):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_at_its_start_the_gain_is_exactly_one(dtype):
-    """In half precision as well: magnitudes and norms are float32's."""
+def test_the_initial_gain_is_exactly_one(dtype):
+    """In half precision too, because magnitudes and norms are float32."""
     layer = lora.Linear(64, 32, r=4, lora_alpha=8, variant="dora")
     layer.weight.data = layer.weight.data.to(dtype)
     layer.start_from_weight()
@@ -97,7 +97,7 @@ def test_autocast_does_not_round_the_norms():
     assert delta.to("meta").gain(weight.to("meta")).is_meta  # a device without autocast
 
 
-def test_it_follows_a_weight_that_is_loaded_later():
+def test_start_from_weights_fits_the_magnitudes_to_a_weight_loaded_later():
     layer = lora.Linear(8, 6, r=2, variant="dora")
     layer.load_state_dict({"weight": 3 * layer.weight.detach()}, strict=False)
     x = torch.randn(4, 8)
@@ -109,13 +109,13 @@ def test_it_follows_a_weight_that_is_loaded_later():
 
 
 @pytest.mark.parametrize("build", [lora.Conv1d, lora.Conv2d, lora.Conv3d])
-def test_the_releases_factors_of_a_kernel_cannot_have_it(build):
+def test_convolutions_with_the_factors_of_0_1_2_cannot_have_dora(build):
     with pytest.raises(ValueError, match="no row for each output channel"):
         build(4, 4, 3, r=2, variant="dora")
 
 
-def test_an_embeddings_padding_row_gives_magnitudes_no_gradient():
-    """As if the adapted weight were an `nn.Embedding`'s: its row at padding_idx gets none."""
+def test_an_embedding_s_padding_row_gives_magnitudes_no_gradient():
+    """The adapted weight's row at padding_idx gets none, as in an `nn.Embedding`."""
     settings = {"padding_idx": 1, "variant": "dora", "dtype": torch.float64}
     layer = lora.Embedding(7, 5, r=2, lora_alpha=3, **settings)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_rows_whose_norm_is_zero_in_float32_are_refused():
 
 
 @pytest.mark.parametrize("row", range(9))
-def test_rows_of_zeros_matter_where_they_are_adapted(row):
+def test_rows_of_zeros_are_refused_only_in_slices_that_are_adapted(row):
     model = torch.nn.Sequential(torch.nn.Linear(6, 9))
     settings = {"r": RANK, "variant": "dora", "enable_lora": {"0": [True, False, True]}}
     with torch.no_grad():

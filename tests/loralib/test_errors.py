@@ -1,4 +1,4 @@
-"""The library's errors: one line each, and the same after a trip through another process."""
+"""Tests of the library's errors: each message is one line, and pickling preserves them."""
 
 import pickle
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("error", CASES, ids=lambda error: type(error).__name__)
-def test_pickling(error):
+def test_pickling_preserves_an_error_and_its_message_is_one_line(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (str(copy), vars(copy)) == (str(error), vars(error))
@@ -35,20 +35,20 @@ def test_pickling(error):
 
 
 @pytest.mark.parametrize(
-    ("base", "theirs", "way_out"),
+    ("base", "theirs", "advice"),
     [
         ("roberta-base", "'roberta-base'", "give 'roberta-base'"),
         (None, "one of unknown name", "give the base that it was trained on"),
     ],
 )
-def test_a_wrong_base_is_told_with_what_can_be_done(base, theirs, way_out):
+def test_the_message_for_a_wrong_base_says_what_can_be_done(base, theirs, advice):
     assert str(errors.WrongBaseError("a file", base, "feed", "beef")) == (
         f"a file: was trained on another base than the one given: {theirs} (fingerprint feed), "
-        f"not one of fingerprint beef; {way_out}"
+        f"not one of fingerprint beef; {advice}"
     )
 
 
-def test_every_error_of_a_checkpoint_is_tried():
+def test_every_checkpoint_error_is_tested_above():
     kinds = {errors.CheckpointError, *errors.CheckpointError.__subclasses__()}
     assert {type(case) for case in CASES} == {
         kind for kind in kinds if kind.__module__.startswith("loralib.")

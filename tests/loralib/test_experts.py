@@ -1,4 +1,4 @@
-"""LoRA on stacks of matrices, against whole weights in float64, however a forward computes."""
+"""Tests of LoRA on stacks of matrices, compared with whole weights in float64."""
 
 import copy
 import inspect
@@ -87,7 +87,7 @@ def test_evaluation_and_merging(way, is_transposed):
     assert merged.state_dict().keys() == build().state_dict().keys()
 
 
-OTHERS = {
+OPERATIONS = {
     "einsum": lambda w, x: torch.einsum("ti,eoi->teo", x, w),
     "a vector": lambda w, x: w @ x[0],
     "columns": lambda w, x: w[1, :, :3],
@@ -118,14 +118,14 @@ OTHERS = {
 }
 
 
-def test_the_sum_is_computed_in_its_own_precision():
+def test_autocast_does_not_change_the_precision_of_the_sum():
     parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
     whole = LowRankSum(*parts).tensor
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(LowRankSum(*parts).tensor, whole)
 
 
-def test_experts_that_are_called_by_experts_do_not_hide_theirs():
+def test_experts_called_within_another_s_forward_read_their_own_updates():
     class Inner(Experts):
         def forward(self, x, outer):
             return x @ self.gate_up_proj[0].mT @ outer()
@@ -146,7 +146,7 @@ def test_experts_that_are_called_by_experts_do_not_hide_theirs():
     close(lora.merge(copy.deepcopy(outer))(tokens()), out)
 
 
-def test_what_is_read_without_gradients_takes_none_from_what_follows():
+def test_reading_under_no_grad_does_not_stop_later_gradients():
     class Other(Experts):
         def forward(self, x):
             with torch.no_grad():
@@ -161,16 +161,16 @@ def test_what_is_read_without_gradients_takes_none_from_what_follows():
     assert all(part.any() for part in update.lora_A.grad.split(R)[:2])
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_whatever_else_a_forward_does_is_done_with_the_sum(what):
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_other_operations_of_a_forward_compute_with_the_sum(what):
     class Other(Experts):
         def forward(self, x):
-            return OTHERS[what](self.gate_up_proj, x)
+            return OPERATIONS[what](self.gate_up_proj, x)
 
     layer = Other()
     lora.add_lora(nn.ModuleDict({"experts": layer}), "gate_up_proj", r=R, lora_alpha=ALPHA)
     plain, factors = with_sums(randomised(layer))
-    out, expected = layer(tokens()), OTHERS[what](plain.gate_up_proj, tokens().double())
+    out, expected = layer(tokens()), OPERATIONS[what](plain.gate_up_proj, tokens().double())
     close(out, expected)
     if expected.requires_grad:
         out.square().sum().backward()
@@ -178,8 +178,8 @@ def test_whatever_else_a_forward_does_is_done_with_the_sum(what):
         close(layer.gate_up_proj_lora.lora_A.grad, factors["gate_up_proj"][0].grad.flatten(0, 1))
 
 
-def test_operators_are_those_of_the_tensor():
-    """Those whose results are not close where their operands are, and those that are refused."""
+def test_operators_work_as_on_a_tensor():
+    """Including those whose results can jump between close operands, and `bool`, which fails."""
     parts = torch.randn(2, 4, 4), torch.randn(2, 4, 1), torch.randn(2, 1, 4)
     ours: Any = LowRankSum(*parts)
     whole, other = ours.tensor, torch.full((2, 4, 4), 0.7)
@@ -206,7 +206,7 @@ def test_operators_are_those_of_the_tensor():
         bool(ours)
 
 
-def test_the_base_stays_in_half_precision_and_its_updates_count():
+def test_a_base_in_half_precision_computes_with_its_updates():
     model, x = adapted("bmm", layers=1).bfloat16(), tokens().bfloat16()
     model.layers[0]["experts"].down_proj_lora.float()
     out = model(x)
@@ -292,7 +292,7 @@ def test_compiled_models_compute_the_same(way):
 
 
 def test_a_full_graph_is_refused_with_what_to_do_instead():
-    torch.compiler.reset()  # what was compiled before, with breaks, would do
+    torch.compiler.reset()  # code compiled before, with graph breaks, would be used
     model, x = adapted("bmm"), tokens()
     expected = model(x)
     message = r"experts have LoRA: compile without fullgraph=True, or call lora\.merge first"
@@ -320,8 +320,8 @@ def test_gradient_checkpointing_and_transforms():
     close(both[0], expected.square().sum())
 
 
-def test_outside_of_its_forward_the_parameter_is_read():
-    """Also by another thread, while the forward runs in this one."""
+def test_outside_of_the_forward_reading_gives_the_frozen_parameter():
+    """In another thread too, while the forward runs in this one."""
     seen = []
 
     class Read(Experts):
@@ -342,8 +342,8 @@ def test_outside_of_its_forward_the_parameter_is_read():
     assert seen[2] is experts.down_proj is parameter
 
 
-def test_tensors_that_stand_in_for_the_parameters():
-    """FSDP1 and nn.DataParallel set such ones on modules, or on replicas of them."""
+def test_a_forward_uses_tensors_that_are_set_in_place_of_its_parameters():
+    """FSDP1 sets such tensors on modules, nn.DataParallel on replicas of them."""
     experts = adapted(layers=1).layers[0]["experts"]
     expected = experts(tokens())
     replica = experts._replicate_for_data_parallel()
@@ -356,7 +356,7 @@ def test_tensors_that_stand_in_for_the_parameters():
 
 
 class Saves(torch.autograd.Function):
-    """As a kernel of one's own may be written that computes elsewhere."""
+    """Saves the weight for backward, as functions with their own kernels do."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -379,7 +379,7 @@ class Keeps(torch.autograd.Function):
         return grad @ ctx.weight, of_weight
 
 
-def in_part(x, weight):
+def checkpointed(x, weight):
     return checkpoint(lambda x: x @ weight.mT, x, use_reentrant=True)
 
 
@@ -401,7 +401,11 @@ def fused(compute):
         (Saves.apply, TypeError, "LowRankSum"),
         (Keeps.apply, RuntimeError, "an autograd.Function computes with experts that have LoRA, "),
         (lambda x, w: Keeps.apply(x, w.mT.mT), RuntimeError, "would get no gradients: choose"),
-        (in_part, RuntimeError, "checkpoint the module as a whole, if this is a checkpoint within"),
+        (
+            checkpointed,
+            RuntimeError,
+            "checkpoint the module as a whole, if this is a checkpoint within",
+        ),
     ],
     ids=["saves", "keeps", "keeps the transposed", "checkpoint"],
 )
@@ -412,7 +416,7 @@ def test_a_function_that_would_give_the_update_no_gradients_is_an_error(compute,
 
 
 class Records(torch.autograd.Function):
-    """x Wᵀ, of which autograd gives the gradients of the weight."""
+    """x Wᵀ, whose gradient of the weight comes from autograd within the function."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -426,7 +430,7 @@ class Records(torch.autograd.Function):
         return grad.new_zeros(len(grad), WIDTH), None
 
 
-def test_a_function_in_which_autograd_records():
+def test_a_function_that_records_with_autograd_inside_gives_gradients():
     one, other = fused(Records.apply), fused(F.linear)
     for experts in (one, other):
         experts(tokens().requires_grad_()).sum().backward()
@@ -434,8 +438,8 @@ def test_a_function_in_which_autograd_records():
     assert other.gate_up_proj_lora.lora_A.grad.any()
 
 
-@pytest.mark.parametrize("compute", [Keeps.apply, in_part], ids=["function", "checkpoint"])
-def test_a_function_computes_with_updates_that_are_not_trained(compute):
+@pytest.mark.parametrize("compute", [Keeps.apply, checkpointed], ids=["function", "checkpoint"])
+def test_a_function_may_compute_with_updates_that_are_not_trained(compute):
     experts, x = fused(compute), tokens().requires_grad_()
     expected = tokens() @ lora.merge(copy.deepcopy(experts)).gate_up_proj[0].mT
     with torch.no_grad():
@@ -458,7 +462,7 @@ def test_a_reentrant_checkpoint_of_the_module():
         close(p.grad, grad)
 
 
-def test_no_kernel_gets_the_address_of_the_weight_alone():
+def test_data_ptr_shows_the_alignment_on_a_cpu_and_is_an_error_elsewhere():
     weight, left, right = torch.ones(2, 4, 4), torch.ones(2, 4, 1), torch.ones(2, 1, 4)
     assert LowRankSum(weight, left, right).data_ptr() % 16 == weight.data_ptr() % 16
     elsewhere = LowRankSum(*(each.to("meta") for each in (weight, left, right)))
@@ -467,17 +471,17 @@ def test_no_kernel_gets_the_address_of_the_weight_alone():
 
 
 class Loading:
-    """Loads A and B of a layer for its forward alone, and sends what it gives, as hooks do."""
+    """Loads A and B of a layer only during its forward, and moves its outputs, as hooks do."""
 
     def __init__(self, layer):
-        self.kept = dict(layer._parameters)
-        self.empty = {n: nn.Parameter(p.detach().to("meta")) for n, p in self.kept.items()}
+        self.loaded = dict(layer._parameters)
+        self.empty = {n: nn.Parameter(p.detach().to("meta")) for n, p in self.loaded.items()}
         layer._parameters.update(self.empty)
         layer.register_forward_pre_hook(self.load)
         layer.register_forward_hook(self.drop)
 
     def load(self, layer, args):
-        layer._parameters.update(self.kept)
+        layer._parameters.update(self.loaded)
 
     def drop(self, layer, args, out):
         layer._parameters.update(self.empty)
@@ -485,7 +489,7 @@ class Loading:
 
 
 @pytest.mark.parametrize("way", METHODS)
-def test_updates_that_are_loaded_when_they_are_needed(way):
+def test_updates_may_be_loaded_by_hooks_for_each_forward(way):
     model, x = adapted(way), tokens()
     expected = model(x)
     updates = [module for module in model.modules() if isinstance(module, AdaptedStack)]
@@ -493,14 +497,14 @@ def test_updates_that_are_loaded_when_they_are_needed(way):
     assert torch.equal(model(x), expected)
     assert all(update.lora_A.is_meta for update in updates)
     model(x).square().sum().backward()
-    assert all(hook.kept["lora_A"].grad.any() for hook in hooks)
+    assert all(hook.loaded["lora_A"].grad.any() for hook in hooks)
     close(model.eval()(x), expected)
 
 
 @pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
 def test_updates_on_another_device_are_an_error(way, half):
-    """Of the meta device PyTorch says nothing: what is computed then has no meaning."""
+    """PyTorch raises no error for the meta device, where results would be meaningless."""
     model = adapted(way)
     update = model.layers[1]["experts"].down_proj_lora
     setattr(update, half, nn.Parameter(getattr(update, half).to("meta")))
@@ -572,7 +576,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_done_is_said(what):
+def test_what_cannot_be_adapted_is_refused_and_the_model_is_unchanged(what):
     make, settings, message = REFUSED[what]
     model = make()
     before = {name: type(module) for name, module in model.named_modules()}
@@ -594,7 +598,7 @@ def test_a_tied_stack_is_adapted_if_it_may_be_untied():
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("before", [(), ("gate_up_proj",)], ids=["plain", "adapted"])
-def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call):
+def test_a_failure_halfway_leaves_the_model_as_it_was(monkeypatch, before, call):
     model, x = adapted(targets=["q", *before], layers=3), tokens()
     if before:
         apply_activation_checkpointing(model)
@@ -619,7 +623,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, before, call
     assert not any("Adapted" in type(m).__name__ for m in model.modules())
 
 
-def test_a_stack_that_is_registered_after_others_were_adapted():
+def test_a_stack_that_is_registered_after_others_were_adapted_can_be_adapted():
     class Growing(Experts):
         def forward(self, x):
             return super().forward(x) + x @ self.late[1]
@@ -636,8 +640,8 @@ def test_a_stack_that_is_registered_after_others_were_adapted():
     assert type(experts) is Growing
 
 
-def test_the_forward_looks_like_the_module_s_own():
-    """Upstream's Trainer drops the columns of a data set that the signature does not name."""
+def test_the_forward_keeps_its_signature_source_and_docstring():
+    """Hugging Face's Trainer drops dataset columns that the signature does not name."""
     experts = Experts()
     signature, source = inspect.signature(experts.forward), inspect.getsource(experts.forward)
     lora.add_lora(experts, "down_proj", r=R)
@@ -646,14 +650,14 @@ def test_the_forward_looks_like_the_module_s_own():
     assert experts.forward.__doc__ == Experts.forward.__doc__
 
 
-def test_experts_in_evaluation_get_updates_in_evaluation():
+def test_experts_in_evaluation_mode_get_updates_in_evaluation_mode():
     model = build().eval()
     lora.add_lora(model, STACKS, r=R)
     assert not any(module.training for module in model.modules())
     assert lora_layers(model)
 
 
-def test_what_is_set_to_be_shown_of_experts_is_shown():
+def test_repr_shows_an_extra_repr_that_was_set_on_experts():
     experts = Experts()
     experts.extra_repr = lambda: "set"
     lora.add_lora(experts, "gate_up_proj", r=R)
@@ -662,7 +666,7 @@ def test_what_is_set_to_be_shown_of_experts_is_shown():
     assert repr(experts) == "Experts(set)"
 
 
-def test_a_forward_that_was_set_is_the_owner_s():
+def test_a_forward_that_was_set_has_to_be_deleted_before_merging():
     model = adapted(layers=1)
     experts = model.layers[0]["experts"]
     experts.forward = lambda x: x
@@ -675,7 +679,7 @@ def test_a_forward_that_was_set_is_the_owner_s():
     assert type(experts) is Experts
 
 
-def test_models_on_the_meta_device():
+def test_models_on_the_meta_device_can_be_adapted_and_loaded_later():
     with torch.device("meta"):
         model = Model()
     lora.add_lora(model, STACKS, r=R, initialization="olora")

@@ -1,4 +1,4 @@
-"""LoRA on stacks of matrices where a forward returns what computes with them when it has ended."""
+"""Tests of LoRA on stacks of matrices whose module returns an iterator, which computes later."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ def each(self, x):
 
 
 class Items:
-    """A sequence by `__getitem__` and `__len__` alone."""
+    """A sequence with only `__getitem__` and `__len__`."""
 
     def __init__(self, item):
         self.item = item
@@ -71,11 +71,11 @@ def returning(forward) -> Experts:
 
 
 @pytest.mark.parametrize("what", ITERATORS)
-def test_each_step_of_an_iterator_that_a_forward_returns_has_the_updates(what):
+def test_each_step_of_a_returned_iterator_has_the_updates(what):
     layer = returning(ITERATORS[what])
     outs, steps = layer(tokens()), layer(tokens())
     first = next(iter(steps))
-    close(layer.gate_up_proj, layer._parameters["gate_up_proj"])  # between the steps it is frozen
+    close(layer.gate_up_proj, layer._parameters["gate_up_proj"])  # the frozen one between steps
     merged = list(copy.deepcopy(lora.merge(layer))(tokens()))
     close(first, merged[0])
     for ours, expected in zip(outs, merged, strict=True):
@@ -83,7 +83,7 @@ def test_each_step_of_an_iterator_that_a_forward_returns_has_the_updates(what):
 
 
 @pytest.mark.parametrize("pairs", [zip, lambda indices, steps: enumerate(steps)])
-def test_each_step_of_pairs_has_the_updates(pairs):
+def test_each_step_of_zip_and_enumerate_has_the_updates(pairs):
     layer = returning(lambda self, x: pairs(range(EXPERTS), generator(self, x)))
     outs = dict(layer(tokens()))
     for e, expected in dict(lora.merge(layer)(tokens())).items():
@@ -91,7 +91,7 @@ def test_each_step_of_pairs_has_the_updates(pairs):
 
 
 class Outputs:
-    """An iterator of a model's own, over what is computed already."""
+    """A model's own iterator over outputs that are already computed."""
 
     def __init__(self, steps):
         self.all, self.left = steps, list(steps)
@@ -106,7 +106,7 @@ class Outputs:
 
 
 class OwnMap(map):
-    """As a model's class may derive from Python's own iterators."""
+    """A model's class that is derived from one of Python's iterators."""
 
 
 def test_other_iterators_are_returned_as_they_are():
@@ -115,12 +115,12 @@ def test_other_iterators_are_returned_as_they_are():
     assert type(outs) is Outputs
     for ours, merged in zip(outs.all, expected, strict=True):
         close(ours, merged)
-    kept = [iter([]), reversed([]), OwnMap(len, [])]
-    for each in kept:
+    iterators = [iter([]), reversed([]), OwnMap(len, [])]
+    for each in iterators:
         assert returning(lambda self, x, each=each: each)(tokens()) is each
 
 
-def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned():
+def test_a_generator_gets_what_is_sent_and_its_return_value_is_returned():
     def forward(self, x):
         e = yield x @ self.gate_up_proj[0].mT
         yield x @ self.gate_up_proj[e].mT
@@ -136,8 +136,8 @@ def test_what_is_sent_to_a_generator_gets_there_and_what_it_returns_is_returned(
 
 
 @pytest.mark.parametrize("forward", [coroutine, async_generator])
-def test_what_a_forward_leaves_to_be_awaited_is_an_error(forward):
-    """The parameters have their updates while it runs. A coroutine that is refused is closed."""
+def test_a_returned_coroutine_or_async_generator_is_an_error(forward):
+    """It would compute after the forward, without updates. A refused coroutine is closed."""
     layer = returning(forward)
     message = (
         rf"the forward of Later returns a coroutine or async generator \({forward.__name__}\), "

@@ -1,4 +1,4 @@
-"""How models call their layers: inputs of other kinds, keywords, heads, traces and transforms."""
+"""Tests of how models call layers: keywords, unusual inputs, heads, traces and transforms."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Calls(Net):
 
 
 @torch.no_grad()
-def test_layers_and_heads_are_called_as_the_model_calls_them(tmp_path):
+def test_a_bank_passes_keywords_and_further_arguments_on(tmp_path):
     base, x = Calls().eval(), torch.randn(3, 6)
     models = [drawn(base, ["a", "b"], modules_to_train=["head"]) for _ in range(2)]
     for number, model in enumerate(models):
@@ -52,8 +52,8 @@ def test_an_input_may_be_a_keyword(build):
 
 @pytest.mark.parametrize("build", [nn.Conv1d, nn.Conv2d])
 @torch.no_grad()
-def test_an_unbatched_input_of_a_convolution_in_a_bank(tmp_path, build):
-    """With as many channels as there are positions, which broadcast just as well."""
+def test_a_bank_takes_an_unbatched_input_of_a_convolution(tmp_path, build):
+    """It has as many channels as positions, so that wrong shapes would broadcast too."""
     base = nn.ModuleDict({"a": build(6, 6, 3, padding=1)}).eval()
     x = torch.randn(*[6] * base["a"].weight.dim())[0]
     model = drawn(base, ["a"], variant="dora")
@@ -79,8 +79,8 @@ def test_a_nested_tensor_is_refused_by_a_bank(tmp_path):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @torch.no_grad()
-def test_rows_of_a_model_that_has_tokens_first(tmp_path, batch_first):
-    """As many tokens as rows: the shapes do not tell."""
+def test_a_mixed_batch_is_refused_if_tokens_come_before_rows(tmp_path, batch_first):
+    """With as many tokens as rows, the shapes do not show which dimension holds the rows."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
     for base in (layer, nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 1)})):
         model, folder = drawn(base.eval(), ["linear1"]), tmp_path / type(base).__name__
@@ -99,7 +99,7 @@ def test_rows_of_a_model_that_has_tokens_first(tmp_path, batch_first):
 
 
 class Pooled(nn.Module):
-    """Rows come first, but for the attention, which has them second."""
+    """Has rows in the first dimension, but in the second one within the attention."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Pooled(nn.Module):
 
 
 @torch.no_grad()
-def test_rows_before_an_attention_that_has_tokens_first(tmp_path):
+def test_a_mixed_batch_in_layers_before_an_attention_with_tokens_first(tmp_path):
     base, x = Pooled().eval(), torch.randn(3, 5, 8)
     models = [drawn(base, ["a"]) for _ in range(2)]
     for number, model in enumerate(models):
@@ -124,7 +124,7 @@ def test_rows_before_an_attention_that_has_tokens_first(tmp_path):
 @pytest.mark.parametrize("exclude", [[], ["out_proj"]])
 def test_functional_calls_and_several_adapters_of_an_attention(sizes, exclude):
     model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, batch_first=True, **sizes)})
-    # An update of moderate size: softmax multiplies the rounding of large scores.
+    # A moderate update, because softmax amplifies the rounding of large scores.
     model = drawn(model, ["a"], exclude=exclude, lora_alpha=2)["a"]
     query = torch.randn(2, 3, 8)
     key, value = (torch.randn(2, 3, sizes.get(n, 8)) for n in ("kdim", "vdim"))
@@ -152,7 +152,7 @@ def test_a_traced_model_can_be_saved(tmp_path):
     close(torch.jit.load(tmp_path / "a.pt")(x), model(x))
 
 
-def test_symbolic_traces_take_layers_as_leaves():
+def test_symbolic_traces_may_treat_layers_as_leaves():
     class Tracer(torch.fx.Tracer):
         def is_leaf_module(self, module, name):
             return isinstance(module, lora.LoRALayer) or super().is_leaf_module(module, name)
@@ -173,12 +173,12 @@ INPUTS = {
 }
 
 
-# In evaluation either.
-NEVER_TAKEN = ("sparse", "rows", "nested")
+# Refused in evaluation mode too.
+ALWAYS_REFUSED = ("sparse", "rows", "nested")
 
 
 @torch.no_grad()
-def test_jagged_rows_in_evaluation():
+def test_jagged_inputs_are_accepted_in_evaluation():
     layer = drawn(Net(), ["a"]).eval().a
     for rows, given in zip(layer(INPUTS["jagged"]()), RAGGED, strict=True):
         torch.testing.assert_close(rows, layer(given))
@@ -186,9 +186,9 @@ def test_jagged_rows_in_evaluation():
 
 @pytest.mark.parametrize(
     ("kind", "training"),
-    [*((kind, True) for kind in INPUTS), *((kind, False) for kind in NEVER_TAKEN)],
+    [*((kind, True) for kind in INPUTS), *((kind, False) for kind in ALWAYS_REFUSED)],
 )
 @torch.no_grad()
-def test_inputs_that_are_not_dense(kind, training):
+def test_other_inputs_that_are_not_dense_are_refused(kind, training):
     with pytest.raises(TypeError, match="received a nested or sparse tensor: convert it"):
         drawn(Net(), ["a"]).train(training).a(INPUTS[kind]())

@@ -1,4 +1,4 @@
-"""Models as other people write them, with attributes, forwards and state of their own."""
+"""Tests of models with attributes, forwards and state of their own."""
 
 import functools
 
@@ -12,7 +12,7 @@ from loralib.errors import UnsupportedLayerError
 
 
 @pytest.mark.parametrize("name", ["scaling", "r", "merged", "base"])
-def test_what_a_model_has_set_on_its_layer_is_not_written_over(name):
+def test_a_layer_with_an_attribute_that_lora_needs_is_refused(name):
     model = Net()
     setattr(model.a, name, 0.5)
     with pytest.raises(UnsupportedLayerError, match=f"a has an attribute '{name}'"):
@@ -21,7 +21,7 @@ def test_what_a_model_has_set_on_its_layer_is_not_written_over(name):
     lora.add_lora(model, ["b"], r=2)
 
 
-def test_a_model_without_weights_is_refused(tmp_path):
+def test_a_layer_on_the_meta_device_is_refused(tmp_path):
     model = drawn(Net(), ["a"])
     lora.save_adapter(model, tmp_path / "a")
     model.a.to("meta")
@@ -46,8 +46,8 @@ def test_a_forward_that_was_set_can_be_deleted_as_the_error_says():
     close(lora.merge(model)(x), expected)
 
 
-def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
-    """As accelerate's do that offload weights: they keep the LoRA layer's forward."""
+def test_a_layer_whose_forward_was_replaced_is_not_merged_or_restored():
+    """Accelerate's offloading hooks do this, and keep the LoRA layer's forward."""
     model = drawn(Net(), ["a"])
     model.a.forward = functools.partial(model.a.forward)
     for undo in (lora.merge, lora.remove_lora):
@@ -59,7 +59,7 @@ def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
             undo(model)
         assert isinstance(model.a, lora.LoRALayer)
     x = torch.randn(2, 6)
-    model.a.forward = model.a.forward.func  # what these hooks leave behind
+    model.a.forward = model.a.forward.func  # as these hooks leave it
     expected = model(x)
     lora.merge(model)
     assert "forward" not in vars(model.a)
@@ -79,7 +79,7 @@ class WithState(Net):
 
 
 @torch.no_grad()
-def test_a_state_that_is_no_tensor(tmp_path):
+def test_a_model_with_an_extra_state_that_is_not_a_tensor_works(tmp_path):
     base, x = WithState().eval(), torch.randn(2, 6)
     model = drawn(base, ["a"])
     lora.save_adapter(model, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Models that are not ours, with LoRA on a GPU, pretended or there: the CPU's numbers, no waits."""
+"""Tests of models with LoRA on a GPU, pretended or real: the CPU's results, and no waits for it."""
 
 import copy
 
@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import loralib as lora
 
-# A dozen sums of up to 48 products follow one another; embeddings of 4 are added up in them.
+# A dozen consecutive sums of up to 48 products, in which embeddings of up to 4 are added up.
 SUMS, SIZE = 12 * 48, 16.0
 IN_BANKS = [name for name, case in CASES.items() if case.in_bank]
 VARIANTS = ["lora", "rslora+dora"]
@@ -24,9 +24,9 @@ def on(device, tensors):
 
 
 def two_steps(model, inputs):
-    """The outputs before the last of two steps; what was trained has changed by both.
+    """Takes two steps of an optimizer, and returns the outputs before the second.
 
-    A norm over the batch stays in the mode that it has: an adapter does not hold what it counts.
+    Batch norms stay in their mode, because an adapter does not hold their running statistics.
     """
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
@@ -44,7 +44,7 @@ def brought_back_state(model):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", GPUS)
-def test_steps_evaluation_and_what_is_saved(kind, name, variant, tmp_path):
+def test_training_evaluation_and_saving(kind, name, variant, tmp_path):
     case, path = CASES[name], tmp_path / "adapter.safetensors"
     expected = case.adapted(variant=variant, lora_dropout=0.0)
     model = copy.deepcopy(expected)
@@ -73,7 +73,7 @@ def test_steps_evaluation_and_what_is_saved(kind, name, variant, tmp_path):
 @pytest.mark.parametrize("name", IN_BANKS)
 @pytest.mark.parametrize("kind", GPUS)
 @torch.no_grad()
-def test_each_row_has_its_adapter(kind, name, variant, tmp_path):
+def test_each_row_of_a_mixed_batch_has_its_adapter(kind, name, variant, tmp_path):
     case = CASES[name]
     base = case.build()
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]

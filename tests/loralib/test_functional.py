@@ -1,4 +1,4 @@
-"""The low-rank update against its formula, block by block."""
+"""Tests of the low-rank update against its formula, block by block."""
 
 import pytest
 import torch
@@ -58,19 +58,19 @@ def test_scaling(variant, expected):
         assert layer.variant == variant
 
 
-def test_every_variant_has_a_row_above():
-    """And starts from the paper's: what it does not change is tested below."""
+def test_every_variant_is_in_the_table_above():
+    """Each is derived from `Delta`, whose methods are tested below."""
     assert VARIANTS.keys() == {"lora", "rslora", "dora", "rslora+dora"}
     assert all(issubclass(variant, Delta) for variant in VARIANTS.values())
 
 
-def test_an_unknown_variant():
+def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="unknown variant 'qlora' of LoRA"):
         lora.Linear(4, 4, r=2, variant="qlora")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_added_to_an_output(shape, x):
+def test_adding_to_an_output(shape, x):
     delta = make(shape)
     out = torch.randn(7, delta.out_features, dtype=torch.float64)
     expected = out + x @ dense(delta).T
@@ -79,7 +79,7 @@ def test_it_is_added_to_an_output(shape, x):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_merged_into_a_weight(shape):
+def test_merging_into_a_weight(shape):
     delta = make(shape)
     weight = torch.randn(delta.out_features, INPUTS, dtype=torch.float64)
     merged = merge(weight, delta, lambda matrix: matrix)
@@ -90,13 +90,13 @@ def test_it_is_merged_into_a_weight(shape):
 
 
 def test_a_merge_is_rounded_once():
-    """Summed in float32, where bfloat16 would lose the update's last bits in each step."""
+    """It is summed in float32, because bfloat16 would round in each step."""
     delta = make("whole", torch.bfloat16)
     weight = torch.randn(WIDTH, INPUTS).bfloat16()
     merged = merge(weight, delta, lambda matrix: matrix)
     expected = weight.float() + dense(delta.to(torch.float32))
     assert merged.dtype is torch.bfloat16
-    # Half a unit in the last of bfloat16's eight digits.
+    # Half a unit in the last of bfloat16's eight binary digits.
     assert ((merged.float() - expected).abs() <= 1.001 * 2**-8 * expected.abs()).all()
 
 

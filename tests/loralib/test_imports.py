@@ -1,4 +1,4 @@
-"""What `import loralib` brings along, step by step: nothing, then torch, then a heavy room."""
+"""Tests of which packages `import loralib` and later steps import."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import pytest
 
 import loralib
 
-# What a new interpreter does, one step after the other.
+# The code that a new interpreter runs, step by step.
 STEPS = {
     "no layer": "import loralib; from loralib.io import atomic, encoding, hub; "
     "from loralib.training import process",
@@ -29,7 +29,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def added():
-    """Of each step, the names that it adds to `sys.modules`."""
+    """The names that each step adds to `sys.modules`, by step."""
     lists = "".join(f"{step}\nprint(json.dumps(sorted(sys.modules)))\n" for step in STEPS.values())
     command = [sys.executable, "-c", f"import json, sys\n{lists}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -58,36 +58,36 @@ def test_names_can_be_imported(name):
     assert getattr(loralib, name) is not None
 
 
-def test_a_name_that_is_not_there():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'loralib' has no attribute 'Transformer'"):
         _ = loralib.Transformer
     assert not hasattr(loralib, "_nothing")
 
 
 @pytest.mark.slow
-def test_what_needs_no_layer_does_not_wait_for_torch(added):
+def test_what_needs_no_layer_does_not_import_torch(added):
     assert "loralib.training.process" in added["no layer"]
     assert not {"torch", "numpy"} & packages(added["no layer"])
 
 
 @pytest.mark.slow
-def test_the_layers_need_torch_alone(added):
+def test_the_layers_import_no_package_but_torch(added):
     assert "loralib.layers" in added["layers"]
     assert packages(added["layers"]) == {"loralib"}
 
 
 @pytest.mark.slow
-def test_the_layers_import_no_heavy_room(added):
-    rooms = {"adapters", "io", "serving", "training"}
+def test_the_layers_import_no_heavy_subpackage(added):
+    heavy = {"adapters", "io", "serving", "training"}
     names = [name.split(".")[1] for name in added["layers"] if name.startswith("loralib.")]
-    assert not rooms & set(names)
+    assert not heavy & set(names)
 
 
 @pytest.mark.slow
-def test_a_heavy_name_is_imported_when_it_is_asked_for(added):
+def test_a_heavy_name_is_imported_on_its_first_access(added):
     assert "loralib.serving.bank" in added["bank"]
 
 
 @pytest.mark.slow
-def test_the_layers_are_built_trained_and_resumed_without_the_compiler(added):
+def test_building_training_and_resuming_do_not_import_the_compiler(added):
     assert not {"torch._dynamo", "sympy"} & set().union(*added.values())

@@ -1,4 +1,4 @@
-"""Initializations of A and B: their formulas, and that the base's results and bits stay."""
+"""Tests of the initializations of A and B: formulas, initial outputs, and unchanged weights."""
 
 import math
 
@@ -40,7 +40,7 @@ def base_result(layer, x):
     return F.linear(x, weight, state["bias"])
 
 
-# The release's factors of a kernel cannot have DoRA.
+# A convolution with the factors of 0.1.2 cannot have DoRA.
 BUILT = [
     (kind, variant)
     for kind in BUILD
@@ -64,7 +64,7 @@ AT_RANDOM = {
 
 
 @pytest.mark.parametrize("kind", AT_RANDOM)
-def test_the_default_is_that_of_a_plain_layers_weight(kind):
+def test_the_default_initializes_A_as_a_plain_layer_s_weight(kind):
     layer = AT_RANDOM[kind]()
     torch.manual_seed(0)
     layer.reset_lora_parameters()
@@ -76,7 +76,7 @@ def test_the_default_is_that_of_a_plain_layers_weight(kind):
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(("kind", "variant"), BUILT)
-def test_it_starts_as_the_base(kind, name, variant):
+def test_the_initial_outputs_are_the_base_s(kind, name, variant):
     layer = BUILD[kind](initialization=name, variant=variant)
     x = INPUTS.get(kind, X)
     for mode in (True, False):
@@ -87,7 +87,7 @@ def test_it_starts_as_the_base(kind, name, variant):
 
 @pytest.mark.parametrize("name", FROM_WEIGHT)
 @pytest.mark.parametrize("kind", BUILD)
-def test_the_start_is_subtracted_and_the_weight_keeps_its_bits(kind, name):
+def test_the_initial_product_is_subtracted_and_the_weight_is_bit_exact(kind, name):
     layer = BUILD[kind](initialization=name)
     weight = layer.frozen_weight.detach().clone()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_pissa_takes_the_largest_singular_values():
     layer = lora.Linear(12, 8, r=3, lora_alpha=6, initialization="pissa")
     left = nn.init.orthogonal_(torch.empty(8, 8))
     right = nn.init.orthogonal_(torch.empty(8, 12))
-    values = torch.arange(8.0, 0.0, -1.0)  # well apart
+    values = torch.arange(8.0, 0.0, -1.0)  # clearly different
     layer.weight.data = left * values @ right
     layer.start_from_weight()
     product = layer.scaling * layer.lora_B @ layer.lora_A
@@ -124,7 +124,7 @@ def test_olora_takes_an_orthonormal_basis():
     torch.testing.assert_close(projected[:, :3], weight[:, :3])
 
 
-def test_orthogonal_factors_have_no_product():
+def test_orthogonal_factors_have_a_product_of_zero():
     layer = BUILD["slices"](initialization="orthogonal")
     for A, B in zip(layer.lora_A.split(4), layer.lora_B.split(8), strict=True):
         torch.testing.assert_close(B @ A, torch.zeros(8, 12))
@@ -142,7 +142,7 @@ def test_orthogonal_factors_are_exact_in_their_dtype(dtype):
 
 
 @pytest.mark.parametrize("name", FROM_WEIGHT)
-def test_it_follows_a_weight_that_is_loaded_later(name):
+def test_start_from_weight_uses_a_weight_loaded_later(name):
     layer = lora.Linear(12, 8, r=2, initialization=name)
     layer.load_state_dict({"weight": torch.randn(8, 12)}, strict=False)
     layer.start_from_weight()
@@ -154,7 +154,7 @@ def test_it_follows_a_weight_that_is_loaded_later(name):
     torch.testing.assert_close(layer(X), F.linear(X, layer.weight, layer.bias))
 
 
-def test_what_cannot_be():
+def test_invalid_settings_are_refused():
     with pytest.raises(ValueError, match=r"unknown initialization 'eva' of LoRA \(known: default"):
         lora.Linear(4, 4, r=2, initialization="eva")
     with pytest.raises(ValueError, match="r has to be even for the orthogonal initialization"):
@@ -167,15 +167,17 @@ def test_what_cannot_be():
 # ---- LoRA-FA ----
 
 
-def test_with_A_frozen_b_alone_is_trained_and_the_input_is_not_held():
+def test_with_A_frozen_only_B_is_trained_and_the_input_is_not_saved():
     layer = lora.Linear(12, 8, r=2, freeze_A=True)
     lora.mark_only_lora_as_trainable(layer)
     assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["lora_B"]
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.shape) or t, lambda t: t
+    ):
         x = torch.randn(5, 12, requires_grad=True)
         out = layer(x)
-    assert torch.Size([5, 12]) not in held
+    assert torch.Size([5, 12]) not in saved
     reference = lora.Linear(12, 8, r=2)
     reference.load_state_dict(layer.state_dict())
     out.sum().backward()
@@ -188,7 +190,7 @@ def test_with_A_frozen_b_alone_is_trained_and_the_input_is_not_held():
     assert reference.lora_A.grad is not None
 
 
-def test_with_A_frozen_gradients_are_not_differentiated_again_in_silence():
+def test_with_A_frozen_second_derivatives_are_an_error():
     layer = lora.Linear(12, 8, r=2, freeze_A=True)
     x = torch.randn(5, 12, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivatives cannot be computed"):
@@ -196,7 +198,7 @@ def test_with_A_frozen_gradients_are_not_differentiated_again_in_silence():
 
 
 @pytest.mark.parametrize("name", FROM_WEIGHT)
-def test_a_weight_without_so_many_factors(name):
+def test_a_weight_that_is_too_small_for_the_rank_is_refused(name):
     with pytest.raises(
         ValueError, match=rf"\(6, 4\) is too small for rank 5 .* {name}: choose a smaller"
     ):
@@ -204,6 +206,6 @@ def test_a_weight_without_so_many_factors(name):
 
 
 @pytest.mark.parametrize("alpha", [0, -1])
-def test_singular_values_are_not_divided_by_nothing(alpha):
+def test_pissa_needs_an_alpha_above_zero(alpha):
     with pytest.raises(ValueError, match="lora_alpha has to be above 0 for the initialization pi"):
         lora.Linear(4, 6, r=2, lora_alpha=alpha, initialization="pissa")

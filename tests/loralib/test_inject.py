@@ -1,4 +1,4 @@
-"""add_lora and remove_lora: every kind of layer, with every variant and initialization."""
+"""Tests of add_lora and remove_lora on every kind of layer, variant and initialization."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ def model():
 
 @torch.no_grad()
 def change(model):
-    """Gives all updates values as training would."""
+    """Changes all updates, as training would."""
     for name, parameter in model.named_parameters():
         if name.endswith(("lora_A", "lora_B")):
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -33,7 +33,7 @@ def change(model):
 
 
 def results(model):
-    """What it computes in evaluation, without a graph and with one, and in training."""
+    """The outputs in evaluation, without and with autograd, and those in training."""
     padding = torch.zeros(4, 7, dtype=torch.bool)
     padding[1, 5:] = True
     rows = ids()
@@ -56,19 +56,19 @@ def bits(model):
 @pytest.mark.parametrize("initialization", INITIALIZATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_model_and_back(model, kind, variant, initialization):
-    # Frozen, as it is afterwards: PyTorch chooses other kernels where nothing is trained.
+def test_a_model_is_adapted_changed_merged_and_restored(model, kind, variant, initialization):
+    # Frozen, as after `remove_lora`: PyTorch chooses other kernels if nothing is trained.
     model.requires_grad_(False)
     expected, base = results(model), bits(model)
-    many = {"r": 1} if kind == "convolutions" and initialization != "orthogonal" else {"r": 2}
+    rank = {"r": 1} if kind == "convolutions" and initialization != "orthogonal" else {"r": 2}
     if kind == "convolutions" and initialization == "orthogonal":
         with pytest.raises(ValueError, match=r"r = 2 is too large for conv2, .* 1;"):
-            lora.add_lora(model, TARGETS[kind], **many, initialization=initialization)
+            lora.add_lora(model, TARGETS[kind], **rank, initialization=initialization)
         return
     names = lora.add_lora(
         model,
         TARGETS[kind],
-        **many,
+        **rank,
         lora_alpha=4,
         variant=variant,
         initialization=initialization,
@@ -165,21 +165,21 @@ def test_a_second_call_adds_other_modules(model):
         ("lora_only", {"layers.0.q_proj.bias", "encoder.layers.0.self_attn.in_proj_bias"}),
     ],
 )
-def test_biases(model, bias, names):
+def test_bias_lora_only_trains_the_biases_of_adapted_modules(model, bias, names):
     lora.add_lora(model, ["q_proj", "self_attn"], layers=[0], bias=bias)
     trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
     assert trained - {"encoder.layers.0.self_attn.out_proj.bias"} == names
-    kept = lora.lora_state_dict(model, bias)
-    assert names <= kept.keys()
+    state = lora.lora_state_dict(model, bias)
+    assert names <= state.keys()
 
 
-def test_all_biases(model):
+def test_bias_all_trains_every_bias(model):
     lora.add_lora(model, "q_proj", bias="all")
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("bias" in name or "lora_" in name)
 
 
-def test_slices_of_a_projection_that_is_several_in_one(model):
+def test_slices_of_a_fused_projection(model):
     before = model.layers[1].c_attn(torch.ones(1, 8)).detach()
     lora.add_lora(model, "c_attn", r=2, enable_lora={"c_attn": [True, False, True]})
     layer = model.layers[1].c_attn
@@ -241,7 +241,7 @@ def test_attention_with_separate_projections():
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "padding", "causal", "unbatched"])
-def test_attention_takes_what_pytorchs_takes(mask, need_weights, batch_first):
+def test_an_adapted_attention_takes_the_arguments_of_pytorch_s(mask, need_weights, batch_first):
     attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, add_bias_kv=True)
     x = torch.randn(5, 5, 8) if mask != "unbatched" else torch.randn(5, 8)
     upper = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
@@ -260,7 +260,7 @@ def test_attention_takes_what_pytorchs_takes(mask, need_weights, batch_first):
         torch.testing.assert_close(found, expected)
 
 
-def test_attention_drops_weights_in_training_alone():
+def test_attention_drops_weights_only_in_training():
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(8, 2, dropout=0.5)
     x = torch.randn(5, 3, 8)
@@ -292,7 +292,7 @@ def test_copies_and_pickles(model, variant):
     assert torch.equal(model(ids()), expected)
 
 
-def test_a_state_dict_goes_into_another_model(model):
+def test_a_state_dict_is_loaded_into_another_model(model):
     settings = {"targets": ["q_proj", "conv1", "self_attn"], "r": 2, "initialization": "pissa"}
     lora.add_lora(model, **settings)
     change(model)
@@ -302,7 +302,7 @@ def test_a_state_dict_goes_into_another_model(model):
     assert torch.equal(other.eval()(ids()), model.eval()(ids()))
 
 
-def test_half_casts_all_of_it(model):
+def test_casting_a_model_casts_its_updates_too(model):
     lora.add_lora(model, ["q_proj", "embed", "conv1"], r=2)
     change(model)
     expected = model.eval()(ids())
@@ -327,7 +327,7 @@ def test_parameter_groups_of_lora_plus(model):
 
 
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
-def test_a_ratio_that_is_not_positive(model, ratio):
+def test_a_ratio_that_is_not_positive_is_refused(model, ratio):
     lora.add_lora(model, "q_proj")
     with pytest.raises(ValueError, match="lora_plus_ratio has to be a number above 0"):
         lora.parameter_groups(model, 1e-3, lora_plus_ratio=ratio)
@@ -338,30 +338,30 @@ def test_a_model_without_lora_has_no_groups(model):
         lora.parameter_groups(model, 1e-3)
 
 
-def test_nothing_to_train(model):
+def test_a_model_without_trained_parameters_has_no_groups(model):
     lora.add_lora(model, "q_proj")
     with pytest.raises(ValueError, match="no parameter of the model is trained"):
         lora.parameter_groups(model.requires_grad_(False), 1e-3)
 
 
-# ---- what cannot be ----
+# ---- what is refused ----
 
 
 class Quantized(nn.Linear):
-    """A linear layer that computes in its own way."""
+    """A linear layer with a forward of its own."""
 
     def forward(self, x):
         return F.linear(x, self.weight.round(), self.bias)
 
 
 class Centered(nn.Conv1d):
-    """A convolution that computes with another weight than its own."""
+    """A convolution that computes with another weight than the one it holds."""
 
     def _conv_forward(self, x, weight, bias):
         return super()._conv_forward(x, weight - weight.mean(), bias)
 
 
-def put(layer):
+def with_query(layer):
     model = AnyModel()
     model.layers[1].q_proj = layer
     return model
@@ -370,7 +370,7 @@ def put(layer):
 def with_a_zero_row():
     layer = nn.Linear(8, 8)
     nn.init.zeros_(layer.weight[3])
-    return put(layer)
+    return with_query(layer)
 
 
 def with_own_forward():
@@ -381,14 +381,14 @@ def with_own_forward():
 
 
 def with_hooks():
-    """As accelerate has them, which offload weights."""
+    """A model with hooks that offload weights, as accelerate's do."""
     model = with_own_forward()
     model.layers[1].q_proj._hf_hook = object()
     return model
 
 
 def with_pefts_lora():
-    """A layer as PEFT makes it of a linear one."""
+    """A model with a linear layer that PEFT has adapted."""
     model = AnyModel()
     layer = PeftsLinear()
     layer.base_layer = model.layers[1].q_proj
@@ -409,7 +409,7 @@ def tied():
     return model
 
 
-def inference():
+def built_in_inference_mode():
     with torch.inference_mode():
         return AnyModel()
 
@@ -497,19 +497,23 @@ WRONG = {
         "layers.1 cannot be trained as a whole: layers.1.q_proj is adapted",
     ),
     "frozen zeros": (AnyModel, {"targets": "embed", "freeze_A": True}, "A at zero"),
-    "quantized": (lambda: put(Quantized(8, 8)), {}, r"layers.1.q_proj is a .*Quantized, which has"),
+    "quantized": (
+        lambda: with_query(Quantized(8, 8)),
+        {},
+        r"layers.1.q_proj is a .*Quantized, which has",
+    ),
     "own convolution": (
-        lambda: put(Centered(8, 8, 1)),
+        lambda: with_query(Centered(8, 8, 1)),
         {"targets": "layers.1.q_proj"},
         r"layers.1.q_proj is a .*Centered, which has no LoRA layer",
     ),
     "lazy": (
-        lambda: put(nn.LazyLinear(8)),
+        lambda: with_query(nn.LazyLinear(8)),
         {},
         "layers.1.q_proj has no shape yet: call the model once",
     ),
     "weight norm": (
-        lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        lambda: with_query(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},
         "layers.1.q_proj has no weight that is a plain parameter: leave it out",
     ),
@@ -535,7 +539,7 @@ WRONG = {
         r"layers\.1\.q_proj already has an adapter of PEFT's \(lora\): give the model that",
     ),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
-    "inference": (inference, {}, "is an inference tensor"),
+    "inference": (built_in_inference_mode, {}, "is an inference tensor"),
     "compiled": (lambda: torch.compile(AnyModel()), {}, "the model is wrapped or compiled"),
     "compiled in place": (compiled_in_place, {}, "layers.0 is wrapped or compiled already"),
     "DataParallel": (lambda: nn.DataParallel(AnyModel()), {}, "wrapped .* [(]DataParallel[)]"),
@@ -543,7 +547,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_it_is_said_in_one_line_and_nothing_is_changed(case):
+def test_wrong_calls_are_refused_in_one_line_and_change_nothing(case):
     make, settings, message = WRONG[case]
     model = make()
     kinds = [type(module) for module in model.modules()]
@@ -555,7 +559,7 @@ def test_it_is_said_in_one_line_and_nothing_is_changed(case):
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
 
 
-def test_in_inference_mode(model):
+def test_add_lora_is_refused_in_inference_mode(model):
     with (
         torch.inference_mode(),
         pytest.raises(ValueError, match="LoRA cannot be trained in inference mode"),
@@ -563,7 +567,7 @@ def test_in_inference_mode(model):
         lora.add_lora(model, "q_proj")
 
 
-def test_untied_by_choice():
+def test_a_tied_embedding_is_adapted_if_untie_is_set():
     model = tied()
     before = model.eval()(ids())
     lora.add_lora(model, "embed", r=2, untie=True)
@@ -576,26 +580,26 @@ def test_untied_by_choice():
     assert not torch.allclose(changed, before, atol=1e-3)
 
 
-def test_nothing_to_remove(model):
+def test_remove_lora_refuses_what_add_lora_has_not_adapted(model):
     with pytest.raises(ValueError, match="has no LoRA to remove"):
         lora.remove_lora(model)
     with pytest.raises(ValueError, match="0 was built as a LoRA layer"):
         lora.remove_lora(nn.Sequential(lora.Linear(4, 4, r=2)))
 
 
-# ---- PyTorch's own encoder, in evaluation ----
+# ---- PyTorch's encoder in evaluation mode ----
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_layers_that_were_put_in_by_hand_are_called_where_nothing_is_trained(norm_first):
-    """A script that only uses a model need not have marked anything as trainable."""
+def test_pytorch_s_encoder_calls_layers_set_by_hand_without_marking_them(norm_first):
+    """A script that does not train need not have called `mark_only_lora_as_trainable`."""
     settings = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, **settings).eval()
     layer.linear1 = lora.Linear(8, 16, r=2).eval()
     nn.init.normal_(layer.linear1.lora_B)
     x = torch.rand(2, 3, 8)
-    with_gradients = layer(x)  # which rule the fast path out
+    with_gradients = layer(x)  # gradients rule out the fast path
     with torch.no_grad():
         assert_same([layer(x)], [with_gradients], atol=1e-5, rtol=1e-5)
         assert_same([copy.deepcopy(layer)(x)], [with_gradients], atol=1e-5, rtol=1e-5)
@@ -604,8 +608,8 @@ def test_layers_that_were_put_in_by_hand_are_called_where_nothing_is_trained(nor
         assert_same([plain(x)], [with_gradients], atol=1e-5, rtol=1e-5)
 
 
-def test_layers_that_were_put_in_by_hand_are_not_passed_over():
-    """PyTorch's encoder computes with its children's weights where it can: without an update."""
+def test_pytorch_s_encoder_calls_layers_set_by_hand():
+    """Its fast path would compute with its children's weights, without updates."""
     model = AnyModel()
     plain = model.encoder.layers[0].linear1
     model.encoder.layers[0].linear1 = lora.Linear(8, 16, r=2)

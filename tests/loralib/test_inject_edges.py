@@ -1,4 +1,4 @@
-"""add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
+"""Tests of add_lora and remove_lora on unusual models, and in unusual orders of calls."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Normed(nn.Module):
         return self.head(self.norm(self.conv(x)).mean((2, 3)))
 
 
-def test_out_proj_can_be_left_out_and_have_a_rank_of_its_own():
+def test_out_proj_can_be_excluded_or_have_a_rank_of_its_own():
     attention = "encoder.layers.0.self_attn"
     model = AnyModel()
     assert lora.add_lora(model, attention, r=2, exclude="out_proj") == (attention,)
@@ -29,7 +29,7 @@ def test_out_proj_can_be_left_out_and_have_a_rank_of_its_own():
     assert (layer.r, layer.out_proj.r) == (2, 1)
 
 
-def test_out_proj_first_and_then_its_attention():
+def test_out_proj_can_be_adapted_before_its_attention():
     model, attention = AnyModel().eval(), "encoder.layers.0.self_attn"
     expected = model(ids())
     lora.add_lora(model, "encoder.layers.0.self_attn.out_proj", r=1)
@@ -45,7 +45,7 @@ def test_out_proj_first_and_then_its_attention():
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(2, 3, 3), nn.Linear(4, 4), nn.Embedding(5, 4)])
-def test_one_layer_alone_is_merged(layer):
+def test_merging_one_layer_returns_a_plain_layer_and_leaves_the_model(layer):
     model = nn.Sequential(layer)
     lora.add_lora(model, "0", r=2)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_one_layer_alone_is_merged(layer):
     torch.testing.assert_close(merged(x), expected)
 
 
-def test_gradients_from_before_do_not_move_the_base():
+def test_gradients_from_before_add_lora_do_not_change_the_base():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(1, 4)).sum().backward()
@@ -71,7 +71,7 @@ def test_gradients_from_before_do_not_move_the_base():
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 
 
-def test_a_frozen_A_stays_so():
+def test_a_frozen_A_stays_frozen():
     layer = lora.Linear(4, 4, r=2, freeze_A=True)
     layer.requires_grad_(True)
     lora.mark_only_lora_as_trainable(layer)
@@ -92,7 +92,7 @@ def test_running_statistics_that_are_not_saved_are_named(tmp_path, caplog):
     assert not [remark for remark in remarks if "statistics" in remark]
 
 
-def test_of_running_statistics_without_parameters_no_training_is_advised(tmp_path):
+def test_for_running_statistics_without_parameters_no_training_is_suggested(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, affine=False)})
     lora.add_lora(model, "a", r=1)
     (remark,) = [r for r in lora.save_adapter(model, tmp_path / "a.v1") if "statistics" in r]
@@ -101,7 +101,7 @@ def test_of_running_statistics_without_parameters_no_training_is_advised(tmp_pat
         lora.add_lora(model, "a", r=1, modules_to_train="norm")
 
 
-def test_a_bank_notices_lora_that_came_after_it():
+def test_a_bank_refuses_a_layer_that_has_been_given_lora_since():
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2)
     adapter = adapter_of(model)
@@ -114,7 +114,7 @@ def test_a_bank_notices_lora_that_came_after_it():
         model(ids())
 
 
-def test_what_was_set_since_stays():
+def test_attributes_that_were_set_after_add_lora_stay():
     model, x = AnyModel(), torch.ones(2, 8)
     layer, attention = model.layers[0].q_proj, model.encoder.layers[0].self_attn
     before = [{*vars(module)} for module in (layer, attention)]
@@ -139,7 +139,7 @@ def test_what_was_set_since_stays():
     assert "note" in vars(lora.merge(model).layers[0].q_proj)
 
 
-def test_one_adapted_layer_is_no_model():
+def test_remove_lora_refuses_one_adapted_layer_and_accepts_a_block():
     model = AnyModel()
     lora.add_lora(model, ["q_proj", "self_attn"], r=2)
     for layer in (model.layers[0].q_proj, model.encoder.layers[0].self_attn.out_proj):
@@ -150,14 +150,14 @@ def test_one_adapted_layer_is_no_model():
     assert "layers.1.q_proj" in names_of(model)
 
 
-def test_an_attention_of_which_a_part_is_adapted_is_a_model():
+def test_remove_lora_accepts_an_attention_with_only_out_proj_adapted():
     attention = nn.MultiheadAttention(8, 2)
     lora.add_lora(attention, "out_proj", r=2)
     assert lora.remove_lora(attention) == ("out_proj",)
     assert type(attention) is nn.MultiheadAttention
 
 
-def test_a_file_of_this_project_says_nothing_of_peft(tmp_path):
+def test_saving_to_a_safetensors_file_gives_no_remarks(tmp_path):
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2)
     for layer in model.layers:
@@ -170,7 +170,7 @@ def test_a_decomposition_that_fails_leaves_everything_as_it_was():
     model[1].weight.data[0, 0] = float("nan")
     message = "1: its weight has no decomposition"
     unchanged_by(model, message, ["0", "1"], r=2, initialization="pissa")
-    model = nn.Sequential(model, Experts())  # whose turn comes after the layers'
+    model = nn.Sequential(model, Experts())  # which is adapted after the layers
     unchanged_by(model, rf"0\.{message}", ["0.1", "down_proj"], r=2, initialization="pissa")
     assert type(model[1]) is Experts
 
@@ -182,12 +182,12 @@ def test_a_stack_s_update_is_in_the_mode_of_its_module(is_trained):
     assert model.get_submodule(name).training is is_trained
 
 
-def test_names_by_which_lora_is_known_belong_to_lora():
+def test_a_model_with_lora_in_a_parameter_s_name_is_refused():
     model = nn.ModuleDict({"flora_x": nn.Linear(8, 8), "a": nn.Linear(8, 8)})
     unchanged_by(model, "flora_x.weight has 'lora_' in its name", "a", r=2)
 
 
-def test_layers_without_an_update_leave_the_rest_to_be_frozen():
+def test_lora_layers_of_rank_zero_are_frozen_like_the_rest():
     model = nn.Sequential(lora.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     lora.add_lora(model, "1", r=2)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""Subclasses of plain layers, upstream's and others: adapted as they compute, or refused."""
+"""Tests of subclasses of plain layers: they are adapted correctly, or refused."""
 
 import copy
 from functools import partial
@@ -22,7 +22,7 @@ class Scaled(nn.Linear):
 
 
 class Built(nn.Linear):
-    """A linear layer that is built in another way, and nothing else."""
+    """A linear layer that only differs in how it is built and shown."""
 
     def __init__(self, width):
         super().__init__(width, width)
@@ -32,7 +32,7 @@ class Built(nn.Linear):
 
 
 class FalconLinear(nn.Linear):
-    """A linear layer whose forward is spelled out, as that of upstream's Falcon is."""
+    """A linear layer whose own forward computes x Wᵀ + b, as in Hugging Face's Falcon."""
 
     __module__ = "transformers.models.falcon.modeling_falcon"
 
@@ -47,7 +47,7 @@ class Halved(FalconLinear):
 
 
 class BartScaledWordEmbedding(nn.Embedding):
-    """An embedding that scales what it looks up, as those of upstream's BART and Gemma do."""
+    """An embedding that scales the rows it looks up, as in Hugging Face's BART and Gemma."""
 
     __module__ = "transformers.models.bart.modeling_bart"
 
@@ -60,7 +60,7 @@ class BartScaledWordEmbedding(nn.Embedding):
 
 
 class OneOfAnotherPackage(BartScaledWordEmbedding):
-    """Of which nobody knows that it is no more than scaled."""
+    """A subclass that the library does not know, and that may do more than scale."""
 
 
 class UnitRows(nn.Embedding):
@@ -69,7 +69,7 @@ class UnitRows(nn.Embedding):
 
 
 class GemmaScaledWordEmbedding(BartScaledWordEmbedding):
-    """One with a row of its own for one number, as T5Gemma 2 has it."""
+    """One with a separate parameter for one token's row, as in T5Gemma 2."""
 
     __module__ = "transformers.models.t5gemma2.modeling_t5gemma2"
 
@@ -87,7 +87,7 @@ def test_a_subclass_with_methods_of_its_own_is_refused():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_upstream_s_subclass_that_spells_the_product_out_is_adapted(bias, device):
+def test_falcon_s_linear_layer_is_adapted_and_restored(bias, device):
     layer = FalconLinear(4, 6, bias=bias, device=device)
     before, model = {*vars(layer)}, nn.Sequential(layer)
     assert lora.add_lora(model, "0", r=2) == ("0",)
@@ -96,7 +96,7 @@ def test_upstream_s_subclass_that_spells_the_product_out_is_adapted(bias, device
     assert {*vars(layer)} == before
 
 
-def test_upstream_s_subclass_that_spells_the_product_out_computes_with_its_update():
+def test_falcon_s_linear_layer_computes_with_its_update():
     layer, x = FalconLinear(4, 6), torch.randn(3, 5, 4)
     lora.add_lora(nn.Sequential(layer), "0", r=2)
     nn.init.normal_(layer.lora_B)
@@ -109,7 +109,7 @@ def test_upstream_s_subclass_that_spells_the_product_out_computes_with_its_updat
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_refused():
-    """What it computes cannot be told from outside."""
+    """What its forward computes is unknown."""
     layer = Halved(4, 6)
     with pytest.raises(UnsupportedLayerError, match=r"0 is a .*Halved, which has no"):
         lora.add_lora(nn.Sequential(layer), "0", r=2)
@@ -119,7 +119,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("padding", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_that_scales_its_rows(tmp_path, variant, padding, dtype):
+def test_an_embedding_that_scales_its_rows_is_adapted(tmp_path, variant, padding, dtype):
     embedding, numbers = (
         BartScaledWordEmbedding(7, 4, padding_idx=padding),
         torch.tensor([[1, 6, 1], [0, 2, 5]]),
@@ -190,7 +190,7 @@ def test_an_embedding_that_computes_something_else_is_refused(kind):
         lora.add_lora(nn.Sequential(kind(7, 4)), "0", r=2)
 
 
-def test_an_embedding_that_scales_its_rows_is_adapted_before_it_has_memory():
+def test_an_embedding_that_scales_its_rows_is_adapted_on_the_meta_device():
     model = nn.Sequential(BartScaledWordEmbedding(7, 4).to("meta"))
     assert lora.add_lora(model, "0", r=2) == ("0",)
 
@@ -206,7 +206,7 @@ class Computed(nn.Linear):
 
 
 class Shown(nn.Linear):
-    """One that changes nothing of what a model computes with it."""
+    """A linear layer that computes nothing else, and only differs in how it is shown."""
 
     __slots__ = ()
     note: int
@@ -219,12 +219,12 @@ class Shown(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Called, Computed])
-def test_a_subclass_that_is_called_or_asked_in_another_way(kind):
+def test_a_subclass_with_its_own_call_or_getattr_is_refused(kind):
     with pytest.raises(UnsupportedLayerError, match=f"0 is a .*{kind.__name__}, which has no LoRA"):
         lora.add_lora(nn.Sequential(kind(6, 4)), "0", r=2)
 
 
-def test_a_subclass_that_only_shows_itself_in_another_way():
+def test_a_subclass_with_only_its_own_repr_is_adapted():
     assert lora.add_lora(nn.Sequential(Shown(6, 4)), "0", r=2) == ("0",)
 
 
@@ -236,20 +236,20 @@ class Tripled(nn.MultiheadAttention):
         return 3 * out, weights
 
 
-def test_an_attention_with_a_forward_of_its_own_keeps_it():
+def test_out_proj_of_an_attention_with_a_forward_of_its_own_is_refused():
     model = nn.Sequential(Tripled(8, 2))
     message = r"0\.out_proj belongs to a Tripled, which computes with its weight"
     unchanged_by(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
 
 
 class BatchFirst(nn.MultiheadAttention):
-    """An attention that is built in another way, and nothing else."""
+    """An attention that only differs in how it is built."""
 
     def __init__(self, size):
         super().__init__(size, 2, batch_first=True)
 
 
-def test_an_attention_that_is_built_in_another_way_is_one():
+def test_an_attention_with_only_its_own_constructor_is_adapted():
     model = nn.Sequential(BatchFirst(8))
     x = torch.rand(2, 3, 8)
     before = model[0](x, x, x)[0]
@@ -260,7 +260,7 @@ def test_an_attention_that_is_built_in_another_way_is_one():
 
 
 class Raw(nn.Module):
-    """Multiplies by a parameter of its own."""
+    """A module with a parameter of its own, but without layers."""
 
     def __init__(self):
         super().__init__()
@@ -280,7 +280,7 @@ class Raw(nn.Module):
         (nn.Sequential(), False),
     ],
 )
-def test_a_layer_alone_is_to_be_put_into_a_model_if_that_helps(layer, target, is_supported):
+def test_the_error_for_a_layer_alone_suggests_a_model_if_that_helps(layer, target, is_supported):
     layer, kind = copy.deepcopy(layer), type(layer).__name__
     alone = f"^{kind} is itself a layer, .* name it there, as '0'$"
     message = alone if is_supported else f"^{kind} contains no layers that LoRA could adapt$"

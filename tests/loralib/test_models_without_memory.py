@@ -1,4 +1,4 @@
-"""Models that are built without memory, or before their weights are there, and loaded later."""
+"""Tests of models built on the meta device or without initialization, and loaded later."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ STARTS = [
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
 @torch.no_grad()
-def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settings):
+def test_a_model_adapted_on_the_meta_device_starts_as_its_base(empty_memory_shows, settings):
     base, x = Net().eval(), torch.randn(2, 6)
     with torch.device("meta"):
         model = Net()
@@ -38,13 +38,13 @@ def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settin
     nn.init.normal_(model.a.lora_B)
     before = model.a.lora_B.clone()
     if not settings.get("initialization"):
-        lora.start_from_weights(model)  # there are values now
+        lora.start_from_weights(model)  # changes nothing: there are values now
         assert torch.equal(model.a.lora_B, before)
 
 
 @pytest.mark.parametrize("way", ["state", "assigned state", "adapter"])
 @torch.no_grad()
-def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, way):
+def test_start_from_weights_keeps_loaded_values(empty_memory_shows, tmp_path, way):
     base = Net()
     trained = drawn(base, ["a"])
     lora.save_adapter(trained, tmp_path / "a")
@@ -62,7 +62,7 @@ def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, w
     assert_same_bits(model.state_dict(), trained.state_dict())
 
 
-def without_memory_before(**settings):
+def adapted_on_meta(**settings):
     with torch.device("meta"):
         model = Net()
     lora.add_lora(model, ["a"], r=2, **settings)
@@ -77,8 +77,8 @@ def fill_in_place(state, values):
 
 @pytest.mark.parametrize("way", ["state", "own state", "half", "copied", "pickled", "by hand"])
 @torch.no_grad()
-def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
-    trained, model = drawn(Net(), ["a"]), without_memory_before()
+def test_start_from_weights_keeps_values_written_in_place(empty_memory_shows, way):
+    trained, model = drawn(Net(), ["a"]), adapted_on_meta()
     state = model.state_dict()
     if way == "state":
         model.load_state_dict(trained.state_dict())
@@ -101,8 +101,8 @@ def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
 
 @pytest.mark.parametrize("way", ["function", "own state", "copied", "pickled", "half"])
 @torch.no_grad()
-def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_shows, way):
-    base, model, x = Net(), without_memory_before(), torch.randn(2, 6)
+def test_start_from_weights_initializes_what_an_incomplete_state_lacked(empty_memory_shows, way):
+    base, model, x = Net(), adapted_on_meta(), torch.randn(2, 6)
     if way == "function":
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, base.state_dict(), options=options)
@@ -121,9 +121,9 @@ def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_sho
 
 @contextmanager
 def built_as_in_transformers(version):
-    """5 and late 4 build on the meta device, early 4 with initializations that do nothing.
+    """Versions 5 and late 4 build on the meta device, early 4 without initialization.
 
-    Quantizers leave out random ones.
+    Quantizers only skip the random initializations.
     """
     functions = {
         "4.40": ["constant_", "kaiming_uniform_", "normal_", "uniform_"],
@@ -136,11 +136,11 @@ def built_as_in_transformers(version):
 
 
 def load_as_transformers_does(model, state, version, initialize=lambda module: None):
-    """Its `from_pretrained`: parameters, then notes of those and of modules that have values."""
+    """Like `from_pretrained`: sets parameters, then marks those and modules that have values."""
     missing = model.state_dict().keys() - state.keys()
     if version in ("4.40", "quantizer"):
         model.load_state_dict(state, strict=False)
-        missing = set()  # nothing is noted of parameters
+        missing = set()  # parameters are not marked
     else:
         for name, old in model.state_dict(keep_vars=True).items():
             owner, _, last = name.rpartition(".")
@@ -160,7 +160,9 @@ def load_as_transformers_does(model, state, version, initialize=lambda module: N
 
 @pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
-def test_what_a_model_class_of_transformers_initializes_itself_stays(empty_memory_shows, version):
+def test_start_from_weights_keeps_what_a_class_of_transformers_initializes(
+    empty_memory_shows, version
+):
     def initialize(module):
         if isinstance(module, lora.LoRALayer):
             nn.init.constant_(module.lora_A, 0.125)
@@ -180,7 +182,9 @@ def test_what_a_model_class_of_transformers_initializes_itself_stays(empty_memor
 @pytest.mark.parametrize("kind", ["linear", "embedding", "convolution", "in place"])
 @pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
-def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, version):
+def test_a_model_loaded_by_transformers_starts_as_its_base(
+    empty_memory_shows, settings, kind, version
+):
     if kind == "embedding" and "freeze_A" in settings:
         pytest.skip("its A would stay zero")
     if kind == "convolution" and "variant" in settings:
@@ -209,13 +213,13 @@ def test_a_model_that_transformers_loads(empty_memory_shows, settings, kind, ver
     nn.init.normal_(models[0][0].lora_B)
     load_as_transformers_does(models[1], models[0].state_dict(), version)
     if not {"pissa", "dora"} & set(settings.values()):
-        lora.start_from_weights(models[1])  # there are values
+        lora.start_from_weights(models[1])  # changes nothing: there are values
     assert_same_bits(models[1].state_dict(), models[0].state_dict())
     close(models[1].eval()(x), models[0](x))
 
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
-def test_a_model_that_is_adapted_where_random_initializations_do_nothing(settings, caplog):
+def test_add_lora_warns_where_random_initializations_do_nothing(settings, caplog):
     model, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(3, 6)
     expected = model(x)
     with built_as_in_transformers("quantizer"):
@@ -229,7 +233,7 @@ def test_a_model_that_is_adapted_where_random_initializations_do_nothing(setting
 
 @pytest.mark.parametrize("version", ["4.40", "quantizer", "mode"])
 @torch.no_grad()
-def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
+def test_dora_in_uninitialized_memory_that_happens_to_be_zero(version):
     base, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(3, 6)
     way = WithoutInitialization() if version == "mode" else built_as_in_transformers(version)
     with way:
@@ -248,7 +252,7 @@ def test_dora_in_a_model_class_whose_new_memory_happens_to_be_zero(version):
 
 @pytest.mark.parametrize("variant", ["dora", "rslora+dora"])
 @torch.no_grad()
-def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant, caplog):
+def test_rows_of_zeros_are_warned_of_when_dora_starts(variant, caplog):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     lora.add_lora(model, ["0", "1", "2"], r=2, variant=variant)
@@ -260,19 +264,19 @@ def test_rows_that_turn_out_to_be_zeros_are_told_when_dora_starts(variant, caplo
     message = f"rows of zeros in the weight of module 1, which have no direction for {variant}: "
     assert message in caplog.text
     caplog.clear()
-    with WithoutInitialization():  # a class that is to be loaded into
+    with WithoutInitialization():  # weights are still to be loaded
         lora.start_from_weights(model)
     assert not caplog.records
-    lora.remove_lora(model)  # as it says
+    lora.remove_lora(model)  # as the warning says
     lora.add_lora(model, ["0", "2"], r=2, variant=variant)
     lora.start_from_weights(model)
     assert not caplog.records
     assert model(torch.randn(3, 6)).isfinite().all()
 
 
-@pytest.mark.parametrize("brings", ["all", "the base alone"])
+@pytest.mark.parametrize("loaded", ["all", "the base alone"])
 @torch.no_grad()
-def test_dora_starts_in_memory_of_zeros_that_is_loaded_later(brings, caplog):
+def test_dora_started_in_memory_of_zeros_can_be_loaded_later(loaded, caplog):
     whole, x = drawn(Net(), ["a"], variant="dora"), torch.randn(2, 6)
     with torch.device("meta"):
         model = Net()
@@ -280,22 +284,22 @@ def test_dora_starts_in_memory_of_zeros_that_is_loaded_later(brings, caplog):
     model.to_empty(device="cpu")
     model.a.weight.zero_()
     lora.start_from_weights(model)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "if weights are loaded later" in said
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "if weights are loaded later" in warning
     caplog.clear()
-    if brings == "all":
+    if loaded == "all":
         model.load_state_dict(whole.state_dict())
         close(model(x), whole(x))
         return
     base = Net()
     model.load_state_dict(base.state_dict(), strict=False)
-    lora.start_from_weights(model)  # as it says
+    lora.start_from_weights(model)  # as the warning says
     assert not caplog.records
     close(model(x), base(x))
 
 
 class WithoutInitialization(TorchFunctionMode):
-    """As Lightning's `init_module(empty_init=True)`."""
+    """Skips initializations, as Lightning's `init_module(empty_init=True)` does."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -304,7 +308,7 @@ class WithoutInitialization(TorchFunctionMode):
 
 
 @torch.no_grad()
-def test_a_model_that_is_built_without_initializing(empty_memory_shows):
+def test_a_model_built_without_initialization_starts_as_its_base(empty_memory_shows):
     base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
     with WithoutInitialization():
         model = nn.Sequential(lora.Linear(6, 4, r=2))
@@ -323,7 +327,7 @@ def test_a_model_that_is_built_without_initializing(empty_memory_shows):
 
 
 @torch.no_grad()
-def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
+def test_what_is_loaded_on_the_meta_device_is_initialized_later(empty_memory_shows):
     base, x = Net(), torch.randn(2, 6)
     with torch.device("meta"):
         model = Net()
@@ -336,11 +340,11 @@ def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
 
 
 @torch.no_grad()
-def test_loading_what_is_no_dense_tensor_is_left_to_pytorch():
-    model = without_memory_before()
+def test_loading_anything_but_dense_tensors_is_left_to_pytorch():
+    model = adapted_on_meta()
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"expected .* or Tensor-like object"):
         model.load_state_dict(state)
-    model, state = without_memory_before(), drawn(Net(), ["a"]).state_dict()
+    model, state = adapted_on_meta(), drawn(Net(), ["a"]).state_dict()
     model.load_state_dict({**state, "a.lora_A": state["a.lora_A"].to_sparse()}, assign=True)
     assert model.a.lora_A.is_sparse

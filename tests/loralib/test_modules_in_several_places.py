@@ -1,4 +1,4 @@
-"""Modules that a model has under several names, or uses several times."""
+"""Tests of modules that a model has under several names, or calls several times."""
 
 import copy
 
@@ -45,13 +45,13 @@ def test_a_module_under_two_names_is_adapted_once():
 
 
 @pytest.mark.parametrize("settings", [{"layers": [1]}, {"exclude": "layers.0.up"}])
-def test_a_module_that_is_meant_under_one_name_and_left_out_under_another(settings):
+def test_a_module_targeted_under_one_name_and_left_out_under_another_is_refused(settings):
     message = "layers.1.down and layers.0.up are the same module, and the latter is left out"
     with pytest.raises(ValueError, match=message):
         lora.add_lora(Shared(), ["down"], r=2, **settings)
 
 
-def test_two_settings_for_one_module():
+def test_different_settings_for_one_module_are_refused():
     ranks = {"layers.0.up": 1, "layers.1.down": 2}
     settings = {name: LayerSettings(r=rank, lora_alpha=1) for name, rank in ranks.items()}
     with pytest.raises(ValueError, match=r"layers.1.down and layers.0.up are the same module"):
@@ -60,14 +60,14 @@ def test_two_settings_for_one_module():
     assert adapt(Shared(), same) == ("layers.0.up",)
 
 
-def test_what_is_trained_as_it_is_cannot_hold_an_adapted_module_under_another_name():
+def test_modules_to_train_cannot_contain_an_adapted_module_under_another_name():
     model = Shared()
     with pytest.raises(ValueError, match=r"layers.1 cannot be trained .* layers.0.up is ad"):
         lora.add_lora(model, "0.up", r=2, modules_to_train="layers.1")
 
 
 class Repeated(nn.Module):
-    """One block in three places, as ALBERT has it."""
+    """One block in three places, as in ALBERT."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which modules can be trained besides LoRA, and which of their tensors adapters hold."""
+"""Tests of which modules can be trained besides LoRA, and which tensors adapters hold."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ R = 2
 
 
 def with_head(**tables):
-    """A quantized layer and a head, with parameters and buffers of its own. (batch, 8) -> 3."""
+    """A quantized layer, and a head with these parameters and buffers. (batch, 8) -> (batch, 3)."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear4bit(8, 8), nn.Linear(8, 3))
     for name, table in tables.items():
@@ -32,7 +32,7 @@ def frozen(tensor):
 
 
 class OwnWay(nn.Parameter):
-    """A parameter that sees each operation on it."""
+    """A parameter that intercepts each operation on it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -72,13 +72,13 @@ class OwnWay(nn.Parameter):
         ),
     ],
 )
-def test_what_no_adapter_holds_is_not_trained(table, reason):
+def test_a_module_with_a_tensor_that_no_adapter_can_hold_is_refused(table, reason):
     message = rf"module 1 cannot be trained as it is: its table is {reason}"
     unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_what_is_trained_is_held(tmp_path, dtype):
+def test_an_adapter_holds_the_whole_state_of_a_trained_module(tmp_path, dtype):
     def make():
         table = nn.Parameter(torch.zeros(3, dtype=dtype))
         return with_head(
@@ -101,7 +101,7 @@ def test_what_is_trained_is_held(tmp_path, dtype):
 
 
 class SeenBuffer(torch.Tensor):
-    """A tensor that sees each operation on it."""
+    """A tensor that intercepts each operation on it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -126,26 +126,26 @@ def test_a_head_with_a_scripted_function_and_a_buffer_of_another_class_is_traine
     assert torch.equal(loaded["head"][1].weight, model["head"][1].weight)
 
 
-def test_some_buffers_of_modules_without_parameters_are_not_held(tmp_path):
-    """Such as rotations of positions, complex in some models, in a block that is trained."""
+def test_buffers_that_no_adapter_can_hold_are_left_out_of_parts_without_parameters(tmp_path):
+    """For example rotary positions, complex in some models, and masks with infinities."""
     block = nn.Sequential(nn.Linear(8, 3), nn.Identity())
     block[1].register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
     block[1].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "block": block})
     lora.add_lora(model, "a", r=R, modules_to_train="block")
     lora.save_adapter(model, tmp_path / "a.safetensors")
-    held = lora.read_adapter(tmp_path / "a.safetensors").tensors
-    assert held.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
+    tensors = lora.read_adapter(tmp_path / "a.safetensors").tensors
+    assert tensors.keys() == {"a.lora_A", "a.lora_B", "block.0.weight", "block.0.bias"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_part_that_is_scripted_is_not_trained():
+def test_a_module_with_a_scripted_part_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
     message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
     unchanged_by(model, message, "0", r=R, modules_to_train="1")
 
 
-def test_a_layer_that_is_quantized_is_not_trained_itself():
+def test_a_quantized_layer_is_refused():
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
     message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
     unchanged_by(model, message, "a", r=R, modules_to_train="head")
@@ -159,7 +159,7 @@ class WithState(nn.Linear):
         assert state == {"scale": 1.0}
 
 
-def test_a_part_with_a_state_besides_tensors_is_not_trained():
+def test_a_module_with_an_extra_state_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
     message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
     unchanged_by(model, message, "0", r=R, modules_to_train="1")

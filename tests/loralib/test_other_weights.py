@@ -1,4 +1,4 @@
-"""Weights of other kinds than plain parameters: computed, quantized, complex, not there yet."""
+"""Tests of weights that are not plain parameters: computed, quantized, complex, not loaded yet."""
 
 import copy
 
@@ -13,7 +13,7 @@ import loralib as lora
 from loralib.errors import CheckpointError, UnsupportedLayerError
 
 
-def test_an_eight_bit_weight_is_quantized():
+def test_an_eight_bit_weight_is_refused_as_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
     message = "the weight of module 1 is quantized .torch.float8_e4m3fn.: leave it out"
@@ -21,7 +21,7 @@ def test_an_eight_bit_weight_is_quantized():
 
 
 class EightBit(torch.Tensor):
-    """A tensor as quantizing libraries have them: it says float32, and holds something else."""
+    """A tensor like those of quantizing libraries: its dtype is float32, but its data is not."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -29,10 +29,10 @@ class EightBit(torch.Tensor):
 
 
 class Marked(nn.Parameter):
-    """A parameter as frameworks have them, to hang something on."""
+    """A subclass of parameter to which a framework attaches attributes."""
 
 
-def test_a_weight_of_another_kind_is_quantized(tmp_path):
+def test_a_weight_of_an_unknown_tensor_class_is_refused_as_quantized(tmp_path):
     plain, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
     lora.add_lora(plain, "0", r=2)
     lora.save_adapter(plain, tmp_path / "a")
@@ -62,7 +62,7 @@ def holding(weight):
     return layer
 
 
-ELSEWHERE = {
+UNUSUAL = {
     "quantized": lambda: holding(nn.Parameter(torch.randn(8, 8).as_subclass(EightBit))),
     "marked": lambda: holding(Marked(torch.randn(8, 8))),
     "offloaded": lambda: holding(nn.Parameter(torch.empty(8, 8, device="meta"))),
@@ -70,10 +70,10 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize("kind", UNUSUAL)
 @torch.no_grad()
-def test_what_a_weight_is_that_lora_leaves_alone_does_not_matter(tmp_path, kind):
-    trained, x = nn.Sequential(nn.Linear(8, 8), ELSEWHERE[kind]()), torch.randn(2, 8)
+def test_a_layer_that_lora_leaves_alone_may_have_any_weight(tmp_path, kind):
+    trained, x = nn.Sequential(nn.Linear(8, 8), UNUSUAL[kind]()), torch.randn(2, 8)
     lora.add_lora(trained, "0", r=2)
     nn.init.normal_(trained[0].lora_B)
     expected = trained.eval()[0](x)
@@ -94,7 +94,7 @@ def test_what_a_weight_is_that_lora_leaves_alone_does_not_matter(tmp_path, kind)
 
 
 @torch.no_grad()
-def test_a_parameter_that_computes_as_any_other_is_adapted(tmp_path):
+def test_a_subclass_of_parameter_without_operations_of_its_own_is_adapted(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
     model[0].weight = Marked(model[0].weight.detach())
     lora.add_lora(model, "0", r=2)
@@ -106,11 +106,11 @@ def test_a_parameter_that_computes_as_any_other_is_adapted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["quantized", "offloaded", "lazy"])
-def test_a_head_that_is_read_or_written_has_to_be_there(tmp_path, kind):
+def test_a_trained_head_has_to_be_a_loaded_plain_layer(tmp_path, kind):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     lora.add_lora(model, "0", r=2, modules_to_train=["1"])
     lora.save_adapter(model, tmp_path / "a")
-    model[1] = ELSEWHERE[kind]()
+    model[1] = UNUSUAL[kind]()
     with pytest.raises(ValueError, match=r"1\.weight (is|has no shape).* before it is saved"):
         lora.save_adapter(model, tmp_path / "b")
     plain, adapter = nn.Sequential(nn.Linear(8, 8), model[1]), lora.read_adapter(tmp_path / "a")
@@ -120,11 +120,11 @@ def test_a_head_that_is_read_or_written_has_to_be_there(tmp_path, kind):
             take()
 
 
-def test_a_layer_without_outputs():
+def test_a_layer_without_outputs_is_refused():
     unchanged_by(nn.Sequential(nn.Linear(4, 0)), "for module 0, .* 0; leave it out", "0", r=1)
 
 
-def test_complex_weights_are_called_so():
+def test_complex_weights_are_refused():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
     message = "0 has complex weights .torch.complex64., which LoRA does not support"
     unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
@@ -139,7 +139,7 @@ def pruned(layer):
 
 
 @pytest.mark.parametrize("change", [normed, pruned])
-def test_weights_that_are_computed_from_others(tmp_path, change):
+def test_weights_that_are_computed_from_others_are_refused(tmp_path, change):
     model = drawn(Net(), ["a"])
     lora.save_adapter(model, tmp_path / "a")
     base = Net()
@@ -157,7 +157,7 @@ def test_weights_that_are_computed_from_others(tmp_path, change):
     model(torch.randn(2, 6))
 
 
-def test_of_an_adapted_layer_the_bias_may_be_parametrized_and_the_update_may_not():
+def test_the_bias_of_an_adapted_layer_may_be_parametrized_but_not_its_update():
     model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
     parametrize.register_parametrization(model.a, "bias", nn.Tanh())
     out = model(x)
@@ -174,7 +174,7 @@ def test_of_an_adapted_layer_the_bias_may_be_parametrized_and_the_update_may_not
 
 
 class Conv1D(nn.Module):
-    """Upstream's linear layer that holds its weight as (in, out)."""
+    """Hugging Face's linear layer that holds its weight as (in, out)."""
 
     def __init__(self, width):
         super().__init__()
@@ -199,7 +199,7 @@ def attention(layer, x):
         (lambda: nn.MultiheadAttention(4, 2, batch_first=True), attention, "in_proj_bias"),
     ],
 )
-def test_a_layer_whose_bias_is_parametrized_before_is_adapted(tmp_path, make, call, bias):
+def test_a_layer_with_a_parametrized_bias_is_adapted(tmp_path, make, call, bias):
     def built():
         torch.manual_seed(0)
         layer = make()
@@ -207,24 +207,24 @@ def test_a_layer_whose_bias_is_parametrized_before_is_adapted(tmp_path, make, ca
         parametrize.register_parametrization(layer, bias, nn.Tanh())
         return nn.ModuleDict({"a": layer})
 
-    def out_of(model):
+    def output_of(model):
         return call(model["a"], x) if call else model["a"](x)
 
     model, loaded, x = built(), built(), torch.randn(2, 3, 4)
-    before = out_of(model)
-    for _ in range(2):  # again, when it has been removed
+    before = output_of(model)
+    for _ in range(2):  # again after `remove_lora`
         lora.add_lora(model, "a", r=2)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 nn.init.normal_(parameter)
-        out = out_of(model)
+        out = output_of(model)
         assert (out - before).abs().max() > 0.01
-        close(out_of(lora.merge(copy.deepcopy(model))), out)
+        close(output_of(lora.merge(copy.deepcopy(model))), out)
         lora.save_adapter(model, tmp_path / "a.safetensors")
         lora.remove_lora(model)
-        close(out_of(model), before)
+        close(output_of(model), before)
     lora.load_adapter(loaded, tmp_path / "a.safetensors")
-    close(out_of(loaded), out)
+    close(output_of(loaded), out)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_kernel_in_channels_last_starts_from_its_weight():
     close(layer._delta().product(), expected._delta().product())
 
 
-def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
+def test_a_lazy_layer_that_lora_leaves_alone_does_not_matter(tmp_path):
     model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
     lora.AdapterBank(model)
     lora.add_lora(model, "0", r=2)
@@ -258,7 +258,7 @@ def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("adapted", ["a", "in_place"])
-def test_a_sum_that_float16_cannot_hold(adapted, caplog):
+def test_a_merged_weight_that_float16_cannot_hold_is_warned_of(adapted, caplog):
     model = Net().half() if adapted == "a" else nn.Sequential(lora.Linear(6, 6, r=2)).half()
     layer = model.a if adapted == "a" else model[0]
     if adapted == "a":
@@ -269,7 +269,7 @@ def test_a_sum_that_float16_cannot_hold(adapted, caplog):
     assert "weight: the merged weight is too large for float16" in caplog.text
 
 
-def test_what_float16_did_not_hold_before_is_not_warned_of(caplog):
+def test_values_that_were_not_finite_before_merging_are_not_warned_of(caplog):
     layers = {"layer1": nn.Linear(6, 6), "layer10": nn.Linear(6, 6), "layer2": nn.Linear(6, 6)}
     model = nn.ModuleDict(layers).half()
     lora.add_lora(model, ["layer1", "layer2"], r=2)

@@ -1,4 +1,4 @@
-"""4-bit layers that bitsandbytes packs for evaluation on some CPUs: LoRA and banks keep it away."""
+"""Tests that LoRA and banks keep bitsandbytes from packing 4-bit layers for evaluation on CPUs."""
 
 import copy
 import types
@@ -22,7 +22,7 @@ PACKED = r"the weight of layers.0.up has been packed for evaluation on this CPU:
 
 
 def packed(**state):
-    """A net in which bitsandbytes has packed a weight, and may not be asked for its state."""
+    """A net in which bitsandbytes has packed a weight, and whose state dict must not be read."""
     model = Net("bitsandbytes")
     state = state or {"packing_format_for_cpu": True}
     layer = model.layers[0]["up"]
@@ -31,7 +31,7 @@ def packed(**state):
     return model
 
 
-# Of a layer that has been packed, and unpacked by `state_dict()` since, to other numbers.
+# The state of a layer that was packed, and then unpacked by `state_dict()` to other numbers.
 UNPACKED = {"packing_format_for_cpu": False, "original_nested": True}
 
 
@@ -50,21 +50,21 @@ def test_a_base_that_was_packed_for_evaluation_is_refused(tmp_path, targets, sta
     lora.add_lora(packed(packing_format_for_cpu=False), targets)
 
 
-def test_a_packed_model_is_not_saved(tmp_path):
-    """Layers after a part that has LoRA are not known to be after it."""
+def test_a_packed_model_is_refused_when_it_is_saved(tmp_path):
+    """Which layers come after the part with LoRA is unknown, so that any packed layer counts."""
     model = packed()
     lora.add_lora(model.layers[1], "up", r=R)
     with pytest.raises(ValueError, match=r"evaluation on this CPU: save the part that add_lora wa"):
         lora.save_adapter(model, tmp_path / "a")
     with pytest.raises(ValueError, match=PACKED):
         lora.lora_state_dict(model)
-    lora.save_adapter(model.layers[1], tmp_path / "a")  # as it says
+    lora.save_adapter(model.layers[1], tmp_path / "a")  # as the error says
     part = Net("bitsandbytes").layers[1]
     assert lora.load_adapter(part, tmp_path / "a") == ("up",)
 
 
 def packing():
-    """The net as it is on CPUs for which bitsandbytes packs, but for one layer."""
+    """The net on a CPU for which bitsandbytes packs, with packing turned off in one layer."""
     model = Net("bitsandbytes")
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
@@ -72,7 +72,7 @@ def packing():
     return model
 
 
-def those_that_pack(model):
+def packing_flags(model):
     layers = (m for m in model.modules() if isinstance(m, Linear4bit))
     return [layer.support_avx512bf16_for_cpu for layer in layers]
 
@@ -89,16 +89,16 @@ def load(model, path):
     lora.load_adapter(model, path)
 
 
-@pytest.mark.parametrize("give", [adapt, load])
-def test_no_layer_of_a_model_with_lora_is_packed(tmp_path, give, caplog):
+@pytest.mark.parametrize("add", [adapt, load])
+def test_no_layer_of_a_model_with_lora_is_packed(tmp_path, add, caplog):
     model = packing()
-    give(model, tmp_path / "a")
+    add(model, tmp_path / "a")
     assert "packs" not in caplog.text
-    assert not any(those_that_pack(model))
-    assert not any(those_that_pack(copy.deepcopy(model)))
+    assert not any(packing_flags(model))
+    assert not any(packing_flags(copy.deepcopy(model)))
     lora.add_lora(model, "down")
     lora.remove_lora(model)
-    assert those_that_pack(model) == AS_BEFORE
+    assert packing_flags(model) == AS_BEFORE
     before = [vars(module).keys() for module in packing().modules()]
     assert [vars(module).keys() for module in model.modules()] == before
 
@@ -109,50 +109,50 @@ def test_layers_of_a_users_own_class_are_not_packed_either():
         if isinstance(layer, Linear4bit):
             layer.__class__ = type("Mine", (Linear4bit,), {})
     lora.add_lora(model, "embed", r=R)
-    assert not any(those_that_pack(model))
+    assert not any(packing_flags(model))
     lora.remove_lora(model)
-    assert those_that_pack(model) == AS_BEFORE
+    assert packing_flags(model) == AS_BEFORE
 
 
-@pytest.mark.parametrize("take", [lora.remove_lora, lora.merge])
-def test_a_part_without_lora_is_not_packed_while_the_rest_has_some(take):
+@pytest.mark.parametrize("undo", [lora.remove_lora, lora.merge])
+def test_a_part_without_lora_is_not_packed_while_the_rest_has_some(undo):
     model = packing()
     model.layers[1]["between"] = nn.Linear(8, 8)
     lora.add_lora(model, ["layers.0.up", "between"], r=R)
-    take(model.layers[1])
-    assert not any(those_that_pack(model))
+    undo(model.layers[1])
+    assert not any(packing_flags(model))
     lora.remove_lora(model)
-    assert those_that_pack(model) == AS_BEFORE
+    assert packing_flags(model) == AS_BEFORE
 
 
-def test_what_a_second_call_gives_to_a_part_does_not_let_that_be_packed():
+def test_removing_what_a_second_call_added_does_not_let_that_part_be_packed():
     model = packing()
     adapt(model, None)
     lora.add_lora(model.layers[0], "up")
     lora.remove_lora(model.layers[0])
-    assert not any(those_that_pack(model))
+    assert not any(packing_flags(model))
     lora.remove_lora(model)
-    assert those_that_pack(model) == AS_BEFORE
+    assert packing_flags(model) == AS_BEFORE
 
 
 def test_no_layer_of_a_model_with_a_bank_is_packed():
     model = packing()
     banks = [lora.AdapterBank(model) for _ in range(2)]
-    assert not any(those_that_pack(model))
-    assert not any(those_that_pack(copy.deepcopy(model)))
+    assert not any(packing_flags(model))
+    assert not any(packing_flags(copy.deepcopy(model)))
     adapt(model, None)
     lora.remove_lora(model)
-    assert not any(those_that_pack(model))
+    assert not any(packing_flags(model))
     banks[0].close()
     banks[0].close()
-    assert not any(those_that_pack(model))
+    assert not any(packing_flags(model))
     adapt(model, None)
     banks[1].close()
     lora.remove_lora(model)
-    assert not any(those_that_pack(model))  # they could get no other bank
+    assert not any(packing_flags(model))  # the model could get no other bank then
 
 
-def test_a_layer_with_lora_can_be_told_that_it_is_not_to_pack():
+def test_packing_can_be_turned_off_by_hand_in_a_model_with_lora():
     model = packing()
     adapt(model, None)
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""LoRA on stacks of matrices in modules with parametrizations, before, between and since."""
+"""Tests of LoRA on stacks of matrices in modules that are parametrized before or after add_lora."""
 
 import abc
 import copy
@@ -27,7 +27,7 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-def test_other_parameters_may_be_parametrized_before_and_since():
+def test_other_parameters_may_be_parametrized_before_and_after():
     experts = Experts()
     parametrize.register_parametrization(experts, "down_proj", Doubled())
     parametrize.register_parametrization(experts, "gate_up_proj_bias", Doubled())
@@ -46,8 +46,8 @@ def test_other_parameters_may_be_parametrized_before_and_since():
 
 
 @pytest.mark.parametrize("is_doubled", [True, False])
-def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
-    """PyTorch takes its class away, and leaves that of the experts with LoRA."""
+def test_parametrizations_from_before_add_lora_may_be_removed_after_it(is_doubled):
+    """PyTorch removes its own class then, and leaves that of experts with LoRA."""
     experts, names = Experts(), ("down_proj", "down_proj_bias")
     for name in names:
         parametrize.register_parametrization(experts, name, Doubled())
@@ -62,10 +62,10 @@ def test_what_was_parametrized_before_may_be_plain_since(is_doubled):
     out = randomised(experts)(tokens())
     close(lora.merge(experts)(tokens()), out)
     assert type(experts) is Experts
-    before(tokens())  # whose class is another
+    before(tokens())  # the copy's own class still works
 
 
-def test_a_stack_that_is_registered_since_leaves_what_is_parametrized():
+def test_adapting_a_stack_registered_later_keeps_the_parametrizations():
     experts = Experts()
     lora.add_lora(experts, "gate_up_proj", r=R)
     out = randomised(experts)(tokens())
@@ -89,8 +89,8 @@ def test_a_class_with_a_metaclass_is_parametrized_like_others():
     assert type(experts) is kind
 
 
-def test_a_part_that_is_called_parametrizations_is_not_pytorchs():
-    """Nor is a class that reads such a part by properties, as PyTorch's does."""
+def test_a_submodule_called_parametrizations_is_not_taken_for_pytorch_s():
+    """Nor is a class with properties that read such a submodule, as PyTorch's has them."""
 
     class Lookalike(Experts):
         own = property(lambda self: self.parametrizations["own"])

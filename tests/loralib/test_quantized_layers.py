@@ -1,4 +1,4 @@
-"""LoRA on linear layers with quantized weights, against dequantized weights in float64."""
+"""Tests of LoRA on quantized linear layers, compared with dequantized weights in float64."""
 
 import copy
 import logging
@@ -22,13 +22,13 @@ from loralib.quantized_layers import QuantizedLayer
 
 R, ALPHA = 2, 6
 NAMES = tuple(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down"))
-# Sums of 6 + 8 + 16 + 8 + 16 + 8 + 8 products follow each other, with updates' of R.
+# Consecutive sums of 6 + 8 + 16 + 8 + 16 + 8 + 8 products, and the updates' of R.
 TERMS = 100
 
 EACH = pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
 
 
-def randomised(model):
+def randomized(model):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -40,7 +40,7 @@ def randomised(model):
 def adapted(package, targets="all-linear", **settings):
     model = Net(package)
     lora.add_lora(model, targets, **{"r": R, "lora_alpha": ALPHA, **settings})
-    return randomised(model)
+    return randomized(model)
 
 
 def reference(model, **settings):
@@ -89,13 +89,13 @@ def test_outputs_and_gradients_are_those_of_the_formula(package, variant):
     assert [n for n, m in model.named_modules() if isinstance(m, QuantizedLayer)] == list(NAMES)
     expected = step(reference(model, variant=variant), inputs().double())
     assert_close(step(model, inputs()), expected)
-    with torch.no_grad():  # in evaluation as well, which has no merged copy
+    with torch.no_grad():  # in evaluation mode too, without a merged copy
         assert_close({"out": model.eval()(inputs())}, {"out": expected["out"]})
     assert not layer_of(model).merged
 
 
 @EACH
-def test_an_update_of_zero_leaves_every_bit(package):
+def test_an_update_of_zero_is_bit_exact(package):
     model = Net(package)
     expected = model(inputs())
     lora.add_lora(model, "all-linear")
@@ -103,7 +103,7 @@ def test_an_update_of_zero_leaves_every_bit(package):
 
 
 @EACH
-def test_slices(package):
+def test_slices_are_those_of_a_plain_layer(package):
     settings = {"enable_lora": {"up": [True, False, False, True]}}
     model = adapted(package, **settings)
     assert isinstance(layer_of(model), lora.MergedLinear)
@@ -117,7 +117,7 @@ def test_slices(package):
 
 
 @EACH
-def test_dropout_is_on_the_update_alone(package):
+def test_dropout_changes_only_the_update(package):
     model = adapted(package, lora_dropout=0.5).train()
     layer, x = layer_of(model), torch.randn(4000, 8)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_dropout_is_on_the_update_alone(package):
 def test_a_base_in_bfloat16(package):
     model = Net(package).bfloat16()
     lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
-    randomised(model)
+    randomized(model)
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     assert trained == {torch.float32}
     ours = step(model, inputs().bfloat16())
@@ -142,21 +142,21 @@ def test_a_base_in_bfloat16(package):
 
 
 @EACH
-def test_the_update_is_rounded_once(package):
+def test_the_output_is_rounded_once(package):
     model = Net(package).bfloat16()
     lora.add_lora(model, "all-linear", r=R, lora_alpha=ALPHA)
-    layer, x = layer_of(randomised(model)), torch.randn(50, 8).bfloat16()
+    layer, x = layer_of(randomized(model)), torch.randn(50, 8).bfloat16()
     with torch.no_grad():
         own = layer._kind.forward(layer, x)
         update = layer.scaling * (x.double() @ (layer.lora_B @ layer.lora_A).double().T)
         out, total = layer(x), own.double() + update
     assert out.dtype == torch.bfloat16
-    # A half of bfloat16's last place; float32's own rounding decides a few of those in the middle.
+    # Half of bfloat16's last place; float32's own rounding decides a few that are in the middle.
     assert ((out - total).abs() <= 1.001 * total.abs() * 2**-8).all()
 
 
 @EACH
-def test_autocast(package):
+def test_autocast_casts_the_input_of_the_update(package):
     model = adapted(package)
     layer, x = layer_of(model), torch.randn(3, 8)
     seen = []
@@ -170,7 +170,7 @@ def test_autocast(package):
 
 @EACH
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_checkpointing(package, is_reentrant):
+def test_checkpointing_is_bit_exact(package, is_reentrant):
     model = adapted(package)
     expected = step(model, inputs())
     model.zero_grad()
@@ -183,7 +183,7 @@ def test_checkpointing(package, is_reentrant):
 
 
 @EACH
-def test_training_changes_lora_alone(package):
+def test_training_changes_only_lora_and_the_head(package):
     model = adapted(package, modules_to_train="head")
     state = copy.deepcopy(model).state_dict()
     before = {name: tensor for name, tensor in state.items() if "lora_" not in name}
@@ -214,7 +214,7 @@ def test_biases_that_were_trained_are_saved(tmp_path, package):
 
 
 @EACH
-def test_a_quantized_head_takes_no_other(tmp_path, package):
+def test_a_quantized_head_cannot_be_replaced_by_an_adapter_s(tmp_path, package):
     trained = plain(Net(package))
     lora.add_lora(trained, "layers.0.up", r=R, modules_to_train="head")
     lora.save_adapter(trained, tmp_path / "a")
@@ -222,13 +222,13 @@ def test_a_quantized_head_takes_no_other(tmp_path, package):
     model.head = LAYERS[package](8, 3)
     bank, adapter = lora.AdapterBank(model), lora.read_adapter(tmp_path / "a")
     message = r"head.weight is quantized \(.*\): load plain weights before it gets an adapter"
-    for take in (lambda: lora.load_adapter(model, tmp_path / "a"), lambda: bank.add("a", adapter)):
+    for load in (lambda: lora.load_adapter(model, tmp_path / "a"), lambda: bank.add("a", adapter)):
         with pytest.raises(ValueError, match=message):
-            take()
+            load()
 
 
 @EACH
-def test_removing_it(package):
+def test_remove_lora_restores_the_model(package):
     model, plain = Net(package), Net(package)
     parts, weights = list(model.modules()), list(model.parameters())
     lora.add_lora(model, "all-linear")
@@ -295,11 +295,11 @@ def test_adapters_and_banks(tmp_path, package, name, caplog):
 
 @EACH
 def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, caplog):
-    """And the way out of the latter: the same adapter on the plain base."""
+    """The same adapter can be merged into the plain base, as the error suggests."""
     base = plain(Net(package))
     trained = copy.deepcopy(base)
     lora.add_lora(trained, "all-linear", r=R, lora_alpha=ALPHA)
-    lora.save_adapter(randomised(trained), tmp_path / "a")
+    lora.save_adapter(randomized(trained), tmp_path / "a")
     assert lora.read_adapter(tmp_path / "a").lora.base_fingerprint is not None
     model = Net(package)
     lora.load_adapter(model, tmp_path / "a")
@@ -336,7 +336,9 @@ def test_a_quantized_base_is_unverified_and_refuses_merging(tmp_path, package, c
         ({"initialization": "olora"}, "initialization 'olora'"),
     ],
 )
-def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
+def test_variants_and_initializations_that_need_the_weight_are_refused(
+    tmp_path, package, settings, reader
+):
     message = rf"the weight of layers.0.\w+ is quantized, but the {reader} needs its values: choose"
     unchanged_by(Net(package), message, "all-linear", r=R, **settings)
     trained = plain(Net(package))
@@ -355,8 +357,10 @@ def test_what_reads_the_weight_is_refused(tmp_path, package, settings, reader):
 
 @EACH
 @pytest.mark.parametrize("initialization", ["pissa", "olora"])
-def test_the_way_of_what_reads_the_weight_into_a_quantized_base(tmp_path, package, initialization):
-    """As the error says."""
+def test_adapters_that_started_from_weights_can_be_loaded_as_a_peft_folder(
+    tmp_path, package, initialization
+):
+    """As the error suggests."""
     base = plain(Net(package))
     lora.add_lora(base, "all-linear", r=R, initialization=initialization)
     with torch.no_grad():
@@ -372,19 +376,19 @@ def test_the_way_of_what_reads_the_weight_into_a_quantized_base(tmp_path, packag
 
 
 @EACH
-def test_an_initialization_without_the_weight(package):
+def test_an_initialization_that_does_not_need_the_weight_is_allowed(package):
     model = adapted(package, initialization="orthogonal", freeze_A=True)
     assert not layer_of(model).lora_A.requires_grad
 
 
 @EACH
-def test_it_is_not_trained_as_it_is(package):
+def test_a_quantized_layer_is_refused_in_modules_to_train(package):
     message = r"layers.1 cannot be trained as it is: its up.weight is quantized \(.*\); leave"
     unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
 @EACH
-def test_a_quantized_embedding_is_not_trained(package):
+def test_a_quantized_embedding_is_refused_in_modules_to_train(package):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "embed": nn.Embedding(8, 8)})
     weight = layer_of(Net(package)).weight
     model["embed"].weight = weight if package == "torchao" else Params4bit(torch.ones(8, 8))
@@ -394,7 +398,7 @@ def test_a_quantized_embedding_is_not_trained(package):
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, make):
+def test_a_scripted_layer_is_not_reported_as_quantized(tmp_path, make):
     model = nn.ModuleDict({"a": make(nn.Linear(8, 8)), "b": nn.Linear(8, 8)})
     with pytest.raises(UnsupportedLayerError, match=r"^a is a torch.jit.*, which has no LoRA lay"):
         lora.add_lora(model, "a", r=R)
@@ -404,7 +408,7 @@ def test_a_part_that_is_scripted_is_not_asked_for_a_quantized_weight(tmp_path, m
 
 
 @EACH
-def test_ranks_are_held_against_what_is_packed(package):
+def test_ranks_and_slices_are_checked_against_the_unpacked_shape(package):
     unchanged_by(
         Net(package),
         "r = 9 is too large for layers.0.up, whose largest possible rank is 8",
@@ -416,7 +420,7 @@ def test_ranks_are_held_against_what_is_packed(package):
 
 
 @EACH
-def test_an_adapter_of_a_base_of_another_size(tmp_path, package):
+def test_an_adapter_of_a_base_of_another_size_is_refused(tmp_path, package):
     model = nn.Sequential(nn.Linear(8, 8))
     lora.add_lora(model, "0", r=R)
     lora.save_adapter(model, tmp_path / "a")
@@ -432,12 +436,12 @@ def test_a_weight_for_quantized_inputs_is_refused():
     unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 
-def test_a_layer_without_gradients_is_an_error():
+def test_a_layer_that_passes_no_gradients_is_an_error():
     model = nn.Sequential(with_int8(nn.Linear(8, 8)))
     lora.add_lora(model, "0", r=R)
     model[0].weight = with_int8(nn.Linear(8, 8), is_of_inputs=True).weight
     model[0].bias = None
-    model(torch.ones(1, 8))  # nothing is before it
+    model(torch.ones(1, 8))  # nothing before it needs gradients
     with torch.no_grad():
         model(torch.ones(1, 8).requires_grad_())
     with pytest.raises(RuntimeError, match=r"gradients do not pass through this Linear, so LoRA"):
@@ -445,13 +449,13 @@ def test_a_layer_without_gradients_is_an_error():
 
 
 class Unknown(Linear4bit):
-    """A class of the same package that nobody has tried."""
+    """A class of the same package that the library does not know."""
 
 
 Unknown.__module__ = "bitsandbytes.nn.modules"
 
 
-def test_unknown_classes_and_weights_stay_refused():
+def test_unknown_classes_of_layers_and_weights_are_refused():
     message = r"module 0 is a bitsandbytes.nn.modules.Unknown, which has no LoRA layer"
     unchanged_by(nn.Sequential(Unknown(8, 8)), message, "0", kind=UnsupportedLayerError)
     other = type("Int1Tensor", (Int8Tensor,), {"__module__": "torchao.quantization"})
@@ -461,7 +465,7 @@ def test_unknown_classes_and_weights_stay_refused():
     unchanged_by(nn.Sequential(layer), message, "0", kind=UnsupportedLayerError)
 
 
-def test_the_output_of_an_attention_is_refused():
+def test_the_quantized_out_proj_of_an_attention_is_refused():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     with_int8(model["attention"].out_proj)
     message = "attention.out_proj is quantized, and belongs to an nn.MultiheadAttention"
@@ -472,7 +476,7 @@ def test_the_output_of_an_attention_is_refused():
         lora.add_lora(model, "out_proj", r=R)
 
 
-def test_all_linear_takes_the_last_for_the_head(caplog):
+def test_all_linear_treats_the_last_layer_as_the_head(caplog):
     caplog.set_level(logging.WARNING)
     model = nn.ModuleDict({name: Linear4bit(8, 8) for name in ("a", "b", "c")})
     assert lora.add_lora(model, "all-linear", r=R) == ("a", "b")
@@ -486,12 +490,12 @@ def test_a_sparse_input_is_refused(package):
 
 
 @EACH
-def test_it_is_adapted_without_gradients_too(package):
+def test_a_model_is_adapted_under_no_grad_too(package):
     with torch.no_grad():
         assert lora.add_lora(Net(package), "all-linear") == NAMES
 
 
-def test_a_layer_on_the_meta_device():
+def test_a_layer_on_the_meta_device_gets_its_update_there():
     model = nn.Sequential(Linear4bit(8, 8).to("meta"))
     lora.add_lora(model, "0", r=R)
     assert model[0].lora_A.is_meta
@@ -504,18 +508,18 @@ def test_a_quantized_embedding_is_refused():
     unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 
-def test_a_part_without_a_shape_yet_is_not_called_quantized():
+def test_a_lazy_head_is_not_reported_as_quantized():
     model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.LazyLinear(3)})
     message = "head has no shape yet: call the model once before add_lora"
     unchanged_by(model, message, "a", r=R, modules_to_train="head")
 
 
 @EACH
-def test_what_is_shown(package):
+def test_repr_shows_the_update_s_settings(package):
     assert "r=2, lora_alpha=6" in repr(layer_of(adapted(package)))
 
 
-def test_what_torchao_shows_of_a_layer_is_shown_with_the_update_and_comes_back():
+def test_an_extra_repr_of_torchao_is_extended_and_later_restored():
     model = Net("torchao")
     layer = layer_of(model)
     layer.extra_repr = types.MethodType(lambda self: f"{self.in_features} in int8", layer)
@@ -528,19 +532,19 @@ def test_what_torchao_shows_of_a_layer_is_shown_with_the_update_and_comes_back()
 
 
 @pytest.mark.parametrize("is_before", [True, False])
-def test_what_is_shown_may_be_set_again_around_what_was_shown(is_before):
-    def set_around(layer):
+def test_an_extra_repr_may_be_wrapped_before_and_after_add_lora(is_before):
+    def wrap_extra_repr(layer):
         earlier = layer.extra_repr
         layer.extra_repr = lambda: f"{earlier()}, set"
 
     model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     shown, settings = "in_features=2, out_features=2, bias=True", f", r={R}, lora_alpha={ALPHA}"
     if is_before:
-        set_around(model["a"])
+        wrap_extra_repr(model["a"])
         shown += ", set"
     for _ in range(2):
         lora.add_lora(model, "a", r=R, lora_alpha=ALPHA)
-        set_around(model["a"])
+        wrap_extra_repr(model["a"])
         shown += ", set"
         assert repr(model["a"]) == f"Linear({shown}{settings})"
         lora.remove_lora(model)

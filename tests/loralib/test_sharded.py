@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded: refused where they have to be whole, gathered, started."""
+"""Tests of sharded models: training, gathering, loading, and errors where tensors must be whole."""
 
 import copy
 from functools import partial
@@ -23,7 +23,7 @@ from loralib.adapted_layers import AdaptedProjection as Projection
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """Of one process: its part of each parameter is all of it."""
+    """A mesh of one process, whose shard of each parameter is the whole parameter."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
@@ -64,7 +64,7 @@ METHODS = [fsdp_1, fsdp_2, tensor_parallel]
 @pytest.mark.parametrize("shard", METHODS)
 def test_what_needs_whole_parameters_is_refused(tmp_path, mesh, shard):
     lora.save_adapter(adapted(net()), tmp_path / "a")
-    # Tensor parallelism comes before LoRA.
+    # Tensor parallelism has to be applied before LoRA.
     is_first = shard is tensor_parallel
     model = adapted(shard(net(), mesh)) if is_first else shard(adapted(net()), mesh)
     for refused in (
@@ -99,7 +99,7 @@ def test_a_sharded_model_is_gathered_into_a_plain_one(tmp_path, mesh, shard):
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @torch.no_grad()
-def test_a_model_that_is_sharded_before_it_has_memory(mesh, variant):
+def test_a_model_sharded_on_the_meta_device_starts_as_its_base(mesh, variant):
     x = torch.randn(3, 8)
     with torch.device("meta"):
         model = net()
@@ -115,7 +115,7 @@ def test_a_model_that_is_sharded_before_it_has_memory(mesh, variant):
 
 
 @torch.no_grad()
-def test_a_base_that_is_loaded_into_a_sharded_model_is_no_value_of_lora(mesh):
+def test_loading_a_base_into_a_sharded_model_leaves_lora_to_be_initialized(mesh):
     x, base = torch.randn(3, 8), net()
     with torch.device("meta"):
         model = net()
@@ -132,7 +132,7 @@ def test_a_base_that_is_loaded_into_a_sharded_model_is_no_value_of_lora(mesh):
 
 @pytest.mark.parametrize("way", ["state", "whole", "parts"])
 @torch.no_grad()
-def test_what_was_loaded_into_a_sharded_model_without_memory_stays(mesh, way):
+def test_start_from_weights_keeps_values_loaded_into_a_sharded_model(mesh, way):
     x, trained = torch.randn(3, 8), adapted(net())
     with torch.device("meta"):
         model = net()
@@ -145,14 +145,14 @@ def test_what_was_loaded_into_a_sharded_model_without_memory_stays(mesh, way):
             state[name].copy_(distribute_tensor(tensor, mesh, state[name].placements))
         else:
             state[name].to_local().copy_(tensor)
-    if way == "state":  # which torch.distributed.checkpoint.load fills
+    if way == "state":  # torch.distributed.checkpoint.load fills it
         model.load_state_dict(state)
     lora.start_from_weights(model)
     torch.testing.assert_close(model(x), trained(x))
 
 
 @pytest.mark.parametrize("initialization", ["pissa", "olora", "orthogonal"])
-def test_factors_that_are_made_together_need_whole_tensors(mesh, initialization):
+def test_initializations_that_need_whole_tensors_are_refused(mesh, initialization):
     with torch.device("meta"):
         model = net()
     lora.add_lora(model, ["0", "2"], r=2, initialization=initialization)
@@ -165,7 +165,7 @@ def test_factors_that_are_made_together_need_whole_tensors(mesh, initialization)
 
 
 class Experts(nn.Module):
-    """A stack of matrices, each for as many rows."""
+    """A stack of three matrices, each of which multiplies a third of the rows."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ OF_UPDATES = [fsdp_1_of_updates, fsdp_2_of_updates]
 
 
 @pytest.mark.parametrize("shard", [fsdp_1, fsdp_2, *OF_UPDATES])
-def test_experts_are_trained_when_they_are_sharded(mesh, shard):
+def test_sharded_experts_are_trained_and_cannot_be_merged(mesh, shard):
     torch.manual_seed(0)
     model, x = nn.Sequential(Experts(), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 8)
     lora.add_lora(model, "stack", r=2)
@@ -216,7 +216,7 @@ def test_experts_are_trained_when_they_are_sharded(mesh, shard):
 
 
 @pytest.mark.parametrize("shard", OF_UPDATES)
-def test_projections_of_an_attention_that_are_sharded_apart_from_it(mesh, shard):
+def test_projections_sharded_apart_from_their_attention_are_trained(mesh, shard):
     torch.manual_seed(0)
     model, x = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, kdim=8, vdim=4)}), torch.randn(6, 8)
     lora.add_lora(model, "a", r=2)
@@ -236,8 +236,8 @@ def test_projections_of_an_attention_that_are_sharded_apart_from_it(mesh, shard)
     torch.testing.assert_close(found.view_as(grad), grad)
 
 
-def test_an_out_proj_that_is_sharded_apart_from_its_attention_is_an_error(mesh):
-    """Without LoRA it is an error of PyTorch's."""
+def test_an_out_proj_sharded_apart_from_its_attention_is_an_error(mesh):
+    """PyTorch raises an error too without LoRA."""
     model, x = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), torch.randn(6, 8)
     lora.add_lora(model, "a", r=2)
     apart = copy.deepcopy(model)["a"]

@@ -1,4 +1,4 @@
-"""What optimizers' steps do: whether they train LoRA, what they train along, and an idle one."""
+"""Tests of what optimizer steps are recorded to train, and of warnings about those without LoRA."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ HEAD = CASES["head"]
 
 
 def steps(model, *optimizers, count=12, every=None):
-    """Steps of several optimizers, each of them after as many batches as `every` says for it."""
+    """Trains with several optimizers, which each step once in as many batches as `every` says."""
     for batch in range(count):
         model(*HEAD.inputs).square().mean().backward()
         for optimizer, period in zip(optimizers, every or [1] * len(optimizers), strict=True):
@@ -26,8 +26,8 @@ def steps(model, *optimizers, count=12, every=None):
                 optimizer.zero_grad()
 
 
-def made_before(**settings):
-    """A model with LoRA, and an optimizer that was made before that."""
+def with_earlier_optimizer(**settings):
+    """A model with LoRA, and an optimizer that was created before `add_lora`."""
     model = HEAD.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     lora.add_lora(model, "out", r=2, **settings)
@@ -52,22 +52,22 @@ def test_an_optimizers_step_is_compiled_once(fused):
         model.train()(*HEAD.inputs).square().mean().backward()
         step()
         optimizer.zero_grad()
-        outputs.append(model.eval()(*HEAD.inputs).detach())  # of a merged weight that is made anew
+        outputs.append(model.eval()(*HEAD.inputs).detach())  # of a new merged copy
         compiled.append(sum(torch._dynamo.utils.counters["frames"].values()))
     assert compiled[2] == compiled[-1]
     assert len({output.sum().item() for output in outputs}) == 12
 
 
-# ---- an optimizer that leaves LoRA as it is ----
+# ---- warnings about optimizers without LoRA ----
 
 
 @pytest.mark.parametrize("trained", [(), "score"])
 @pytest.mark.parametrize("earlier", ["nothing", "another model"])
-def test_an_optimizer_that_was_made_before_lora_is_warned_of_once(caplog, trained, earlier):
-    if earlier == "another model":  # as in an earlier cell of a notebook, which was right
+def test_an_optimizer_created_before_add_lora_is_warned_of_once(caplog, trained, earlier):
+    if earlier == "another model":  # trained correctly, as in an earlier cell of a notebook
         other = HEAD.adapted()
         steps(other, torch.optim.AdamW(other.parameters(), lr=0.1))
-    model, optimizer = made_before(modules_to_train=trained)
+    model, optimizer = with_earlier_optimizer(modules_to_train=trained)
     steps(model, optimizer, count=9)
     assert not caplog.records
     steps(model, optimizer, count=21)
@@ -78,21 +78,21 @@ def test_an_optimizer_that_was_made_before_lora_is_warned_of_once(caplog, traine
         in record.message
     )
 
-    caplog.clear()  # the way out
+    caplog.clear()  # what the warning suggests
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), optimizer)
     assert not caplog.records
     assert all(layer["out"].lora_B.any() for layer in model.layers)
 
 
-def test_an_optimizer_of_a_copy_is_warned_of(caplog):
-    model, optimizer = made_before()
+def test_an_optimizer_of_a_copy_of_the_model_is_warned_of(caplog):
+    model, optimizer = with_earlier_optimizer()
     steps(model, torch.optim.AdamW(base_and_updates(model)[1], lr=0.1), optimizer)
     new = copy.deepcopy(model)
     steps(new, torch.optim.SGD(base_and_updates(new)[0], lr=0.1))
     assert [record.args for record in caplog.records] == [("SGD",)]
 
 
-def test_an_optimizer_beside_that_of_lora_is_not_warned_of(caplog):
+def test_an_optimizer_beside_one_with_lora_is_not_warned_of(caplog):
     for order, every in ((1, (1, 1)), (-1, (1, 1)), (1, (1, 4)), (-1, (4, 1))):
         model = HEAD.build()
         lora.add_lora(model, "out", r=2, modules_to_train="score")
@@ -106,7 +106,7 @@ def test_an_optimizer_with_lora_is_not_warned_of(caplog):
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     model = HEAD.adapted()
     base, updates = base_and_updates(model)
-    groups = [{"params": base}, {"params": updates, "lr": 0.0}]  # as a warm-up begins
+    groups = [{"params": base}, {"params": updates, "lr": 0.0}]  # as at the start of a warm-up
     steps(model, torch.optim.AdamW(groups, lr=0.1))
     assert not caplog.records
 
@@ -125,7 +125,7 @@ def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     base = list(model.requires_grad_(True).parameters())
     model.words.weight.requires_grad_(False)
     steps(model, torch.optim.AdamW(base, lr=0.1))
-    # A teacher that has LoRA, of which nothing is to be trained.
+    # A teacher with LoRA that is frozen as a whole.
     student, teacher = HEAD.build(), HEAD.build()
     optimizer = torch.optim.SGD([*student.parameters(), *teacher.parameters()], lr=0.1)
     lora.add_lora(teacher, "out", r=2)
@@ -134,13 +134,13 @@ def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     assert not caplog.records
 
 
-def test_saving_names_an_optimizer_from_before_lora_as_a_cause(tmp_path):
-    model, optimizer = made_before()
+def test_saving_names_an_optimizer_from_before_add_lora_as_a_cause(tmp_path):
+    model, optimizer = with_earlier_optimizer()
     steps(model, optimizer, count=2)
-    said = lora.save_adapter(model, tmp_path / "zero.safetensors")[-1]
-    assert said.startswith("the updates of 2 of 2 modules are zero (layers.0.out … and 1 more)")
-    assert "as by an optimizer from before add_lora" in said
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), count=2)  # the way out
+    remark = lora.save_adapter(model, tmp_path / "zero.safetensors")[-1]
+    assert remark.startswith("the updates of 2 of 2 modules are zero (layers.0.out … and 1 more)")
+    assert "as by an optimizer from before add_lora" in remark
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), count=2)  # as suggested
     assert "are zero" not in lora.save_adapter(model, tmp_path / "trained.safetensors")[-1]
 
 
@@ -163,19 +163,19 @@ def norm_weights(layer):
         nn.utils.parametrizations.weight_norm(layer, name)
 
 
-def set_anew(layer):
+def set_new_parameters(layer):
     layer.lora_A = nn.Parameter(torch.randn_like(layer.lora_A))
     layer.lora_B = nn.Parameter(torch.zeros_like(layer.lora_B))
 
 
 def replace(layer):
-    """As wrappers do."""
+    """As wrappers do, without `__setattr__`."""
     for name in ("lora_A", "lora_B"):
         layer._parameters[name] = nn.Parameter(layer._parameters[name].detach().clone())
 
 
-@pytest.mark.parametrize("change", [parametrize, norm_weights, set_anew, replace])
-def test_parameters_of_lora_that_are_set_by_hand_are_known(caplog, change):
+@pytest.mark.parametrize("change", [parametrize, norm_weights, set_new_parameters, replace])
+def test_parameters_of_lora_that_were_replaced_are_recognized(caplog, change):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2)
     for layer in model.layers:
@@ -184,22 +184,22 @@ def test_parameters_of_lora_that_are_set_by_hand_are_known(caplog, change):
     assert not caplog.records
 
 
-def test_a_base_is_trained_along_with_a_and_b_that_are_set_anew():
+def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced():
     model = HEAD.adapted().requires_grad_(True)
     for layer in model.layers:
-        set_anew(layer["out"])
+        set_new_parameters(layer["out"])
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), count=2)
     base = {name for name, p in model.named_parameters() if "lora_" not in name}
     assert trained_along(model).keys() == base
 
 
-# ---- marks ----
+# ---- weights recorded as trained along with LoRA ----
 
 
-@pytest.mark.parametrize("end", [lora.remove_lora, lora.merge])
-def test_a_weight_that_has_no_lora_any_more_is_trained_alone(end):
+@pytest.mark.parametrize("undo", [lora.remove_lora, lora.merge])
+def test_a_weight_that_no_longer_has_lora_is_not_recorded(undo):
     model = HEAD.adapted()
-    end(model)
+    undo(model)
     lora.add_lora(model, "words", r=2)
     weight = model.layers[0]["out"].weight.requires_grad_(True)
     steps(model, torch.optim.SGD([weight], lr=0.1), count=1)
@@ -209,17 +209,17 @@ def test_a_weight_that_has_no_lora_any_more_is_trained_alone(end):
     assert trained_along(model).keys() == {"words.weight"}
 
 
-@pytest.mark.parametrize("end", [lora.remove_lora, lora.merge])
-def test_a_part_that_has_no_lora_any_more_is_trained_alone(end):
+@pytest.mark.parametrize("undo", [lora.remove_lora, lora.merge])
+def test_a_part_that_no_longer_has_lora_is_not_recorded(undo):
     model = nn.ModuleDict({"part": HEAD.adapted(), "other": HEAD.adapted()})
-    end(model["part"])
+    undo(model["part"])
     weight = model["part"].layers[0]["out"].weight.requires_grad_(True)
     steps(model["part"], torch.optim.SGD([weight], lr=0.1), count=1)
     assert not trained_along(model)
 
 
-def test_what_is_not_of_lora_is_trained_alone():
-    """Also where a parameter of a layer with LoRA has been set anew."""
+def test_parameters_that_lora_does_not_update_are_not_recorded():
+    """Even after such a parameter of a layer with LoRA was replaced."""
     model = HEAD.adapted()
     layer = model.layers[0]["out"]
     layer.bias = nn.Parameter(layer.bias.detach().clone())
@@ -229,7 +229,7 @@ def test_what_is_not_of_lora_is_trained_alone():
 
 
 @pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0)])
-def test_a_step_of_no_rate_trains_nothing(rate):
+def test_a_step_with_a_learning_rate_of_zero_is_not_recorded(rate):
     model = HEAD.adapted().requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     steps(model, optimizer, count=1)
@@ -240,10 +240,10 @@ def test_a_step_of_no_rate_trains_nothing(rate):
 
 
 def test_a_model_is_freed_and_can_be_pickled():
-    model, optimizer = made_before()
+    model, optimizer = with_earlier_optimizer()
     steps(model, optimizer, count=2)
     pickle.loads(pickle.dumps(model))
-    held = [weakref.ref(each) for each in (model, optimizer, model.layers[0]["out"])]
+    references = [weakref.ref(each) for each in (model, optimizer, model.layers[0]["out"])]
     del model, optimizer
     gc.collect()
-    assert not any(each() for each in held)
+    assert not any(each() for each in references)

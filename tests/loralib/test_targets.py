@@ -1,4 +1,4 @@
-"""Targets: which modules of a model a name, a glob, an expression, a layer means."""
+"""Tests of which modules a name, a glob or a regular expression matches, and of the errors."""
 
 import re
 
@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "meant"),
+    ("target", "name", "expected"),
     [
         ("q_proj", "layers.0.q_proj", True),
         ("q_proj", "q_proj", True),
@@ -46,15 +46,15 @@ def model():
         (re.compile(r".*q_proj"), "layers.3.q_proj", True),
     ],
 )
-def test_what_a_target_means(target, name, meant):
-    assert matches(name, target) is meant
+def test_which_names_a_target_matches(target, name, expected):
+    assert matches(name, target) is expected
 
 
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("layers.3.q", 3), ("h.11.attn.0", 11), ("head", None), ("layer1.conv", None), ("0", 0)],
 )
-def test_a_module_s_layer(name, layer):
+def test_the_layer_number_in_a_module_s_name(name, layer):
     assert layer_of(name) == layer
 
 
@@ -72,11 +72,11 @@ def test_a_module_s_layer(name, layer):
         ),
     ],
 )
-def test_modules_in_the_model_s_order(model, arguments, expected):
+def test_matching_modules_are_in_the_model_s_order(model, arguments, expected):
     assert find(model, is_linear=is_linear, **arguments) == expected
 
 
-def test_all_linear_layers_but_the_head(model):
+def test_all_linear_matches_all_linear_layers_but_the_head(model):
     encoder = ("self_attn", "self_attn.out_proj", "linear1", "linear2")
     assert find(model, "all-linear", is_linear=is_linear) == [
         *(f"layers.{i}.{name}" for i in range(3) for name in BLOCK),
@@ -135,14 +135,14 @@ def test_all_linear_layers_but_the_head(model):
         ),
     ],
 )
-def test_what_matches_nothing(model, arguments, message):
+def test_what_matches_nothing_is_refused_in_one_line(model, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         find(model, **arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("several", [["layers.0.q_proj", "layers.1.*"], []])
-def test_a_dict_without_values_is_a_list(model, several):
+def test_a_dict_without_values_is_accepted_as_a_list(model, several):
     ordered = dict.fromkeys(several)
     assert as_targets(ordered) == tuple(several)
     found = find(model, ["q_proj", "up"], exclude=ordered)
@@ -161,13 +161,13 @@ def test_a_dict_without_values_is_a_list(model, several):
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
     ],
 )
-def test_models_with_a_layer_or_none(model, target, message):
+def test_models_with_only_one_layer_or_none_are_refused(model, target, message):
     with pytest.raises(ValueError, match=message) as error:
         find(model, target)
     assert "\n" not in str(error.value)
 
 
-def test_the_layer_that_is_taken_for_the_head():
+def test_which_layer_is_taken_for_the_head():
     layers = {"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
     assert guessed_head(nn.ModuleDict(layers), is_linear) == "last"
     assert guessed_head(nn.ModuleDict({"norm": nn.LayerNorm(2)}), is_linear) is None
@@ -175,12 +175,12 @@ def test_the_layer_that_is_taken_for_the_head():
     assert guessed_head(numbered, is_linear) is None
 
 
-def test_names_that_end_in_a_number_are_offered_and_bare_numbers_are_not(model):
+def test_names_that_end_in_a_number_are_suggested_but_not_bare_numbers(model):
     with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, up, "):
         find(model, "linaer1")
 
 
-def test_the_likeliest_names_come_first():
+def test_the_likeliest_names_are_suggested_first():
     model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
     with pytest.raises(ValueError, match=r"it has out_proj, linear1, linear2; 'all-linear' takes"):
         find(model, "q_proj")
@@ -189,7 +189,7 @@ def test_the_likeliest_names_come_first():
 
 
 class Experts(nn.Module):
-    """Whose experts are stacks, one of them larger than all else; as in DeepSeek-V3 and Mixtral."""
+    """A layer whose experts are stacks, one larger than all else, as in DeepSeek-V3 and Mixtral."""
 
     def __init__(self, has_shared):
         super().__init__()
@@ -201,7 +201,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("has_shared", "target", "offered"),
+    ("has_shared", "target", "names"),
     [
         (False, "w1", "experts.gate_up_proj, experts.down_proj, q_proj, experts, router"),
         (True, "w1", "experts.gate_up_proj, experts.down_proj, down_proj, q_proj, experts, router"),
@@ -210,16 +210,14 @@ class Experts(nn.Module):
         (False, "expert", "experts, experts.gate_up_proj, experts.down_proj, q_proj"),
     ],
 )
-def test_what_holds_most_weights_comes_first_and_stacks_are_told_from_layers(
-    has_shared, target, offered
-):
+def test_the_largest_are_suggested_first_and_stacks_by_unambiguous_names(has_shared, target, names):
     model = nn.Sequential(Experts(has_shared), Experts(has_shared))
-    with pytest.raises(ValueError, match=rf"; it has {re.escape(offered)}; 'all-linear' takes all"):
+    with pytest.raises(ValueError, match=rf"; it has {re.escape(names)}; 'all-linear' takes all"):
         find(model, target)
     assert find(model, "experts.down_proj") == ["0.experts.down_proj", "1.experts.down_proj"]
 
 
-def test_stacks_are_not_meant_where_whole_modules_are():
+def test_stacks_do_not_match_where_only_modules_are_allowed():
     model = nn.Sequential(Experts(has_shared=False))
     message = r", only parameters such as 0\.experts\.down_proj; it has q_proj$"
     with pytest.raises(ValueError, match=message):
@@ -228,7 +226,7 @@ def test_stacks_are_not_meant_where_whole_modules_are():
     assert find(model, "*xperts.*") == ["0.experts.gate_up_proj", "0.experts.down_proj"]
 
 
-def test_a_stack_that_is_left_is_named_by_what_means_it_alone():
+def test_for_a_remaining_stack_a_target_that_matches_it_alone_is_suggested():
     model = Experts(has_shared=False).experts
     model.x = nn.ModuleDict({"down_proj": nn.Linear(2, 2)})
     left_out = r"left out, such as x\.down_proj: .*; to mean the stack down_proj, give "
@@ -237,7 +235,7 @@ def test_a_stack_that_is_left_is_named_by_what_means_it_alone():
     assert find(model, re.compile("down_proj"), exclude="x.*") == ["down_proj"]
 
 
-def test_exclusions_by_the_names_of_stacks_layers_are_checked_as_others():
+def test_exclusions_by_the_names_of_stacks_lora_layers_are_checked_too():
     model = nn.Sequential(Experts(has_shared=True))
     meant = ["0.down_proj", "0.experts.down_proj"]
     check_exclusions(model, [re.compile(r"0\.experts(\.down_proj_lora)?")], meant)
@@ -247,7 +245,7 @@ def test_exclusions_by_the_names_of_stacks_layers_are_checked_as_others():
         check_exclusions(model, [re.compile(r"0\.experts")], meant)
 
 
-def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_offered():
+def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_suggested():
     stack, lazy = nn.Module(), nn.LazyLinear(2)
     stack.weights = nn.Parameter(torch.empty(2, 2, 2))
     model = nn.Sequential(stack, nn.ModuleDict({"up": nn.Linear(2, 2), "lazy": lazy}))
@@ -255,7 +253,7 @@ def test_a_stack_of_a_numbered_module_and_a_lazy_layer_are_offered():
         find(model, "zzz")
 
 
-def test_a_model_without_layers_says_so():
+def test_a_layer_number_is_refused_if_the_model_has_no_numbered_layers():
     with pytest.raises(ValueError, match="no layer 0; its layers are none"):
         find(nn.ModuleDict({"a": nn.Linear(2, 2)}), "a", layers=[0])
 
@@ -280,7 +278,7 @@ def test_patterns_of_words():
 @pytest.mark.parametrize(
     "words", [["query"], ["=4"], ["query=four"], ["query=1.5"], ["q=1", "q=1"]]
 )
-def test_words_that_are_no_pattern(words):
+def test_words_that_are_not_a_pattern_are_refused(words):
     with pytest.raises(ValueError, match=r"^--rank"):
         pattern_of_words("--rank", int, words)
 

@@ -1,4 +1,4 @@
-"""Which stacks of matrices targets, exclusions and patterns mean, beside modules of such names."""
+"""Tests of which stacks of matrices targets, exclusions and patterns match, beside modules."""
 
 import re
 
@@ -38,7 +38,7 @@ QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
         ({"targets": re.compile(r"layers\.0\.experts\..*"), "exclude": "*act_fn"}, BOTH[:2]),
     ],
 )
-def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected):
+def test_a_target_matches_stacks_only_if_it_matches_no_module(settings, expected):
     names = lora.add_lora(Mixture(), **{"r": R, **settings})
     assert sorted(names) == sorted(expected)
 
@@ -54,8 +54,8 @@ def test_a_target_means_stacks_only_where_it_means_no_module(settings, expected)
     ],
 )
 @pytest.mark.parametrize("target", ["experts.*", re.compile(r".*\.experts\..*proj.*")])
-def test_a_second_call_means_the_stacks_that_are_left(target, first, second, expected):
-    """Layers that the first has added have the names of stacks, and hide no others."""
+def test_a_second_call_matches_the_remaining_stacks(target, first, second, expected):
+    """The LoRA layers that the first call has added do not hide the other stacks."""
     model = Mixture()
     lora.add_lora(model, **{"targets": target, "r": R, **first})
     assert lora.add_lora(model, **{"targets": target, "r": R, **second}) == expected
@@ -63,7 +63,7 @@ def test_a_second_call_means_the_stacks_that_are_left(target, first, second, exp
         lora.add_lora(model, target)
 
 
-def test_a_name_of_a_stack_is_not_that_of_another_s_layer():
+def test_a_stack_may_be_named_like_the_lora_layer_of_another_stack():
     def build():
         owner = owned_by(nn.Module, **FORWARD)
         owner["owner"].stack_lora = nn.Parameter(torch.randn(2, 4, 4))
@@ -75,7 +75,7 @@ def test_a_name_of_a_stack_is_not_that_of_another_s_layer():
         lora.add_lora(build(), ["stack", "stack_lora"], r=R)
 
 
-def test_the_names_that_are_returned_are_those_of_another_model():
+def test_the_returned_names_are_targets_for_another_model():
     names = lora.add_lora(build(), ["q", *STACKS], r=R)
     model = build()
     assert lora.add_lora(model, names, r=R) == names
@@ -83,8 +83,8 @@ def test_the_names_that_are_returned_are_those_of_another_model():
         lora.add_lora(model, names[1:2], r=R)
 
 
-def test_a_pattern_s_key_is_of_all_that_it_matches():
-    """As an exclusion is; a target that means both has to say so."""
+def test_a_pattern_s_key_applies_to_stacks_and_modules_that_it_matches():
+    """As an exclusion does. Only a target has to name the stacks apart."""
     model, both = Mixture(), ["down_proj", "experts.down_proj"]
     names = lora.add_lora(model, both, r=R, rank_pattern={"down_proj": 3})
     assert sorted(names) == sorted((*LINEAR, *DOWN))
@@ -94,7 +94,7 @@ def test_a_pattern_s_key_is_of_all_that_it_matches():
 
 
 @pytest.mark.parametrize("pattern", [DOWN[0], "0.experts.down_proj_lora", "0.experts.down_proj"])
-def test_a_pattern_s_key_is_a_name_that_is_returned_as_well(pattern):
+def test_a_pattern_s_key_may_be_a_returned_name(pattern):
     model = Mixture()
     names = lora.add_lora(
         model, ["experts.*", "q_proj"], r=R, rank_pattern={pattern: 3}, alpha_pattern={pattern: 5}
@@ -106,7 +106,7 @@ def test_a_pattern_s_key_is_a_name_that_is_returned_as_well(pattern):
     }
 
 
-def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refused():
+def test_pattern_keys_that_match_no_stack_or_do_not_fit_one_are_refused():
     for key in ("q_proj_lora", "up_proj_lora"):
         with pytest.raises(ValueError, match=f"the pattern '{key}' matches none of the adapted"):
             lora.add_lora(Mixture(), ["experts.*", "q_proj"], r=R, rank_pattern={key: 3})
@@ -132,7 +132,7 @@ def test_a_pattern_s_key_that_is_the_name_of_another_s_layer_or_of_none_is_refus
         ("other", ValueError, r"^'other' matches no module of the model; it has block, conv, para"),
     ],
 )
-def test_what_a_kernel_is_computed_from_is_not_suggested_as_a_stack(target, error, message):
+def test_the_original_tensors_of_weight_norm_are_not_suggested_as_stacks(target, error, message):
     with pytest.raises(error, match=message):
         lora.add_lora(weight_normed(), target)
 
@@ -144,7 +144,7 @@ def weight_normed() -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize("target", ["original1", "block.conv.parametrizations.weight.original1"])
-def test_what_a_kernel_is_computed_from_is_adapted_by_its_name(tmp_path, target):
+def test_an_original_tensor_of_weight_norm_is_adapted_if_it_is_named(tmp_path, target):
     model, loaded, x = weight_normed(), weight_normed(), torch.randn(1, 8, 16)
     conv, before = model["block"]["conv"], model["block"]["conv"](x)
     assert len(lora.add_lora(model, target, r=R)) == 1

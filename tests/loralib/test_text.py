@@ -1,4 +1,4 @@
-"""Names and values in messages: in one line, and short."""
+"""Tests that names and values are shortened to one line for messages."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from loralib import text
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "expected"),
     [
         ([], ""),
         (["b", "a"], "b, a"),
@@ -18,11 +18,11 @@ from loralib import text
         (["a" * 300, "b" * 300] * 9, f"{'a' * 60}…, {'b' * 60}…, {'a' * 60}… … and 15 more"),
     ],
 )
-def test_names_in_short(names, said):
-    assert text.in_short(iter(names)) == said
+def test_a_list_of_names_is_shortened(names, expected):
+    assert text.in_short(iter(names)) == expected
 
 
-def test_names_in_quotes_are_closed_where_they_are_cut():
+def test_a_shortened_name_in_quotes_has_its_closing_quote():
     assert text.quoted(iter(["b", " a"])) == "'b', ' a'"
     assert text.quoted(["a" * 61, "b"]) == f"'{'a' * 60}…', 'b'"
 
@@ -32,7 +32,7 @@ def test_fewer_names_where_there_is_less_room():
     assert text.in_short(["a" * 50, "two"], width=10) == f"{'a' * 50} … and 1 more"
 
 
-def test_values_in_one_short_line():
+def test_values_are_shown_in_one_short_line():
     assert text.shown({"a": "b\nc"}) == r"{'a': 'b\nc'}"
     assert text.shown("a" * 70) == "'" + "a" * 59 + "…"
     assert text.as_json([None, "ä", {1}]) == '[null, "ä", "{1}"]'

@@ -1,4 +1,4 @@
-"""torch.func on LoRA layers: derivatives forward and back, examples one by one, several at once."""
+"""Tests of torch.func on LoRA layers: forward and reverse derivatives, and vmap."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ import loralib as lora
 from loralib.nn.fast_paths import is_transformed
 from loralib.nn.products import Linear
 
-# The terms of the sums that follow one another in a layer, and in a gradient over all outputs.
+# The terms of consecutive sums in a layer, and in a gradient over all outputs.
 TERMS = 6 * 27 + R + 2 * 6 * 125
 FOR_DORA = [name for name in CASES if name.startswith(("linear", "merged"))]
 PAIRS = [(name, "lora") for name in CASES] + [(name, "dora") for name in FOR_DORA]
@@ -25,7 +25,7 @@ def layer_and_input(request):
     settings = {} if variant == "lora" else {"variant": variant}
     x = CASES[name].x()
     if name == "embedding":
-        x[x == 1] = 0  # its padding, whose derivative PyTorch leaves out going back alone
+        x[x == 1] = 0  # the padding row, whose derivative PyTorch leaves out only in reverse mode
     return built(CASES[name], **settings), x
 
 
@@ -34,7 +34,7 @@ def loss_with(layer, parameters, x):
 
 
 def gradients(layer, x):
-    """By autograd, of one call."""
+    """Returns the gradients of one call, by autograd."""
     named = dict(layer.named_parameters())
     found = torch.autograd.grad(
         loss_with(layer, named, x), [p for p in named.values() if p.requires_grad]
@@ -58,14 +58,14 @@ def close(ours, theirs):
         assert_close_to_rounding(ours[name], expected, TERMS, magnitude=largest)
 
 
-def test_gradients_are_autograds(layer_and_input):
+def test_gradients_equal_those_of_autograd(layer_and_input):
     layer, x = layer_and_input
     trained, frozen = split(layer)
     close(grad(lambda p: loss_with(layer, {**frozen, **p}, x))(trained), gradients(layer, x))
     close(jacrev(lambda p: loss_with(layer, {**frozen, **p}, x))(trained), gradients(layer, x))
 
 
-def test_gradients_of_each_example(layer_and_input):
+def test_gradients_of_each_example_by_vmap(layer_and_input):
     layer, x = layer_and_input
     trained, frozen = split(layer)
 
@@ -77,7 +77,7 @@ def test_gradients_of_each_example(layer_and_input):
         close({n: t[index] for n, t in found.items()}, gradients(layer, example[None]))
 
 
-def test_several_adapters_at_once(layer_and_input):
+def test_vmap_over_several_adapters(layer_and_input):
     layer, x = layer_and_input
     trained, frozen = split(layer)
     stacked = {name: torch.stack([p, 2 * p]) for name, p in trained.items()}
@@ -104,8 +104,8 @@ def test_directional_derivatives(layer_and_input):
         assert_close_to_rounding(derivative, expected, TERMS, magnitude=float(size))
 
 
-def test_derivatives_of_a_layer_that_is_merged(layer_and_input):
-    """In evaluation mode a layer computes with a copy of its weight, which has none."""
+def test_derivatives_of_a_layer_in_evaluation_mode(layer_and_input):
+    """It usually computes with its merged copy there, which passes no derivatives."""
     layer, x = layer_and_input
     trained, frozen = split(layer)
     expected = gradients(layer, x)
@@ -132,7 +132,7 @@ def test_dropout_may_differ_from_example_to_example():
     assert torch.equal(out, out[:1].expand_as(out))
 
 
-def test_it_is_known_whether_anything_is_transformed():
+def test_is_transformed_detects_transforms_and_forward_derivatives():
     seen = []
 
     def note(x):
@@ -147,14 +147,14 @@ def test_it_is_known_whether_anything_is_transformed():
         dual = forward_ad.make_dual(x, x)
         assert is_transformed(x, dual)
         assert not is_transformed(x)
-        # Of another thread, which computes what it computes without.
+        # Another thread's tensors have no forward derivatives.
         with ThreadPoolExecutor() as pool:
             assert not pool.submit(is_transformed, x).result()
     assert not is_transformed(x)
 
 
-def test_batches_of_gradients():
-    """By vmap, as `torch.autograd.functional.jacobian(vectorize=True)` takes them."""
+def test_batches_of_gradients_through_a_frozen_layer():
+    """By vmap, as `torch.autograd.functional.jacobian(vectorize=True)` computes them."""
     layer, x = Linear(512, 768), torch.randn(640, 512, requires_grad=True)
     layer.weight.requires_grad_(False)
     out, grads = layer(x), torch.randn(3, 640, 768)
@@ -162,8 +162,8 @@ def test_batches_of_gradients():
     assert_close_to_rounding(found, grads @ layer.weight, 768)
 
 
-def test_an_attention_with_doras_gain():
-    """It takes weights: the gain is in them here as it is elsewhere."""
+def test_vmap_over_an_attention_with_dora():
+    """An attention computes with weights, which have to include DoRA's gain."""
     torch.manual_seed(0)
     attention = torch.nn.Sequential(torch.nn.MultiheadAttention(8, 2)).double()
     lora.add_lora(attention, "0", r=2, variant="dora")

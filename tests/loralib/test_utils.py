@@ -1,4 +1,4 @@
-"""What is trained, what is saved, and folding whole models."""
+"""Tests of what is trained, what is saved, and merging whole models."""
 
 import copy
 import logging
@@ -10,7 +10,7 @@ from torch import nn
 
 import loralib as lora
 
-# Of the sums that follow one another in `Model`, a convolution and five products.
+# The terms of consecutive sums in `Model`: a convolution and five products.
 TERMS = 3 * 4 + 2 * 8 + 3 * 4
 
 
@@ -95,7 +95,7 @@ def test_lora_that_was_frozen_by_hand_stays_frozen(model):
     assert [name for name, p in fixed.named_parameters() if p.requires_grad] == ["lora_B"]
 
 
-def test_a_name_that_contains_lora_s_is_not_unfrozen():
+def test_a_module_with_lora_in_its_name_is_not_unfrozen():
     model = nn.ModuleDict({"flora_net": nn.Linear(4, 4)}).requires_grad_(False)
     lora.mark_only_lora_as_trainable(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -108,7 +108,7 @@ def test_marking_again_with_another_choice_starts_afresh(model):
 
 
 @pytest.mark.parametrize("bias", ["some", None, "ALL"])
-def test_an_unknown_choice_is_named_and_nothing_is_changed(model, bias):
+def test_an_unknown_bias_is_refused_and_nothing_is_changed(model, bias):
     before = [p.requires_grad for p in model.parameters()]
     for function in (lora.mark_only_lora_as_trainable, lora.lora_state_dict):
         with pytest.raises(ValueError, match=f"none, all, lora_only, got {bias!r}"):
@@ -156,18 +156,18 @@ def test_merge_of_a_model(model, mode):
     assert torch.equal(model.head.weight, original.embed.weight)
 
 
-def test_merge_of_a_model_without_lora(model):
-    """Such as one into which no adapter was loaded; a layer of rank 0 is made plain."""
+def test_merge_of_a_model_without_lora_is_an_error(model):
+    """For example if no adapter was loaded. Layers of rank 0 are made plain, however."""
     assert type(lora.merge(nn.Sequential(lora.Linear(2, 2, r=0)))[0]) is nn.Linear
     for plain in (nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), lora.merge(model)):
         with pytest.raises(ValueError, match=r"^the model has no LoRA to merge: load its adapter"):
             lora.merge(plain)
 
 
-def test_merge_leaves_a_single_layer_as_it_is(model):
+def test_merge_of_a_single_layer_returns_a_new_plain_one(model):
     state = copy.deepcopy(model.down.state_dict())
-    folded = lora.merge(model.down)
-    assert type(folded) is nn.Linear
+    merged = lora.merge(model.down)
+    assert type(merged) is nn.Linear
     assert type(model.down) is lora.Linear
     torch.testing.assert_close(model.down.state_dict(), state, atol=0, rtol=0)
 
@@ -187,7 +187,7 @@ class Foreign(nn.Module, lora.LoRALayer):
         return self
 
 
-def test_layers_that_others_derive_from_loralayer():
+def test_a_layer_of_another_package_derived_from_loralayer():
     layer = Foreign().eval()
     assert (layer.scaling, layer.merged) == (2.0, True)
     lora.mark_only_lora_as_trainable(layer, bias="lora_only")

@@ -1,4 +1,4 @@
-"""The ways out that `add_lora` names, followed word by word; what it warns of."""
+"""Tests that the advice in `add_lora`'s errors works, and of when it warns."""
 
 import ast
 import copy
@@ -10,7 +10,7 @@ from torch import nn
 
 import loralib as lora
 
-# ---- ways out, as the messages say them ----
+# ---- what errors suggest ----
 
 
 def with_activations():
@@ -37,7 +37,7 @@ class Tied(nn.Module):
         self.up.weight = self.words.weight
 
 
-# A model, a module that is refused there, the settings; and what "*" has to leave out.
+# A model, a module that is refused there, the settings, and what to exclude from "*".
 REFUSED = {
     "no layer": (with_activations, "act", {}, "act"),
     "adapted": (with_lora, "up", {}, ["up*", "act"]),
@@ -49,9 +49,9 @@ REFUSED = {
 @pytest.mark.parametrize(("build", "name", "settings", "exclude"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_module_is_left_out_of_targets_or_excluded(build, name, settings, exclude):
     settings = {"r": 2, **settings}
-    way_out = "leave it out of targets, or exclude it if its target matches more modules"
+    advice = "leave it out of targets, or exclude it if its target matches more modules"
     for targets in ([name, "down"], "*"):
-        with pytest.raises((ValueError, TypeError), match=way_out):
+        with pytest.raises((ValueError, TypeError), match=advice):
             lora.add_lora(build(), targets, **settings)
     assert lora.add_lora(build(), ["down"], **settings) == ("down",)
     assert "down" in lora.add_lora(build(), "*", exclude=exclude, **settings)
@@ -60,7 +60,7 @@ def test_a_refused_module_is_left_out_of_targets_or_excluded(build, name, settin
 
 
 class Widths(nn.Module):
-    """Layers of one name and several widths."""
+    """Layers of the same name and of different widths."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Widths(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleDict({"out": nn.Linear(*pair)}) for pair in widths)
 
 
-def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
+def test_the_suggested_rank_pattern_lowers_ranks_that_are_too_large():
     ranks = {}
     for number, smallest in ((1, 4), (2, 2)):
         name = f"layers.{number}.out"
@@ -81,7 +81,7 @@ def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
     assert [layer["out"].r for layer in model.layers] == [8, 4, 2]
 
 
-def test_an_expression_that_is_suggested_means_one_module_alone():
+def test_a_suggested_regular_expression_matches_one_module_alone():
     def build():
         inner = nn.ModuleDict({"out": nn.Linear(8, 4)}), nn.ModuleDict({"out": nn.Linear(8, 8)})
         outer = {"a": inner[0], "b": nn.ModuleDict({"a": inner[1]}), "a_out": nn.Linear(8, 8)}
@@ -97,7 +97,7 @@ def test_an_expression_that_is_suggested_means_one_module_alone():
 
 
 @pytest.mark.parametrize("pattern", ["layers.1.out", "out", "*.out", re.compile(r"layers\..*")])
-def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pattern):
+def test_the_error_for_too_large_a_rank_in_rank_pattern_names_the_key(pattern):
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     message = f"whose largest possible rank is 4; lower it in rank_pattern, where '{text}' sets it"
     ranks = {"layers.2.out": 2, pattern: 8, "layers.*": 8}
@@ -106,7 +106,7 @@ def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pat
     lora.add_lora(Widths(), "out", r=2, rank_pattern={**ranks, pattern: 4})
 
 
-def test_what_has_nothing_to_train_beside_what_has_is_warned_of(caplog):
+def test_a_module_without_parameters_in_modules_to_train_is_warned_of(caplog):
     model = nn.ModuleDict({"up": nn.Linear(4, 4), "act": nn.ReLU(), "down": nn.Linear(4, 2)})
     lora.add_lora(model, "up", r=2, modules_to_train=dict.fromkeys(["act", "down"]))
     assert model["down"].weight.requires_grad
@@ -114,7 +114,7 @@ def test_what_has_nothing_to_train_beside_what_has_is_warned_of(caplog):
     assert record.getMessage().startswith("modules_to_train names act, with no parameters")
 
 
-def test_a_lazy_layer_is_called_once_before():
+def test_a_lazy_layer_is_adapted_once_the_model_has_been_called():
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(TypeError, match=r"^module 0 has no shape yet: call the model once before"):
         lora.add_lora(model, "0", r=2)
@@ -122,7 +122,7 @@ def test_a_lazy_layer_is_called_once_before():
     assert lora.add_lora(model, "0", r=2) == ("0",)
 
 
-def test_an_inference_tensors_model_is_copied():
+def test_a_copy_of_a_model_of_inference_tensors_is_adapted():
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"adapt a copy of the model, copy\.deepcopy\(model\)$"):
@@ -130,14 +130,14 @@ def test_an_inference_tensors_model_is_copied():
     assert lora.add_lora(copy.deepcopy(model), "0", r=2) == ("0",)
 
 
-def test_what_was_built_with_lora_is_merged():
+def test_a_model_built_with_lora_is_made_plain_by_merge():
     model = nn.Sequential(lora.Linear(4, 4, r=2))
     with pytest.raises(ValueError, match=r"^module 0 was built .*: merge makes it plain"):
         lora.remove_lora(model)
     assert type(lora.merge(model)[0]) is nn.Linear
 
 
-# ---- heads of upstream's models for a task ----
+# ---- heads of Hugging Face's models for a task ----
 
 
 class Head(nn.Module):
@@ -160,16 +160,16 @@ class WordsForImageClassification(WordsForSequenceClassification):
 
 
 class WordsForMaskedLM(WordsForSequenceClassification):
-    """Whose head a pretrained checkpoint has."""
+    """A model whose head is part of pretrained checkpoints."""
 
 
 class OwnForSequenceClassification(WordsForSequenceClassification):
-    """Which does not say what its base is."""
+    """A model whose base_model_prefix is the name of none of its modules."""
 
     base_model_prefix = "model"
 
 
-def said_of_heads(caplog):
+def warnings_of_heads(caplog):
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("the head of")]
 
 
@@ -183,18 +183,18 @@ def said_of_heads(caplog):
     ],
 )
 @pytest.mark.parametrize("kind", [WordsForSequenceClassification, WordsForImageClassification])
-def test_a_head_that_stays_frozen_unasked_is_named(caplog, kind, targets, settings, head):
+def test_a_head_that_stays_frozen_by_default_is_warned_of(caplog, kind, targets, settings, head):
     lora.add_lora(kind(), targets, r=2, **settings)
-    (message,) = said_of_heads(caplog)
+    (message,) = warnings_of_heads(caplog)
     assert message.startswith(f"the head of the {kind.__name__} stays frozen: if it is new, modu")
     caplog.clear()
-    for way_out in re.findall(r"modules_to_train=(\[.*?\])", message):
-        model, modules = kind(), ast.literal_eval(way_out)
+    for advice in re.findall(r"modules_to_train=(\[.*?\])", message):
+        model, modules = kind(), ast.literal_eval(advice)
         assert modules in (head, [])
         lora.add_lora(model, targets, r=2, **settings, modules_to_train=modules)
         trained = [p.requires_grad for n in modules for p in model.get_submodule(n).parameters()]
         assert all(trained)
-    assert not said_of_heads(caplog)
+    assert not warnings_of_heads(caplog)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +205,16 @@ def test_a_head_that_stays_frozen_unasked_is_named(caplog, kind, targets, settin
         (WordsForSequenceClassification, ["dense", "up", "out_proj", "pooler"]),
     ],
 )
-def test_a_head_that_is_trained_or_not_known_as_one_is_not_warned_of(caplog, kind, targets):
+def test_a_head_that_is_adapted_or_not_known_as_one_is_not_warned_of(caplog, kind, targets):
     lora.add_lora(kind(), targets, r=2)
-    assert not said_of_heads(caplog)
+    assert not warnings_of_heads(caplog)
 
 
-def test_a_head_is_said_to_be_frozen_once(caplog):
+def test_a_frozen_head_is_warned_of_once(caplog):
     model = WordsForSequenceClassification()
     lora.add_lora(model, "words.dense", r=2)
     lora.add_lora(model, "up", r=2)
-    assert len(said_of_heads(caplog)) == 1
+    assert len(warnings_of_heads(caplog)) == 1
 
 
 # ---- modules whose names are numbers ----
@@ -237,15 +237,17 @@ def nested():
         ("*0", ("0", "1.0"), False),
     ],
 )
-def test_a_number_as_a_target_is_warned_of_where_it_means_more(caplog, targets, names, warns):
+def test_a_number_as_a_target_is_warned_of_if_it_matches_more(caplog, targets, names, warns):
     if names is None:
         with pytest.raises(TypeError, match=r"^module 1\.1 is a .*ReLU"):
             lora.add_lora(nested(), targets, r=2)
         return
     assert lora.add_lora(nested(), targets, r=2) == names
-    said = [r.getMessage() for r in caplog.records if "every module whose name ends" in r.message]
-    assert len(said) == warns
-    for message in said:
+    warnings = [
+        r.getMessage() for r in caplog.records if "every module whose name ends" in r.message
+    ]
+    assert len(warnings) == warns
+    for message in warnings:
         assert message.endswith("here 1.0 as well: re.compile('0') means that one alone")
 
 

@@ -1,4 +1,4 @@
-"""Models in wrappers, and modules that are called as a wrapper calls its own."""
+"""Tests of wrapped models, and of models with a submodule called `module`, as in a wrapper."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ from loralib.wrappers import unwrapped
 
 
 class NamedModule(nn.Module):
-    """A model with a part called `module`, as DDP calls a whole model, beside one of its names."""
+    """A model with a submodule called `module`, as in DDP, and `lin` inside and outside of it."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class NamedModule(nn.Module):
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
 @pytest.mark.parametrize("target", ["module.lin", "lin"])
 @torch.no_grad()
-def test_a_part_called_module_is_no_wrapper(tmp_path, name, target):
+def test_a_submodule_called_module_is_not_taken_for_a_wrapper(tmp_path, name, target):
     base, x = NamedModule().eval(), torch.randn(2, 4)
     model = drawn(base, [target])
     lora.save_adapter(model, tmp_path / name)
@@ -51,13 +51,13 @@ def test_a_part_called_module_is_no_wrapper(tmp_path, name, target):
         close(base(x), model(x))
 
 
-def test_where_a_part_called_module_cannot_be_told_from_a_wrapper(tmp_path):
+def test_a_submodule_called_module_is_refused_by_formats_that_take_it_for_a_wrapper(tmp_path):
     model = drawn(NamedModule(), ["module.lin"])
     with pytest.raises(NeedsMergingError, match=r"'module.', which readers of this format take"):
         lora.save_adapter(model, tmp_path / "a.bin")
 
 
-def test_a_file_of_a_wrapped_model_is_of_the_model(tmp_path):
+def test_a_file_of_a_wrapped_model_is_read_with_the_model_s_names(tmp_path):
     model = drawn(Net(), ["a"])
     state = {f"module.{n}": tensor for n, tensor in lora.lora_state_dict(model).items()}
     torch.save(state, tmp_path / "a.bin")
@@ -105,7 +105,7 @@ def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
 
 @pytest.mark.parametrize("way", ["outside", "in place", "another one of its class"])
 @torch.no_grad()
-def test_a_bank_for_a_model_that_was_compiled_and_run(tmp_path, way):
+def test_a_bank_on_a_model_that_was_compiled_and_run_before(tmp_path, way):
     base, x = Net().eval(), torch.randn(2, 6)
     model, run = drawn(base, ["a"]), base
     plain = model(x), base(x)
@@ -136,13 +136,13 @@ class Attends(nn.Module):
 def attends(**sizes):
     torch.manual_seed(0)
     model = Attends(**sizes)
-    # Of moderate size: softmax multiplies the rounding of large scores.
+    # A moderate update, because softmax amplifies the rounding of large scores.
     lora.add_lora(model, ["attention", "last"], r=2, lora_alpha=2)
     return randomised(model)
 
 
-class Around(nn.Module):
-    """Somebody's own wrapper."""
+class OwnWrapper(nn.Module):
+    """A user's own wrapper."""
 
     def __init__(self, module):
         super().__init__()
@@ -157,7 +157,7 @@ class Around(nn.Module):
 
 
 def with_wrapped(model, wrap):
-    """The model, in which what gives updates to the module around it is wrapped."""
+    """The model, whose submodules with updates for the module around them are wrapped."""
     for owner in list(model.modules()):
         for name, child in owner._modules.items():
             if isinstance(child, AdaptedProjection) or name == "out_proj":
@@ -182,7 +182,7 @@ OF_MODELS = {
     "reentrant checkpoints": partial(checkpointed, checkpoint_impl=CheckpointImpl.REENTRANT),
     "compiled": partial(with_wrapped, wrap=partial(torch.compile, backend="eager")),
     "compiled in place": partial(with_wrapped, wrap=compiled_in_place),
-    "another": partial(with_wrapped, wrap=Around),
+    "another": partial(with_wrapped, wrap=OwnWrapper),
 }
 WITHIN = {
     "experts": adapted,
@@ -194,8 +194,8 @@ WITHIN = {
 
 @pytest.mark.parametrize("wrap", OF_MODELS)
 @pytest.mark.parametrize("make", WITHIN)
-def test_updates_that_are_wrapped_apart_from_the_module_that_computes_with_them(make, wrap):
-    """Their modules would compute without them, and they would get no gradients."""
+def test_updates_may_be_wrapped_apart_from_the_module_that_computes_with_them(make, wrap):
+    """Otherwise, modules would compute without their updates, which would get no gradients."""
     model, x = WITHIN[make](), tokens().requires_grad_()
     expected = model(x)
     expected.square().sum().backward()
@@ -220,5 +220,5 @@ def test_an_attention_s_plain_out_proj_may_be_in_any_wrapper():
     lora.add_lora(model, "a", exclude="out_proj", r=2)
     x = torch.randn(3, 8)
     expected, _ = randomised(model)["a"](x, x, x)
-    model["a"].out_proj = Around(model["a"].out_proj)
+    model["a"].out_proj = OwnWrapper(model["a"].out_proj)
     torch.testing.assert_close(model["a"](x, x, x)[0], expected)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 3, as it partitions parameters and notes that on them; and its engine."""
+"""Tests of models partitioned by DeepSpeed's ZeRO 3, and of its engine; both are simulated."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -14,34 +14,34 @@ from torch import Tensor, nn
 
 import loralib as lora
 
-NOT_HERE, HERE = SimpleNamespace(name="NOT_AVAILABLE"), SimpleNamespace(name="AVAILABLE")
+NOT_AVAILABLE, AVAILABLE = SimpleNamespace(name="NOT_AVAILABLE"), SimpleNamespace(name="AVAILABLE")
 REFUSED = r"^[^\n]+ is partitioned by DeepSpeed's ZeRO 3: before [^\n]+GatheredParameters\(list"
 
 
 def partitioned(model: nn.Module) -> nn.Module:
-    """The model, its parameters held by ZeRO 3: with one process, in one part each."""
+    """Partitions parameters as ZeRO 3 does with one process: into one part each."""
     for number, parameter in enumerate(model.parameters()):
         if hasattr(parameter, "ds_id"):
             continue
         parameter.ds_id, parameter.ds_shape = number, parameter.shape
-        parameter.ds_tensor, parameter.ds_status = parameter.data, NOT_HERE
+        parameter.ds_tensor, parameter.ds_status = parameter.data, NOT_AVAILABLE
         parameter.data = parameter.data.new_empty(0)
     return model
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """As `deepspeed.zero.GatheredParameters`."""
+    """Gathers parameters as `deepspeed.zero.GatheredParameters` does."""
     parameters = list(parameters)
     for each in parameters:
-        each.data, each.ds_status = each.ds_tensor.clone(), HERE
+        each.data, each.ds_status = each.ds_tensor.clone(), AVAILABLE
     yield
     for each in parameters:
-        each.ds_tensor, each.data, each.ds_status = each.data, each.data.new_empty(0), NOT_HERE
+        each.ds_tensor, each.data, each.ds_status = each.data, each.data.new_empty(0), NOT_AVAILABLE
 
 
 class DeepSpeedEngine(nn.Module):
-    """What it calls the model."""
+    """Holds the model as `module`, as DeepSpeed's engine does."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -49,7 +49,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_what_needs_values_is_refused_where_there_are_none(tmp_path, variant):
+def test_what_needs_values_is_refused_for_a_partitioned_model(tmp_path, variant):
     base = Net()
     model = drawn(copy.deepcopy(base), ["a"], variant=variant)
     lora.save_adapter(model, tmp_path / "there.safetensors")
@@ -74,7 +74,7 @@ def test_what_needs_values_is_refused_where_there_are_none(tmp_path, variant):
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @torch.no_grad()
-def test_what_is_trained_is_enough_to_save(tmp_path, caplog, name, variant):
+def test_gathering_what_is_trained_is_enough_to_save(tmp_path, caplog, name, variant):
     base, x = Net().eval(), torch.randn(2, 6)
     model = drawn(copy.deepcopy(base), ["a"], variant=variant)
     expected = model(x)
@@ -88,7 +88,7 @@ def test_what_is_trained_is_enough_to_save(tmp_path, caplog, name, variant):
 
 
 @torch.no_grad()
-def test_with_all_gathered_the_base_is_known(tmp_path):
+def test_with_all_parameters_gathered_the_base_has_a_fingerprint(tmp_path):
     model = drawn(Net(), ["a"])
     lora.save_adapter(model, tmp_path / "before.safetensors")
     partitioned(model)
@@ -125,7 +125,7 @@ def test_a_partitioned_model_is_adapted_by_its_shapes(make):
 
 
 @pytest.mark.parametrize("settings", [{"variant": "dora"}, {"initialization": "pissa"}])
-def test_what_is_made_of_weights_needs_them(settings):
+def test_dora_and_pissa_need_gathered_weights(settings):
     model = partitioned(Net())
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(ValueError, match=REFUSED):
@@ -136,7 +136,7 @@ def test_what_is_made_of_weights_needs_them(settings):
 
 
 @torch.no_grad()
-def test_evaluation_keeps_no_copy_of_what_is_freed_after_each_call():
+def test_evaluation_keeps_no_merged_copy_of_partitioned_weights():
     model, x = drawn(Net(), ["a"]).eval(), torch.randn(2, 6)
     expected = model(x)
     assert model.a._merged_copy is not None
@@ -147,7 +147,7 @@ def test_evaluation_keeps_no_copy_of_what_is_freed_after_each_call():
 
 
 def trained_by_an_engine(model: nn.Module, stage: int) -> nn.Module:
-    """The model, as `deepspeed.initialize` leaves it: ZeRO 3 makes notes on frozen parameters."""
+    """Marks parameters as `deepspeed.initialize` does; ZeRO 3 marks frozen ones too."""
     for parameter in model.parameters():
         if stage == 3:
             parameter._z3_optimizer = object()
@@ -157,41 +157,41 @@ def trained_by_an_engine(model: nn.Module, stage: int) -> nn.Module:
 
 
 def destroyed(model: nn.Module) -> nn.Module:
-    """As `engine.destroy()` leaves it, which keeps what ZeRO 3 notes."""
+    """Removes marks as `engine.destroy()` does, which leaves those of ZeRO 3."""
     for parameter in model.parameters():
         if hasattr(parameter, "_hp_mapping"):
-            parameter._hp_mapping = None  # as where another process holds the copy
+            parameter._hp_mapping = None  # as if another process holds the copy
     return model
 
 
-WAYS_OUT = {
+ADVICE = {
     2: r"; to do so now, call engine.destroy\(\) first$",
     3: r"; to do so now, build the model again$",
 }
 
 
-@pytest.mark.parametrize("stage", WAYS_OUT)
-def test_nothing_comes_under_an_optimizer_that_does_not_know_it(tmp_path, stage):
+@pytest.mark.parametrize("stage", ADVICE)
+def test_loading_and_adapting_are_refused_once_an_engine_holds_copies(tmp_path, stage):
     base = Net()
     model = drawn(base, ["a"])
     lora.save_adapter(model, tmp_path / "a.safetensors")
     trained_by_an_engine(model, stage)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    refused = r"of a.lora_A, .*load it before deepspeed.initialize" + WAYS_OUT[stage]
+    refused = r"of a.lora_A, .*load it before deepspeed.initialize" + ADVICE[stage]
     for wrapped in (model, DeepSpeedEngine(model)):
         with pytest.raises(ValueError, match=refused):
             lora.load_adapter(wrapped, tmp_path / "a.safetensors")
-    refused = r"of a.lora_A, .*added now: adapt the model before deepspeed.init.*" + WAYS_OUT[stage]
+    refused = r"of a.lora_A, .*added now: adapt the model before deepspeed.init.*" + ADVICE[stage]
     with pytest.raises(ValueError, match=refused):
         lora.add_lora(model, ["b"], r=2)
     assert_same_bits(model.state_dict(), before)
-    model = destroyed(model) if stage == 2 else drawn(base, ["a"])  # as they say
+    model = destroyed(model) if stage == 2 else drawn(base, ["a"])  # as the errors suggest
     assert lora.load_adapter(model, tmp_path / "a.safetensors") == ("a",)
     assert_same_bits(model.state_dict(), before)
     lora.add_lora(model, ["b"], r=2)
 
 
-@pytest.mark.parametrize("stage", WAYS_OUT)
+@pytest.mark.parametrize("stage", ADVICE)
 def test_a_frozen_adapter_under_a_trained_head_can_be_replaced(tmp_path, stage):
     base = Net()
     lora.save_adapter(drawn(base, ["a"]), tmp_path / "a.safetensors")
@@ -212,7 +212,7 @@ def test_a_frozen_adapter_under_a_trained_head_can_be_replaced(tmp_path, stage):
     assert_same_bits({name: model.state_dict()[name] for name in loaded}, loaded)
 
 
-def test_an_engine_is_a_wrapper(tmp_path):
+def test_an_engine_is_treated_as_a_wrapper(tmp_path):
     base = Net()
     engine = DeepSpeedEngine(drawn(base, ["a"]))
     lora.save_adapter(engine, tmp_path / "a.safetensors")

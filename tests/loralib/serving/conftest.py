@@ -1,4 +1,4 @@
-"""A model without adapters, and a bank of several on it."""
+"""Fixtures: a model without adapters, and a bank of several adapters on it."""
 
 import pytest
 from bank_models import MODELS, TRAINED, base_of, make_adapter

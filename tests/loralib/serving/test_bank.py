@@ -1,4 +1,4 @@
-"""Several adapters on one base: each gives what a model of its own gives, in mixed batches too."""
+"""Tests that each adapter in a bank gives what a model of its own gives, in mixed batches too."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.prepared import DeviceDelta
 
-# One name a row, in any order.
+# One name per row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
 
 # ---- one adapter ----
@@ -46,7 +46,7 @@ MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_batch_with_one_adapter_is_that_of_a_model_of_its_own(bank, model, model_class, name):
+def test_a_batch_with_one_adapter_equals_that_of_a_model_of_its_own(bank, model, model_class, name):
     batch = make_batch([4, 6, 1])
     with bank.use(name):
         ours = model(**batch)
@@ -58,7 +58,7 @@ def test_a_batch_with_one_adapter_is_that_of_a_model_of_its_own(bank, model, mod
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_model_that_was_compiled_before_takes_adapters(bank, model):
-    """The graph that is made while nobody has named an adapter does not stay."""
+    """A graph that was compiled without an adapter in use is not reused."""
     torch.compiler.reset()
     batch, compiled = make_batch([4, 6, 1]), torch.compile(model, backend="eager")
     close(compiled(**batch), model(**batch))
@@ -83,7 +83,7 @@ def test_names_and_labels(model, model_class):
         bank.labels("b")
 
 
-def test_what_is_added_is_a_copy(model, model_class):
+def test_a_bank_copies_an_adapter_s_tensors(model, model_class):
     batch, adapter = make_batch([3, 2]), make_adapter(model_class, "a")
     bank = lora.AdapterBank(model)
     bank.add("a", adapter)
@@ -98,15 +98,15 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.
 
 @torch.no_grad()
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_of_an_adapter_is_one(model, model_class, copied):
-    """As it comes from another process."""
+def test_a_copied_or_pickled_adapter_can_be_added(model, model_class, copied):
+    """For example one that comes from another process."""
     batch, bank = make_batch([3, 2]), lora.AdapterBank(model)
     bank.add("a", copied(make_adapter(model_class, "a")))
     with bank.use("a"):
         close(model(**batch), model_of(model_class, "a")(**batch))
 
 
-def test_a_forward_that_autograd_records(bank, model):
+def test_gradients_reach_the_model_but_not_an_adapter(bank, model):
     with bank.use("a"):
         logits = model(**make_batch([3, 2]))
     logits.sum().backward()  # adapters are constants in it
@@ -114,7 +114,7 @@ def test_a_forward_that_autograd_records(bank, model):
     assert all(p.grad is None for p in model.classifier.parameters())
 
 
-def test_an_added_head_does_not_drop_out(model, model_class):
+def test_an_added_head_has_no_dropout(model, model_class):
     model.classifier.dropout = nn.Dropout(0.9)
     model.classifier.forward = lambda x: Head.forward(model.classifier, x)
     bank = lora.AdapterBank(model.train())
@@ -128,7 +128,7 @@ def test_an_added_head_does_not_drop_out(model, model_class):
 
 @torch.no_grad()
 @pytest.mark.parametrize("names", MIXES)
-def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(bank, model, names):
+def test_a_mixed_batch_equals_its_rows_one_adapter_at_a_time(bank, model, names):
     batch = batch_for(names)
     with bank.use(list(names)):
         mixed = model(**batch)
@@ -167,7 +167,7 @@ def test_a_model_in_float64(model_class):
     close_to_rows(mixed, expected)
 
 
-def test_outputs_side_by_side_keep_their_argmax_and_softmax(bank, model):
+def test_padded_outputs_keep_their_argmax_and_softmax(bank, model):
     names, batch = "bda", batch_for("bda")
     with torch.no_grad(), bank.use(list(names)):
         mixed = model(**batch)
@@ -177,8 +177,8 @@ def test_outputs_side_by_side_keep_their_argmax_and_softmax(bank, model):
 
 
 @torch.no_grad()
-def test_the_order_of_names_counts(bank, model):
-    """What the tests above compare differs by far more than they allow."""
+def test_the_order_of_names_matters(bank, model):
+    """Rows of different adapters differ by far more than the tests above allow."""
     batch = batch_for("aab")
     with bank.use(["a", "a", "b"]):
         right = model(**batch)
@@ -188,7 +188,7 @@ def test_the_order_of_names_counts(bank, model):
 
 
 @torch.no_grad()
-def test_rows_that_are_cut_wrongly_show(bank, model, monkeypatch):
+def test_rows_in_a_wrong_segment_are_detected_by_these_tests(bank, model, monkeypatch):
     names, batch = "aabb", batch_for("aabb")
     parts = Routing.parts
 
@@ -217,7 +217,7 @@ def test_several_batches_in_one_block(bank, model):
 
 
 @torch.no_grad()
-def test_projections_of_what_is_no_batch(bank, model, model_class):
+def test_for_each_segment_computes_positions_with_each_adapter(bank, model, model_class):
     layer, x = model.get_submodule(LAYER[model_class]), torch.randn(3, WIDTH)
     other, plain = nn.Linear(WIDTH, 4), layer(x)
     assert [torch.equal(out, plain) for out in for_each_segment(layer, x)] == [True]
@@ -226,7 +226,7 @@ def test_projections_of_what_is_no_batch(bank, model, model_class):
         with bank.use(name):
             return layer(x)
 
-    # As many rows as the batch has, so that nothing but the call tells.
+    # As many positions as rows in the batch: only the call shows that these are positions.
     with bank.use(["a", "d", "a"]):
         outputs, others = for_each_segment(layer, x), for_each_segment(other, x)
         assert in_effect().positions is False
@@ -241,7 +241,7 @@ def test_projections_of_what_is_no_batch(bank, model, model_class):
 
 
 @torch.no_grad()
-def test_casts_are_made_once_and_may_be_recorded_later(bank, model, model_class):
+def test_casts_are_made_once_and_autograd_may_record_them_later(bank, model, model_class):
     batch = make_batch([3, 4])
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), bank.use("a"):
         expected = model(**batch)
@@ -254,8 +254,8 @@ def test_casts_are_made_once_and_may_be_recorded_later(bank, model, model_class)
     close_in_half(logits.detach(), expected, 0.06)
 
 
-def test_parts_that_do_not_lie_one_behind_the_other_in_memory():
-    """A layer may return its output in another order of dimensions."""
+def test_segments_that_are_not_contiguous_in_memory():
+    """A layer that returns a transposed output has such segments."""
 
     class Turned(nn.Linear):
         def forward(self, x):
@@ -317,11 +317,11 @@ def test_a_hook_is_registered_once(bank, model, model_class):
     assert len(hooks_of(model)) == count
     model.register_forward_hook(lambda *_: None)
     bank.close()
-    assert len(hooks_of(model)) == 1  # somebody else's
+    assert len(hooks_of(model)) == 1  # registered by someone else
 
 
 @torch.no_grad()
-def test_an_adapter_that_is_removed_in_use_is_used_to_the_end(bank, model):
+def test_an_adapter_that_is_removed_in_a_block_is_used_until_its_end(bank, model):
     batch = make_batch([3, 2])
     with bank.use("a"):
         before = model(**batch)
@@ -335,15 +335,15 @@ def test_an_adapter_that_is_removed_in_use_is_used_to_the_end(bank, model):
 def test_a_copy_of_the_model_is_a_plain_one(bank, model):
     batch = make_batch([3, 2])
     expected = model(**batch)
-    sidecar = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with bank.use("a"):
         assert not torch.allclose(model(**batch)[:, :2], expected[:, :2], atol=1e-3)
-        assert torch.equal(sidecar(**batch), expected)
+        assert torch.equal(copied(**batch), expected)
 
 
 @torch.no_grad()
-def test_a_copy_s_hooks_may_be_taken_over_by_other_modules(bank, model, model_class):
-    """As torch.ao's quantization does it, which registers them anew, without keywords."""
+def test_the_hooks_of_a_copy_may_be_registered_on_other_modules(bank, model, model_class):
+    """torch.ao's quantization does this, and registers them without keywords."""
     batch, copied = make_batch([3, 2]), copy.deepcopy(model)
     expected = model(**batch)
     name = LAYER[model_class]
@@ -361,7 +361,7 @@ def test_a_copy_s_hooks_may_be_taken_over_by_other_modules(bank, model, model_cl
 
 
 @torch.no_grad()
-def test_of_nested_blocks_the_innermost_counts(bank, model):
+def test_the_innermost_of_nested_blocks_applies(bank, model):
     batch = make_batch([3, 2])
     with bank.use("a"):
         outer = model(**batch)
@@ -422,7 +422,7 @@ def test_threads_do_not_disturb_each_other(bank, model):
 # ---- slices ----
 
 
-def test_slices_that_are_not_updated_keep_their_bits():
+def test_slices_without_updates_are_bit_exact():
     model = base_of(Packed)
     bank, adapter = lora.AdapterBank(model), make_adapter(Packed, "a")
     bank.add("a", adapter)

@@ -1,4 +1,4 @@
-"""A bank compares an adapter's base with its model, also where the family is not known by name."""
+"""A bank checks that an adapter's base is its model, in families it does not know by name too."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's model, whose names say nothing to the library."""
+    """A user's model, whose names the library does not know."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -66,7 +66,7 @@ def without_head(state):
     return {name: tensor for name, tensor in state.items() if not name.startswith("score.")}
 
 
-# How the one who trained may have taken the base's fingerprint, and what of it is compared.
+# How the base's fingerprint may have been taken in training, and a tensor that it covers.
 METHODS = {
     "without the head": (lambda state: fingerprint(without_head(state)), "words.weight"),
     "by its name": (lambda state: fingerprint(state, ["body."]), "body.1.query.weight"),
@@ -74,14 +74,14 @@ METHODS = {
 }
 
 
-def test_the_family_is_not_known():
+def test_the_model_s_family_is_not_known():
     assert not any(in_known_backbone(name) for name in Own().state_dict())
 
 
 @pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_right_base_is_taken_and_another_refused(way, head, dtype, caplog):
+def test_the_right_base_is_accepted_and_another_refused(way, head, dtype, caplog):
     take, part = METHODS[way]
     model = Own()
     mine = adapter(model, take(model.state_dict()), head)
@@ -99,15 +99,15 @@ def test_the_right_base_is_taken_and_another_refused(way, head, dtype, caplog):
 
 
 @pytest.mark.parametrize("way", ["without the head", "by its name"])
-def test_the_model_s_head_may_be_another_than_the_adapter_s(way):
+def test_the_model_s_head_may_differ_from_the_adapter_s(way):
     model = Own()
     mine = adapter(model, METHODS[way][0](model.state_dict()))
     nn.init.ones_(model.score.weight)
     lora.AdapterBank(model).add("mine", mine)
 
 
-def test_modules_at_the_top():
-    """Their own weights are the least that is compared."""
+def test_the_weights_of_adapted_top_level_modules_are_compared():
+    """Even if the fingerprint covers no others."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for taken in (fingerprint(state), fingerprint(state, ["0."])):
@@ -127,7 +127,7 @@ def test_modules_at_the_top():
         (torch.float16, "feed" * 4, "a model in float16, or quantized or offloaded in part"),
     ],
 )
-def test_what_cannot_be_compared_is_said_once(caplog, dtype, known, message):
+def test_a_base_that_cannot_be_compared_is_warned_of_once(caplog, dtype, known, message):
     model = Own().to(dtype)
     bank, mine = lora.AdapterBank(model), adapter(model, known)
     with caplog.at_level(logging.WARNING):
@@ -140,7 +140,7 @@ def test_what_cannot_be_compared_is_said_once(caplog, dtype, known, message):
     assert message in record.message
 
 
-def test_a_fingerprint_of_a_family_that_is_not_known_is_of_its_weights():
+def test_the_fingerprint_of_an_unknown_family_is_of_its_weights():
     first, second = Own().state_dict(), Own(seed=1).state_dict()
     assert fingerprint(first) == fingerprint(Own().state_dict()) != fingerprint(second)
     assert len({fingerprint(first), fingerprint({}), fingerprint(without_head(first))}) == 3
@@ -148,7 +148,7 @@ def test_a_fingerprint_of_a_family_that_is_not_known_is_of_its_weights():
     assert fingerprint(added) == fingerprint(first)
 
 
-# ---- a base that changes once adapters are there ----
+# ---- a base that changes after adapters were added ----
 
 IDS = torch.tensor([[1, 2], [3, 4]])
 
@@ -188,7 +188,7 @@ def bank_of(model):
 
 
 @pytest.mark.parametrize("change", [load_another, assign_another, train, merge_into_it])
-def test_a_base_that_is_another_one_by_now_is_refused(change):
+def test_a_base_that_has_changed_since_is_refused(change):
     model = Own()
     bank = bank_of(model)
     outputs(bank, model)
@@ -205,7 +205,7 @@ def test_a_base_that_is_another_one_by_now_is_refused(change):
             refused()
     assert bank.names == ("a", "headless")
     bank.close()
-    outputs(bank_of(model), model)  # a way out
+    outputs(bank_of(model), model)  # a new bank accepts it
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, spectral_norm])
@@ -240,8 +240,8 @@ def compile_its_layers(model):
 @pytest.mark.parametrize(
     "modules", [["body.0.query"], ["body.1.value"], ["body.0.query", "body.1.value"]], ids=str
 )
-def test_layers_without_adapters_are_not_computed_for_those_with_them(compiled, modules):
-    """Dynamo compiles a layer's code once, and does not look at the hooks of another layer."""
+def test_compiled_layers_with_adapters_do_not_run_the_code_of_those_without(compiled, modules):
+    """Dynamo compiles the code of a class once, and does not check each layer's hooks."""
     torch.compiler.reset()
     model = Own()
     bank = lora.AdapterBank(model)
@@ -258,7 +258,7 @@ def test_layers_without_adapters_are_not_computed_for_those_with_them(compiled, 
 
 
 @pytest.mark.slow
-def test_a_block_within_what_is_compiled_compares_weights_as_well():
+def test_a_block_in_compiled_code_compares_weights_too():
     torch.compiler.reset()
     model = Own()
     bank, state = bank_of(model), copy.deepcopy(model.state_dict())
@@ -286,19 +286,19 @@ def replace_the_head(model):
     model.score = nn.Linear(WIDTH, 5)
 
 
-def take_the_body_out(model):
+def remove_the_body(model):
     model.body = nn.Identity()
 
 
-def turn_the_body_round(model):
+def reverse_the_body(model):
     model.body = nn.ModuleList(list(model.body)[::-1])
 
 
-def take_layers_twice(model):
+def repeat_layers(model):
     model.body = nn.Sequential(*model.body, *model.body)
 
 
-def take_a_layer_s_projection(model):
+def share_a_projection(model):
     layer = Layer()
     layer.query = model.body[0].query
     model.body = nn.ModuleList([layer, model.body[1]])
@@ -310,14 +310,14 @@ def take_a_layer_s_projection(model):
         (replace_a_layer, r"body\.0"),
         (replace_a_projection, r"body\.1\.value"),
         (replace_the_head, "score"),
-        (take_the_body_out, "body"),
-        (turn_the_body_round, "body"),
-        (take_layers_twice, "body"),
-        (take_a_layer_s_projection, "body"),
+        (remove_the_body, "body"),
+        (reverse_the_body, "body"),
+        (repeat_layers, "body"),
+        (share_a_projection, "body"),
     ],
 )
-def test_a_module_that_took_the_place_of_an_adapted_one_is_refused(change, name):
-    """A bank's hooks, by which an adapter acts, are on the one that was there."""
+def test_a_module_that_has_replaced_an_adapted_one_is_refused(change, name):
+    """A bank's hooks, which add an adapter's updates, are on the former module."""
     model = Own()
     bank, another = bank_of(model), adapter(model, None)
     modules = {each: model.get_submodule(each) for each, _ in model.named_modules() if each}
@@ -327,8 +327,8 @@ def test_a_module_that_took_the_place_of_an_adapted_one_is_refused(change, name)
         with pytest.raises(ValueError, match=message):
             refused()
     if change is replace_the_head:
-        outputs(bank, model, "headless")  # which has none to put there
-    for each, module in modules.items():  # the way out
+        outputs(bank, model, "headless")  # this adapter brings no head
+    for each, module in modules.items():  # as the error suggests
         setattr(model.get_submodule(each.rpartition(".")[0]), each.rpartition(".")[2], module)
     outputs(bank, model)
 
@@ -347,7 +347,7 @@ def load_another_and_it_again(model):
     model.load_state_dict(state)
 
 
-def load_it_into_halves(model):
+def load_it_into_bfloat16(model):
     state = copy.deepcopy(model.state_dict())
     model.bfloat16().load_state_dict(state)
 
@@ -361,7 +361,7 @@ def compile_a_layer(model):
 
 
 class Wrapper(nn.Module):
-    """As other packages have them, of which the library knows nothing."""
+    """A wrapper of another package, which the library does not know."""
 
     def __init__(self, inner):
         super().__init__()
@@ -398,7 +398,7 @@ def change_what_no_adapter_touches(model):
         load_it_again,
         assign_it_again,
         load_another_and_it_again,
-        load_it_into_halves,
+        load_it_into_bfloat16,
         train_another,
         compile_a_layer,
         put_it_into_another_list,
@@ -406,7 +406,7 @@ def change_what_no_adapter_touches(model):
         change_what_no_adapter_touches,
     ],
 )
-def test_a_base_that_is_the_same_is_used(change):
+def test_changes_that_affect_no_adapter_in_use_are_accepted(change):
     model = Own()
     bank = bank_of(model)
     change(model)
@@ -424,7 +424,7 @@ def compile_alone(module):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("wrap", [compile_alone, lambda x: Wrapper(compile_alone(x))])
 def test_a_projection_that_is_compiled_alone_is_refused(name, first, wrap):
-    """It could be computed by the code of one of its class that no adapter changes."""
+    """It could run the compiled code of another layer of its class, without an adapter."""
     model = Own()
     bank, own = lora.AdapterBank(model), adapter(model, None)
     another = lora.AdapterBank(like := copy.deepcopy(model))
@@ -432,7 +432,7 @@ def test_a_projection_that_is_compiled_alone_is_refused(name, first, wrap):
     expected = outputs(another, like)
     owner, _, last = name.rpartition(".")
     owner, module = model.get_submodule(owner), model.get_submodule(name)
-    if first and wrap is compile_alone:  # another's wrapper gives names of its own
+    if first and wrap is compile_alone:  # the other wrapper would change names
         setattr(owner, last, wrap(module))
     bank.add("a", own)
     setattr(owner, last, wrap(module))
@@ -441,14 +441,14 @@ def test_a_projection_that_is_compiled_alone_is_refused(name, first, wrap):
     ):
         bank.use("a").__enter__()
     setattr(owner, last, module)
-    for each in model.modules():  # the way out
+    for each in model.modules():  # as the error suggests
         if isinstance(each, nn.Linear):
             each.compile(backend="eager")
     for _ in range(2):
         torch.testing.assert_close(outputs(bank, model), expected)
 
 
-def test_a_head_may_be_taken_out_for_the_features_before_it():
+def test_a_head_may_be_replaced_by_an_identity_to_get_features():
     model = Own()
     bank = bank_of(model)
     seen = []
@@ -462,7 +462,7 @@ def test_a_head_may_be_taken_out_for_the_features_before_it():
             bank.use(names).__enter__()
 
 
-def test_projections_that_are_compiled_alone_are_refused_in_another_list():
+def test_a_projection_that_is_compiled_alone_is_refused_in_a_new_container_too():
     model = Own()
     model.body[0].query = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     bank = lora.AdapterBank(model)
@@ -475,7 +475,7 @@ def test_projections_that_are_compiled_alone_are_refused_in_another_list():
 
 
 def test_a_block_may_end_while_its_thread_adds_an_adapter(monkeypatch):
-    """As one does in a generator that the garbage collector finds meanwhile."""
+    """As when the garbage collector meanwhile closes a generator that is in a block."""
     model = Own()
     bank = bank_of(model)
     block = bank.use("a")
@@ -514,7 +514,7 @@ def test_a_weight_that_no_adapter_in_use_changes_does_not_matter():
     outputs(bank, model, "again")
 
 
-def test_weights_are_compared_where_pytorch_does_not_transform():
+def test_a_bank_can_be_used_under_transforms():
     torch.manual_seed(0)
     model = Own()
     bank = bank_of(model)
@@ -531,7 +531,7 @@ def test_weights_are_compared_where_pytorch_does_not_transform():
     torch.testing.assert_close(found[0], loss(state), rtol=1e-4, atol=1e-4)
 
 
-def test_a_part_that_is_scripted_is_no_hindrance():
+def test_a_part_without_an_adapter_may_be_replaced_by_a_traced_one():
     model = Own()
     bank = bank_of(model)
     expected = outputs(bank, model)
@@ -539,7 +539,7 @@ def test_a_part_that_is_scripted_is_no_hindrance():
     torch.testing.assert_close(outputs(bank, model), expected)
 
 
-def test_a_bank_whose_adapters_were_removed_takes_another_base():
+def test_a_bank_whose_adapters_were_removed_accepts_another_base():
     model = Own()
     bank = bank_of(model)
     before = outputs(bank, model)
@@ -555,26 +555,26 @@ def test_a_bank_whose_adapters_were_removed_takes_another_base():
     assert not torch.equal(found, before)
 
 
-@pytest.mark.parametrize("end", [lambda bank: bank.close(), lambda bank: bank.remove("a")])
-def test_a_bank_keeps_nothing_that_no_adapter_needs(end):
+@pytest.mark.parametrize("drop", [lambda bank: bank.close(), lambda bank: bank.remove("a")])
+def test_a_bank_holds_no_references_that_no_adapter_needs(drop):
     model = Own()
     bank = lora.AdapterBank(model)
     bank.add("a", adapter(model, None))
     layer = model.body[0]
-    kept = [weakref.ref(each) for each in (layer, layer.query, layer.query.weight, model.score)]
-    end(bank)
+    refs = [weakref.ref(each) for each in (layer, layer.query, layer.query.weight, model.score)]
+    drop(bank)
     model.body[0], model.score, layer = Layer(), nn.Linear(WIDTH, 3), None
     gc.collect()
-    assert [each() for each in kept] == [None] * len(kept)
+    assert [each() for each in refs] == [None] * len(refs)
 
 
-def test_what_another_adapter_needs_is_compared_when_one_is_removed():
+def test_after_a_removal_the_modules_of_other_adapters_are_still_compared():
     model = Own()
     bank = bank_of(model)
     bank.add("first", adapter(model, None, head=False, modules=["body.0.query"]))
     bank.remove("a")
     bank.remove("headless")
-    model.score = nn.Linear(WIDTH, 3)  # where the removed one had its head
+    model.score = nn.Linear(WIDTH, 3)  # for which a removed adapter had a head
     outputs(bank, model, "first")
     with torch.no_grad():
         model.body[0].query.weight.add_(1)

@@ -1,4 +1,4 @@
-"""Banks on embeddings and convolutions, and with variants."""
+"""Tests of banks with every kind of layer and variant, and of layers that banks refuse."""
 
 import copy
 
@@ -48,7 +48,7 @@ def test_outside_of_a_block_the_model_is_the_plain_one(tmp_path, name, variant):
 @pytest.mark.parametrize("variant", ["lora", "rslora+dora"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "kernels"])
 def test_a_mixed_batch_in_bfloat16(tmp_path, name, variant):
-    """Each row as with its adapter alone: of variants that differ as well."""
+    """Each row equals that of its adapter alone, even if variants differ."""
     case = CASES[name]
     plain = case.build().bfloat16()
     bank = lora.AdapterBank(plain)
@@ -66,8 +66,8 @@ def test_a_mixed_batch_in_bfloat16(tmp_path, name, variant):
     assert (alone["a"] - alone["b"]).abs().max() > 0.2
 
 
-def test_the_gain_is_that_of_the_base_it_was_added_to(tmp_path):
-    """DoRA's norms are computed once; they are those of the layer in its own evaluation mode."""
+def test_the_gain_of_dora_is_computed_for_the_bank_s_base(tmp_path):
+    """It is computed once, and is that of an adapted layer in evaluation mode."""
     case = CASES["linear"]
     model = case.adapted(variant="dora")
     plain = case.build()
@@ -80,32 +80,32 @@ def test_the_gain_is_that_of_the_base_it_was_added_to(tmp_path):
 
 
 def offload(model):
-    """Keeps weights outside of the model but for the calls of its layers, as accelerate does."""
+    """Keeps weights out of the model except in calls of its layers, as accelerate does."""
 
-    def moved(module, values):
+    def set_parameters(module, values):
         for name, value in values.items():
             setattr(module, name, nn.Parameter(value, requires_grad=False))
 
     for module in model.modules():
-        held = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
-        away = {name: tensor.to("meta") for name, tensor in held.items()}
+        loaded = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+        offloaded = {name: tensor.to("meta") for name, tensor in loaded.items()}
 
-        def forward(*inputs, own=module.forward, module=module, held=held, away=away):
-            moved(module, held)
+        def forward(*inputs, own=module.forward, module=module, loaded=loaded, offloaded=offloaded):
+            set_parameters(module, loaded)
             try:
                 return own(*inputs)
             finally:
-                moved(module, away)
+                set_parameters(module, offloaded)
 
-        if held:
+        if loaded:
             module.forward = forward
-            moved(module, away)
+            set_parameters(module, offloaded)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_model_that_is_offloaded_once_it_has_adapters(tmp_path, name, variant):
-    """There a bank's hooks find no bias, which DoRA's gain is not to multiply."""
+def test_a_model_that_is_offloaded_after_adapters_were_added(tmp_path, name, variant):
+    """DoRA's gain must not multiply the bias, which a bank's hooks do not find then."""
     case = CASES[name]
     plain = case.build()
     bank, own = lora.AdapterBank(plain), adapter(tmp_path, name, variant=variant)
@@ -132,8 +132,8 @@ def test_an_attention_is_refused(tmp_path, name):
     assert bank.names == ()
 
 
-def test_a_forward_of_its_own_is_refused(tmp_path):
-    """Its output is more than the rows that an update is added to."""
+def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path):
+    """An update cannot be added to rows that are normalized."""
 
     class Normed(nn.Embedding):
         def forward(self, ids):
@@ -149,7 +149,7 @@ def test_a_forward_of_its_own_is_refused(tmp_path):
     assert bank.names == ()
 
 
-def test_a_convolution_of_another_weight_is_refused(tmp_path):
+def test_a_convolution_that_computes_with_another_weight_is_refused(tmp_path):
     class Centered(nn.Conv1d):
         def _conv_forward(self, x, weight, bias):
             return super()._conv_forward(x, weight - weight.mean(), bias)
@@ -166,8 +166,8 @@ def test_a_convolution_of_another_weight_is_refused(tmp_path):
         bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
 
 
-def test_a_batch_of_one_number_a_row():
-    """An embedding's input, which has no second dimension."""
+def test_a_mixed_batch_of_one_token_id_per_row():
+    """The input of an embedding, without a second dimension."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 3))
     ids, expected = torch.tensor([3, 0, 10]), {}
@@ -186,8 +186,8 @@ def test_a_batch_of_one_number_a_row():
     torch.testing.assert_close(mixed, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_bank_copies_of_a_head_is_not_trained():
-    """The model's own stays as it is, a weight that the head shares with it as well."""
+def test_a_bank_s_copy_of_a_head_requires_no_gradients():
+    """The model's own parameters still do, including one that the head shares with it."""
     plain = nn.ModuleDict({"words": nn.Embedding(11, 8), "up": nn.Linear(8, 8)})
     plain["head"] = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 11, bias=False))
     plain["head"][1].weight = plain["words"].weight
@@ -201,7 +201,7 @@ def test_what_a_bank_copies_of_a_head_is_not_trained():
     assert all(parameter.requires_grad for parameter in plain.parameters())
 
 
-def test_another_number_of_rows(tmp_path):
+def test_another_number_of_rows_is_refused(tmp_path):
     case = CASES["embedding"]
     plain = case.build()
     bank = lora.AdapterBank(plain)

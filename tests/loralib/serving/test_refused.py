@@ -1,4 +1,4 @@
-"""What a bank refuses: names, rows and adapters that do not fit; nothing changes then."""
+"""Tests that a bank refuses names, rows and adapters that do not fit, and then changes nothing."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ from loralib.serving.bank import Block
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 
-def test_a_model_with_updates_of_its_own(model_class):
+def test_a_model_with_lora_of_its_own_is_refused(model_class):
     with refuses(ValueError, f"{LAYER[model_class]} has LoRA already"):
         lora.AdapterBank(model_class(TRAINED["a"]))
 
@@ -53,7 +53,7 @@ def test_a_model_with_updates_of_its_own(model_class):
         (torch.ones(2), [r"for each row, got tensor\(\["]),
     ],
 )
-def test_names_that_there_are_not(bank, model, names, parts):
+def test_unknown_and_invalid_names_are_refused(bank, model, names, parts):
     with refuses(ValueError, *parts), bank.use(names):
         pytest.fail("the block began")
     assert in_effect() is None
@@ -66,7 +66,7 @@ def test_names_that_there_are_not(bank, model, names, parts):
 
 
 @pytest.mark.parametrize("name", [1, None, 1.5, "", b"a", ["a"], ("a",)])
-def test_a_name_that_is_not_a_string(bank, model, model_class, name):
+def test_a_name_that_is_not_a_string_is_refused(bank, model, model_class, name):
     adapter = make_adapter(model_class, "a")
     new = lora.AdapterBank(model)
     with refuses(ValueError, "name has to be a string, not empty, got "):
@@ -91,7 +91,7 @@ def test_uses_that_are_not_warned_of(bank, model, model_class, caplog):
     def answer():
         return model(**batch)
 
-    for _ in range(2):  # a block for each call
+    for _ in range(2):  # each call enters a new block
         close(answer(), model_of(model_class, "a")(**batch))
     block = bank.use("b")
     with block:
@@ -136,13 +136,13 @@ async def asynchronous_generator():
 
 
 @pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
-def test_what_computes_after_its_call_is_not_decorated(bank, caplog, function):
+def test_generators_and_coroutines_cannot_be_decorated(bank, caplog, function):
     with refuses(ValueError, f"{function.__name__} is a generator or a coroutine", "inside it"):
         bank.use("a")(function)
-    assert not caplog.records  # the block is used up, and nothing says that it has no effect
+    assert not caplog.records  # no warning that the refused block has no effect
 
 
-def test_a_block_that_was_not_entered_is_not_left(bank):
+def test_a_block_that_was_not_entered_cannot_be_exited(bank):
     block = bank.use("a")
     with pytest.raises(RuntimeError, match="was not entered"):
         block.__exit__(None, None, None)
@@ -150,7 +150,7 @@ def test_a_block_that_was_not_entered_is_not_left(bank):
         pass
 
 
-def test_arguments_exchanged(bank, model_class):
+def test_exchanged_arguments_are_refused(bank, model_class):
     adapter = make_adapter(model_class, "a")
     with refuses(TypeError, "the name comes first"):
         bank.add(adapter, "f")
@@ -160,7 +160,7 @@ def test_arguments_exchanged(bank, model_class):
         bank.remove(adapter)
 
 
-def test_a_path_is_not_an_adapter(model):
+def test_a_path_is_refused_as_an_adapter(model):
     bank = lora.AdapterBank(model)
     with refuses(TypeError, "adapter 'a'", "lora.read_adapter", "got 'f'"):
         bank.add("a", "f")
@@ -168,13 +168,13 @@ def test_a_path_is_not_an_adapter(model):
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "a"], ["a"], ["b"] * 4])
-def test_another_number_of_rows(bank, model, names):
+def test_another_number_of_rows_is_refused(bank, model, names):
     with refuses(ValueError, "3", str(len(names)), "row"), bank.use(names):
         model(**make_batch([2, 4, 1]))
     assert in_effect() is None
 
 
-def test_rows_that_cannot_be_told(bank, model, model_class):
+def test_a_layer_s_input_with_another_number_of_rows_is_refused(bank, model, model_class):
     layer = model.get_submodule(LAYER[model_class])
     for shape in [(5, WIDTH), (WIDTH,), (2, 3, WIDTH)]:
         x = torch.randn(shape)
@@ -191,7 +191,7 @@ def test_rows_that_cannot_be_told(bank, model, model_class):
 
 
 def changed(**tensors):
-    """Replaces tensors by name, dots written as two underscores; None takes one out."""
+    """Replaces tensors by name, with two underscores for each dot. None removes one."""
 
     def change(adapter):
         new = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
@@ -200,7 +200,7 @@ def changed(**tensors):
     return change
 
 
-def informed(**info):
+def with_metadata(**info):
     return lambda adapter: replace(adapter, metadata=replace(adapter.metadata, **info))
 
 
@@ -228,14 +228,20 @@ MISFITS = {
     ),
     "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
     "a copy of bitfit's": (of_kind(copy.deepcopy(BITFIT), BiasMetadata()), ["holds BitFit we"]),
-    "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
-    "trained_with": (informed(trained_with=("apply_bitfit",)), ["apply_bitfit as well", MERGE]),
+    "biases": (with_metadata(bias="lora_only"), ["brings biases of its own", MERGE]),
+    "trained_with": (
+        with_metadata(trained_with=("apply_bitfit",)),
+        ["apply_bitfit as well", MERGE],
+    ),
     "no info": (lambda adapter: replace(adapter, metadata=None), ["give it as lora_alpha"]),
     "other base": (
-        informed(base="their/base", base_fingerprint="feed" * 4),
+        with_metadata(base="their/base", base_fingerprint="feed" * 4),
         ["another base", "'their/base'", "feedfeedfeedfeed"],
     ),
-    "labels": (informed(labels=("a", "b", "c")), ["names 3 labels, but its head has 2 outputs"]),
+    "labels": (
+        with_metadata(labels=("a", "b", "c")),
+        ["names 3 labels, but its head has 2 outputs"],
+    ),
     "not finite": (with_nan, ["lora_B holds values that are not finite"]),
     "head not finite": (
         changed(classifier__out_proj__bias=torch.tensor([0.0, float("inf")])),
@@ -296,7 +302,9 @@ MISFITS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize(("change", "parts"), MISFITS.values(), ids=MISFITS)
-def test_a_misfit_leaves_everything_as_it_was(model, model_class, change, parts):
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
+    model, model_class, change, parts
+):
     bank, batch = lora.AdapterBank(model), make_batch([3, 2])
     bank.add("b", make_adapter(model_class, "b"))
     hooks, state = hooks_of(model), copy.deepcopy(model.state_dict())
@@ -313,8 +321,8 @@ def test_a_misfit_leaves_everything_as_it_was(model, model_class, change, parts)
         close(model(**batch), model_of(model_class, "a")(**batch))
 
 
-def test_the_bases_fingerprint(model, model_class):
-    """A copy in bfloat16 is the same base; one in float16 cannot be told from others."""
+def test_an_adapter_whose_base_has_another_fingerprint_is_refused(model, model_class):
+    """A copy in bfloat16 has the same fingerprint. One in float16 has none, and is accepted."""
     own = fingerprint(model.state_dict())
     same = make_adapter(model_class, "a", base_fingerprint=own)
     other = make_adapter(model_class, "a", base_fingerprint="feed" * 4)
@@ -327,7 +335,7 @@ def test_the_bases_fingerprint(model, model_class):
     lora.AdapterBank(model.half()).add("other", other)
 
 
-def test_a_name_used_twice(bank, model, model_class):
+def test_a_name_that_is_taken_is_refused(bank, model, model_class):
     with refuses(ValueError, "already has an adapter 'a' .it has a, b, c, d, e."):
         bank.add("a", make_adapter(model_class, "b"))
     batch = make_batch([2])
@@ -335,7 +343,7 @@ def test_a_name_used_twice(bank, model, model_class):
         close(model(**batch), model_of(model_class, "a")(**batch))
 
 
-def test_a_closed_bank(bank, model_class):
+def test_a_closed_bank_can_only_be_closed_again(bank, model_class):
     bank.close()
     bank.close()
     with refuses(ValueError, "the bank is closed"):
@@ -344,8 +352,8 @@ def test_a_closed_bank(bank, model_class):
         pass
 
 
-def test_a_module_that_is_never_called():
-    """Attention takes its output projection's weight: a hook on the projection would not act."""
+def test_an_adapter_of_a_module_that_is_never_called_is_refused():
+    """An attention computes with the weight of out_proj, whose hooks would have no effect."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     tensors = {"attention.out_proj.lora_A": torch.ones(2, 8)}
     tensors["attention.out_proj.lora_B"] = torch.ones(8, 2)
