@@ -40,7 +40,7 @@ class Trained:
     alpha: float
     labels: int
     targets: tuple[str, ...] = ("query", "value")
-    positions: bool = False  # whether LoRA applies to distances, if DeBERTa shares projections
+    positions: bool = False  # whether LoRA reaches positions, if DeBERTa shares projections
 
 
 TRAINED = {
@@ -176,7 +176,7 @@ def mixed_logits(bank, model, names, batch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_adapter_gives_its_own_model_s_logits(task, name, path):
-    """On DeBERTa, also if LoRA applies to distances."""
+    """On DeBERTa, whether LoRA reaches positions or not."""
     bank, batch = task.bank(name), make_batch(4, path)
     with bank.use(name):
         ours = task.base(**batch).logits
@@ -320,7 +320,7 @@ def test_these_checks_notice_another_adapter_s_distances(make_classifier, monkey
         close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
-def test_an_adapter_has_to_record_whether_it_applies_to_distances(make_classifier):
+def test_an_adapter_has_to_record_whether_it_reaches_positions(make_classifier):
     task = Task(make_classifier, "deberta")
     adapter = task.adapter("a")
     unrecorded = replace(adapter, metadata=replace(adapter.metadata, positions=None))

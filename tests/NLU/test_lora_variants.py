@@ -1,4 +1,4 @@
-"""LoRA's variants in the encoders: how a model starts, what training changes, what files say."""
+"""LoRA's variants in the encoders: how a model starts, what training changes, what files record."""
 
 import json
 
@@ -38,12 +38,12 @@ def bases(tmp_path_factory):
 
 @pytest.fixture
 def made(bases):
-    """``made(family, name)``: a model with this variant on the family's base, as it starts."""
+    """``made(family, name)``: a new model with this variant on the family's base."""
     return lambda family, name, **more: build(bases[family], **settings_of(name), **more)
 
 
 def close(ours, theirs):
-    # Beside W's products there are those of B A, and DoRA's norms.
+    # B A's products and DoRA's norms round, too, not only W's products.
     assert_close_to_rounding(ours, theirs, 3 * TERMS)
 
 
@@ -63,7 +63,7 @@ def test_a_model_starts_as_its_base(made, bases, family, name):
 
 @EACH
 @IN_ALL
-def test_training_moves_what_it_trains_and_the_logits(made, family, name):
+def test_training_changes_the_trained_parameters_and_the_logits(made, family, name):
     model = made(family, name)
     before = {n: tensor.clone() for n, tensor in model.state_dict().items()}
     start = logits_of(model)
@@ -78,7 +78,7 @@ def test_training_moves_what_it_trains_and_the_logits(made, family, name):
 
 @EACH
 @IN_ALL
-def test_merged_logits(made, family, name):
+def test_a_merged_model_gives_the_same_logits(made, family, name):
     model = train(made(family, name))
     expected = logits_of(model)
     merged = lora.merge(model)
@@ -98,8 +98,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(made, family, name):
 
 
 @pytest.mark.parametrize("name", ["dora", "pissa"])
-def test_where_positions_share_the_projection(bases, name):
-    """On contents alone, positions see the frozen weight; on both, the adapted one."""
+def test_variants_that_reach_positions_or_contents_alone(bases, name):
+    """If LoRA reaches contents alone, positions use the frozen weight, else the adapted one."""
     settings = {**settings_of(name), "lora_targets": ["query", "key"]}
     models = [
         build(bases["deberta"], **settings, lora_positions=reached) for reached in (False, True)
@@ -117,7 +117,7 @@ def test_where_positions_share_the_projection(bases, name):
 @EACH
 @IN_ALL
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
-def test_files_bring_the_model_back_to_the_bit(made, bases, tmp_path, family, name, full):
+def test_files_restore_the_model_bit_exactly(made, bases, tmp_path, family, name, full):
     model = train(made(family, name))
     if full:
         model.save_pretrained(tmp_path / "full", safe_serialization=True)
@@ -132,18 +132,21 @@ def test_files_bring_the_model_back_to_the_bit(made, bases, tmp_path, family, na
 
 
 @EACH
-def test_what_a_file_says(made, family):
-    said = {
+def test_metadata_of_variants(made, family):
+    recorded = {
         name: made(family, name).adapter().metadata
         for name in ("lora", "pissa, dora", "frozen A", "patterns")
     }
-    plain = said["lora"]
+    plain = recorded["lora"]
     assert (plain.variant, plain.initialization, plain.freeze_A) == (None, None, None)
     assert (plain.rank_pattern, plain.alpha_pattern) == (None, None)
-    assert (said["pissa, dora"].variant, said["pissa, dora"].initialization) == ("dora", "pissa")
-    assert said["frozen A"].freeze_A is True
+    assert (recorded["pissa, dora"].variant, recorded["pissa, dora"].initialization) == (
+        "dora",
+        "pissa",
+    )
+    assert recorded["frozen A"].freeze_A is True
     layers = lora_layers(made(family, "patterns"))
-    metadata = said["patterns"]
+    metadata = recorded["patterns"]
     assert {n: metadata.rank_of(n) for n in layers} == {n: each.r for n, each in layers.items()}
     assert {n: metadata.alpha_of(n) for n in layers} == {
         n: each.lora_alpha for n, each in layers.items()
@@ -151,7 +154,7 @@ def test_what_a_file_says(made, family):
 
 
 @EACH
-def test_config_json_says_it_and_keeps_it(made, tmp_path, family):
+def test_config_json_records_the_settings_of_variants(made, tmp_path, family):
     model = made(family, "patterns", lora_init="olora", lora_freeze_A=True)
     model.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -175,7 +178,7 @@ def test_config_json_says_it_and_keeps_it(made, tmp_path, family):
         ("layers", {"lora_layers": [0]}, "was trained with lora_layers 1, not 0"),
     ],
 )
-def test_a_full_checkpoint_is_read_as_it_was_trained(made, tmp_path, family, name, asked, message):
+def test_a_full_checkpoint_refuses_other_settings(made, tmp_path, family, name, asked, message):
     model = made(family, name)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
@@ -183,7 +186,7 @@ def test_a_full_checkpoint_is_read_as_it_was_trained(made, tmp_path, family, nam
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_say_the_same_in_other_words(made, tmp_path):
+def test_other_patterns_are_accepted_if_they_mean_the_same(made, tmp_path):
     model = made("roberta", "patterns")
     model.save_pretrained(tmp_path)
     words = {f"attention.self.{name}": 2 for name in ("query", "key", "value")}
@@ -228,7 +231,7 @@ def test_ranks_of_another_pattern_are_refused_by_module(made, bases, family):
 
 @EACH
 @pytest.mark.parametrize("name", ["dora", "rslora", "pissa", "patterns"])
-def test_the_release_s_format_cannot_hold_them(made, tmp_path, family, name):
+def test_the_release_s_format_cannot_hold_variants(made, tmp_path, family, name):
     with pytest.raises(NeedsMergingError) as caught:
         write_adapter(tmp_path / "x.bin", made(family, name).adapter())
     assert "\n" not in str(caught.value)
@@ -240,8 +243,8 @@ def test_the_release_s_format_cannot_hold_them(made, tmp_path, family, name):
 
 @EACH
 @pytest.mark.parametrize("name", ["dora", "pissa", "olora"])
-def test_a_new_model_starts_from_its_own_weights(family, name):
-    """One that is initialized, not read: what depends on weights depends on these."""
+def test_a_new_model_s_lora_starts_from_the_model_s_own_weights(family, name):
+    """The model is initialized, not read: magnitudes and factors follow from its new weights."""
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     kind, of_model = KINDS[family]
     model = of_model(kind(**shape, vocab_size=40, intermediate_size=24, **settings_of(name)))
@@ -253,7 +256,7 @@ def test_a_new_model_starts_from_its_own_weights(family, name):
             assert torch.equal(layer.lora_A.detach(), layer.lora_A_start)
             assert torch.equal(layer.lora_B.detach(), layer.lora_B_start)
             product = layer.scaling * layer.lora_B_start @ layer.lora_A_start
-            # The best approximation of rank 4, or a part of W's: nothing that W is far from.
+            # The best approximation of rank 4, or a part of W's: subtracting it makes W smaller.
             assert 0 < (layer.weight - product).norm() < layer.weight.norm()
 
 
@@ -292,7 +295,7 @@ def modules_of(family, **settings):
           "2.attention.output.dense", "2.intermediate.dense", "2.output.dense"]),
     ],
 )  # fmt: skip
-def test_targets_and_layers(family, settings, expected):
+def test_lora_is_in_the_targets_of_the_given_layers(family, settings, expected):
     found = modules_of(family, **settings)
     assert [name.removesuffix("_proj") for name in found] == expected
     assert set(found.values()) == {(4, 6)}
@@ -332,7 +335,7 @@ BAD = [
 
 @EACH
 @pytest.mark.parametrize(("settings", "message"), BAD)
-def test_settings_that_no_model_can_have(family, bases, settings, message):
+def test_invalid_settings_are_refused(family, bases, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         build(bases[family], **{**LORA, **settings})
     assert "\n" not in str(caught.value)
