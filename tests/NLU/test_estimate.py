@@ -108,7 +108,7 @@ def test_memory_of_masked_language_modelling(tmp_path):
 
 
 def test_arithmetic_is_the_formula_s(tmp_path):
-    """Each weight takes one product forward, and two backward: for inputs' gradients and its own."""
+    """Each weight takes a product forward, and two backward: for inputs' gradients and its own."""
     args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
     config = RobertaConfig(**{**SMALL, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0})
     rows, width, inner = 8, SMALL["hidden_size"], SMALL["intermediate_size"]
