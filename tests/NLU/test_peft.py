@@ -85,7 +85,7 @@ def open_with_layers(base, adapter):
 
 @pytest.fixture
 def with_layers(bases):
-    """``with_layers(case, adapter)``: a model with LoRA layers into which the adapter was loaded."""
+    """``with_layers(case, adapter)``: a model with LoRA layers that the adapter was loaded into."""
 
     def load(case, adapter):
         model = open_with_layers(bases[maker.family_of(case)], adapter)
