@@ -70,7 +70,7 @@ def test_evaluation_on_another_task_is_refused(caplog, own, task, fits):
         ("abc", "abd", ()),
         ("abc", "ab", ()),
         ("ab", "abb", ()),
-        ("aAb", "aAb", ()),  # ambiguous without the case
+        ("aAb", "aAb", ()),  # ambiguous, as case is ignored
         ("", "", ()),
     ],
 )
@@ -154,7 +154,7 @@ def test_the_starting_point_is_the_first_adapter_or_the_model():
 
 
 def test_config_and_tokenizer_come_with_the_model_by_default(monkeypatch):
-    """In the same revision, too."""
+    """From the same cache and revision, with the same token."""
     asked = []
 
     def ask(name, *more, return_unused_kwargs=None, **settings):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def expected_names(model, kind):
-    """The names that a file of a kind should have: those of its kind, and the head's."""
+    """The tensors that a file should have: those of its kind, and the head's."""
     start = f"{model.base_model_prefix}."
     names = {name for name in model.state_dict() if not name.startswith(start)}
     for name in model.state_dict():
@@ -58,7 +58,7 @@ def test_files_restore_a_model(build_adapted, batch, tmp_path, family, names, fo
         assert torch.equal(tensor, fresh.state_dict()[name]), name
 
 
-def test_the_files_metadata(build_adapted, tmp_path):
+def test_metadata_of_each_kind_of_file(build_adapted, tmp_path):
     model = build_adapted("roberta", ["lora", "pfeiffer", "bitfit"], finetuning_task="mnli")
     model.config.base_name_or_path = "roberta-base"
     switches = ("apply_lora", "apply_adapter", "apply_bitfit")
@@ -83,7 +83,7 @@ def test_the_files_metadata(build_adapted, tmp_path):
 
 
 def test_loading_a_head_sets_the_model_s_labels_and_text_columns(build_adapted):
-    """The adapter's head brings them. If the adapter names no labels, the model keeps its own."""
+    """If the adapter does not name its labels, the model keeps its own."""
     names = {0: "no", 1: "maybe", 2: "yes"}
     any_order = dict(reversed(names.items()))
     trained = build_adapted("roberta", ["lora"], id2label=any_order, text_columns=["review"])

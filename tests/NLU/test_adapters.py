@@ -95,7 +95,7 @@ def initialized(family, **settings):
 def test_a_fresh_adapter_is_the_identity(family, name, batch, tmp_path):
     base = initialized(family)
     base.base_model.save_pretrained(tmp_path)
-    # Initialized with the model, and initialized because the file lacks them.
+    # Adapters are initialized with the whole model, or because the model's file lacks them.
     new = initialized(family, **ADAPTED[name])
     read = type(base).from_pretrained(tmp_path, num_labels=3, **ADAPTED[name])
     for model in (new, read):

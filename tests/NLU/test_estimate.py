@@ -127,7 +127,7 @@ def test_arithmetic_is_the_formula_s(tmp_path):
 
 @pytest.fixture
 def estimate(run_glue, tmp_path, capsys):
-    """Runs run_glue.py with --estimate: the figures that it prints, by their names."""
+    """Runs run_glue.py with --estimate, and returns the figures that it prints, by name."""
 
     def run(*arguments: object, rate: str = "100") -> dict[str, str]:
         flags = ["--do_train", "--output_dir", tmp_path / "out", "--estimate", "--no_cuda"]
@@ -251,7 +251,7 @@ def test_the_rate_is_measured_with_few_layers(estimate, run_glue, tiny_base, mon
     ]
     arguments += ["--output_dir", "out", "--estimate", "--estimate_length", 5, "--no_cuda"]
     run_glue.main([str(word) for word in arguments])
-    # All layers on fake tensors; then one layer on fake tensors, for its arithmetic, and for real.
+    # All layers on fake tensors; then one on fake tensors, for its arithmetic, and one for real.
     assert made == [2, 1, 1]
 
 

@@ -140,7 +140,7 @@ def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
     assert found.tolist() == [10 * index for index in range(COUNT)]
 
 
-def test_rows_beyond_the_set_s_are_ignored():
+def test_rows_beyond_the_set_s_count_are_ignored():
     """A user's own sampler may fill up the last batch."""
     loader = torch.utils.data.DataLoader(range(5), batch_size=2)
     found = Evaluation(loader, torch.device("cpu"), world_size=1, rank=0)
@@ -291,7 +291,7 @@ def test_a_trainer_with_its_own_loss_stays_in_order(make):
     assert trainer.lengths == in_order(make_data(COUNT))
 
 
-def several(rows):
+def with_token_labels(rows):
     """Examples with a label for each token."""
     return [{**row, "label": row["input_ids"]} for row in rows]
 
@@ -301,8 +301,8 @@ def several(rows):
     [
         (list, lambda rows: rows, True),
         (Dataset.from_list, lambda rows: rows, True),
-        (list, several, False),
-        (Dataset.from_list, several, False),
+        (list, with_token_labels, False),
+        (Dataset.from_list, with_token_labels, False),
         (list, lambda rows: [{"x": row["input_ids"]} for row in rows], False),
         (list, lambda rows: [row["input_ids"] for row in rows], False),
         (Lazy, lambda rows: rows, False),

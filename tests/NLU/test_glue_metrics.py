@@ -86,7 +86,7 @@ def test_a_constant_class_scores_without_warnings():
     ("preds", "labels", "what"),
     [(np.ones(6), SCORES, "predictions"), (GUESSES, np.ones(6), "labels")],
 )
-def test_a_constant_score_has_zero_correlation_and_a_message(caplog, preds, labels, what):
+def test_a_constant_score_has_zero_correlation_and_a_warning(caplog, preds, labels, what):
     metrics = glue_compute_metrics("stsb", preds, labels)
     assert metrics == {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}
     assert f"All {what} are equal" in caplog.text

@@ -109,9 +109,8 @@ def test_files_restore_models_with_other_heads(family, head, kind, suffix, tmp_p
     }
     write_adapter(tmp_path / f"a{suffix}", adapter)
     read = read_adapter(tmp_path / f"a{suffix}", kind)
-    is_lm = (
-        head == "causal_lm" and suffix == ".bin"
-    )  # LM heads are alike, and this file has no metadata
+    # Language models' heads are alike, and a .bin has no metadata.
+    is_lm = head == "causal_lm" and suffix == ".bin"
     assert read.head == ("masked_lm" if is_lm else head)
     if suffix == ".safetensors":
         assert read.metadata == adapter.metadata
@@ -229,7 +228,7 @@ def test_an_adapter_of_another_head_is_refused(family, head, other):
         CheckpointError, match=f"^adapter: was trained with head {head}, .* {other}$"
     ):
         model.load_adapters([adapter])
-    # If the head is not recorded, its tensors' names do not fit.
+    # Without a recorded head, the names of the head's tensors do not fit.
     unrecorded = replace(adapter, metadata=replace(adapter.metadata, head=None))
     model.newly_initialized = frozenset(model.state_dict())
     with pytest.raises(CheckpointError, match=r"lacks|that the model does not have"):
@@ -251,7 +250,7 @@ def test_a_decoders_adapter_is_refused_by_an_encoder_and_the_reverse():
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 def test_a_bank_gives_each_adapters_own_outputs(family, head):
-    """Each row of a batch, or example of choices, has its adapter; heads have several widths."""
+    """Each row of a batch, or question with choices, has its adapter; heads differ in width."""
     plain, adapters, own = build(family, head), {}, {}
     for seed, (name, labels) in enumerate({"a": 3, "b": 5}.items()):
         labels = {"num_labels": labels} if head == "token_classification" else {}

@@ -219,7 +219,7 @@ def test_flags_that_are_added(parser):
 
 
 def test_flags_of_a_file(parser, tmp_path, monkeypatch):
-    """The file is next to the script, or has another name; the command line wins."""
+    """The file is next to the script, or given by `args_filename`; the command line wins."""
     (tmp_path / "paint.args").write_text("--name file\n--layers 3\n")
     (tmp_path / "other.args").write_text("--name other")
     monkeypatch.setattr("sys.argv", [str(tmp_path / "paint.py"), "--layers", "4"])

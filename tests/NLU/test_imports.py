@@ -158,7 +158,7 @@ def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
         ("DebertaV2Config", ("vocab_size", "hidden_size", "num_hidden_layers")),
     ],
 )
-def test_settings_have_upstreams_positions(name, first):
+def test_configs_take_settings_in_upstreams_order(name, first):
     """Code that gives them by position, as upstream allows, means the same here."""
     places = (*first, "num_attention_heads", "intermediate_size", "hidden_act")
     places += ("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")

@@ -27,7 +27,7 @@ SHAPE = {
 CONFIGS = (RobertaConfig, AutoConfig)
 MODELS = (RobertaForSequenceClassification, AutoModelForSequenceClassification)
 TOKENIZERS = (RobertaTokenizerFast, AutoTokenizer)
-EVERY = pytest.mark.parametrize("owner", [*CONFIGS, *MODELS, *TOKENIZERS])
+EVERY_CLASS = pytest.mark.parametrize("owner", [*CONFIGS, *MODELS, *TOKENIZERS])
 LETTERS = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefghijklmno", "<mask>"]
 
 
@@ -136,7 +136,7 @@ def test_a_new_config_with_a_rank_and_without_lora_is_refused(asked):
 # ---- unknown arguments ----
 
 
-@EVERY
+@EVERY_CLASS
 @pytest.mark.parametrize(
     ("name", "near"),
     [
@@ -190,7 +190,7 @@ def test_a_setting_that_only_the_file_has_is_kept_and_can_be_set(folder, owner):
 # ---- what upstream can do, and this fork cannot ----
 
 
-@EVERY
+@EVERY_CLASS
 @pytest.mark.parametrize(
     ("name", "harmless", "asks", "advice"),
     [

@@ -26,8 +26,8 @@ KINDS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
 }
-EACH = pytest.mark.parametrize("family", FAMILIES)
-IN_ALL = pytest.mark.parametrize("name", VARIANTS)
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_VARIANT = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,15 @@ def made(bases):
 
 
 def close(ours, theirs):
-    # B A's products and DoRA's norms round, too, not only W's products.
+    # W's products round, and so do B A's products and DoRA's norms.
     assert_close_to_rounding(ours, theirs, 3 * TERMS)
 
 
 # ---- the start, training, merging ----
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_a_model_starts_as_its_base(made, bases, family, name):
     model, base = made(family, name), build(bases[family])
     base.load_state_dict({n: model.state_dict()[n] for n in base.state_dict()})
@@ -61,8 +61,8 @@ def test_a_model_starts_as_its_base(made, bases, family, name):
         close(model.train()(**BATCH).logits, logits_of(base))
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_training_changes_the_trained_parameters_and_the_logits(made, family, name):
     model = made(family, name)
     before = {n: tensor.clone() for n, tensor in model.state_dict().items()}
@@ -76,8 +76,8 @@ def test_training_changes_the_trained_parameters_and_the_logits(made, family, na
     assert (logits_of(model) - start).abs().max() > 1e-3
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_a_merged_model_gives_the_same_logits(made, family, name):
     model = train(made(family, name))
     expected = logits_of(model)
@@ -86,8 +86,8 @@ def test_a_merged_model_gives_the_same_logits(made, family, name):
     close(logits_of(merged), expected)
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_gradient_checkpointing_gives_the_same_gradients(made, family, name):
     gradients = []
     for recompute in (False, True):
@@ -114,8 +114,8 @@ def test_variants_that_reach_positions_or_contents_alone(bases, name):
 # ---- files ----
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_files_restore_the_model_bit_exactly(made, bases, tmp_path, family, name, full):
     model = train(made(family, name))
@@ -131,7 +131,7 @@ def test_files_restore_the_model_bit_exactly(made, bases, tmp_path, family, name
     assert torch.equal(logits_of(again), logits_of(model))
 
 
-@EACH
+@EACH_FAMILY
 def test_metadata_of_variants(made, family):
     recorded = {
         name: made(family, name).adapter().metadata
@@ -153,7 +153,7 @@ def test_metadata_of_variants(made, family):
     }
 
 
-@EACH
+@EACH_FAMILY
 def test_config_json_records_the_settings_of_variants(made, tmp_path, family):
     model = made(family, "patterns", lora_init="olora", lora_freeze_A=True)
     model.save_pretrained(tmp_path)
@@ -166,7 +166,7 @@ def test_config_json_records_the_settings_of_variants(made, tmp_path, family):
     assert again.to_dict() == model.config.to_dict()
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
@@ -198,7 +198,7 @@ def test_other_patterns_are_accepted_if_they_mean_the_same(made, tmp_path):
     assert again.config == model.config
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -221,7 +221,7 @@ def test_an_adapter_of_other_settings_is_refused(made, family, theirs, ours):
     assert_same_bits(model.state_dict(), before)
 
 
-@EACH
+@EACH_FAMILY
 def test_ranks_of_another_pattern_are_refused_by_module(made, bases, family):
     adapter = made(family, "patterns").adapter()
     other = {**settings_of("patterns"), "lora_rank_pattern": {"layer.0.attention.*": 2}}
@@ -229,7 +229,7 @@ def test_ranks_of_another_pattern_are_refused_by_module(made, bases, family):
         build(bases[family], **other).load_adapters([adapter])
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize("name", ["dora", "rslora", "pissa", "patterns"])
 def test_the_release_s_format_cannot_hold_variants(made, tmp_path, family, name):
     with pytest.raises(NeedsMergingError) as caught:
@@ -241,7 +241,7 @@ def test_the_release_s_format_cannot_hold_variants(made, tmp_path, family, name)
 # ---- new models ----
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize("name", ["dora", "pissa", "olora"])
 def test_a_new_model_s_lora_starts_from_the_model_s_own_weights(family, name):
     """The model is initialized, not read: magnitudes and factors follow from its new weights."""
@@ -277,7 +277,7 @@ def modules_of(family, **settings):
     }
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -301,7 +301,7 @@ def test_lora_is_in_the_targets_of_the_given_layers(family, settings, expected):
     assert set(found.values()) == {(4, 6)}
 
 
-@EACH
+@EACH_FAMILY
 def test_the_first_pattern_that_matches_counts(family):
     settings = {"lora_targets": ["value", "output"], "lora_layers": [0, 1]}
     pattern = {"layer.0.*": 2, "value": 3}
@@ -333,7 +333,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(("settings", "message"), BAD)
 def test_invalid_settings_are_refused(family, bases, settings, message):
     with pytest.raises(ValueError, match=message) as caught:

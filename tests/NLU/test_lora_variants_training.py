@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 pytestmark = pytest.mark.slow
 
-IN_ALL = pytest.mark.parametrize("name", VARIANTS)
+EACH_VARIANT = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def make(make_trainer, make_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_only", [False, True], ids=["full", "LoRA alone"])
-@IN_ALL
+@EACH_VARIANT
 def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, name, lora_only):
     settings = {"save_strategy": "steps", "save_steps": 3, "save_lora_only": lora_only}
     settings |= {"lora_plus_ratio": 4.0, "logging_steps": 1}
@@ -47,7 +47,7 @@ def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, name, lora_only):
 
 
 @pytest.mark.slow
-@IN_ALL
+@EACH_VARIANT
 def test_in_bfloat16_an_adapter_stays_in_float32(make, tmp_path, name):
     trainer = make(name, bf16=True, save_strategy="steps", save_steps=3)
     trainer.train()

@@ -19,7 +19,7 @@ LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.1}
 
 @pytest.fixture
 def make_base(tiny_base, tmp_path):
-    """Writes weights that bfloat16 can hold, in any dtype, and returns the file."""
+    """Writes weights, rounded to bfloat16, in a given dtype, and returns the file."""
 
     def make(name, dtype):
         folder = tmp_path / f"{name} {dtype}"

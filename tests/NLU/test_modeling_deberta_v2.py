@@ -407,7 +407,7 @@ def test_lora_is_merged_on_request_alone(path):
     close(merged(**given).logits, evaluated)
 
 
-def test_the_seed_determines_weights_with_the_release_s_distribution():
+def test_the_seed_determines_weights_of_the_release_s_distribution():
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)

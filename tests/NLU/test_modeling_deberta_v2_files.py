@@ -64,7 +64,7 @@ class Replayed:
 
 
 def test_every_dropout_is_where_the_formula_has_it(monkeypatch):
-    """Recomputes a training forward by the plain formulas, with the masks that were drawn."""
+    """Recomputes a forward pass in training by the plain formulas, with the masks that it drew."""
     settings = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.4}
     model = build("classifier", **settings, pooler_dropout=0.3, cls_dropout=0.5)
     drawn, given = record_masks(monkeypatch), CASES["row2"]

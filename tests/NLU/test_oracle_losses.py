@@ -1,6 +1,6 @@
 """Training losses are those that the release's own code logged, in data next to the project.
 
-These are of ten updates on one batch of 40 rows, with four decimals.
+The logged losses have four decimals, and are of ten updates on one batch of 40 rows.
 """
 
 import json

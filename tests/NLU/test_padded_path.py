@@ -17,7 +17,7 @@ FAMILIES = tuple(maker.FAMILIES)
 CASES = [(family, case) for family, cases in maker.CASES.items() for case in cases]
 LABELS = {"mlm": torch.tensor([[-100, 5, 6, -100, 7, 8, 9]] * 3), "classifier": torch.arange(3)}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SHOW = {"output_attentions": True, "output_hidden_states": True}
+ALL_OUTPUTS = {"output_attentions": True, "output_hidden_states": True}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_backbones_give_upstreams_numbers(upstream, family, case):
         if name.startswith(f"{family}/{case}/backbone/")
     }
     model, real = maker.build(family, "backbone"), is_real(given)
-    output = model(**given, **SHOW)
+    output = model(**given, **ALL_OUTPUTS)
     assert len(output.attentions) == 2
     for layer, probabilities in enumerate(output.attentions):
         close(probabilities, theirs[f"attentions.{layer}"])
@@ -68,7 +68,7 @@ def test_backbones_give_upstreams_numbers(upstream, family, case):
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-@pytest.mark.parametrize("asked", [{}, SHOW])
+@pytest.mark.parametrize("asked", [{}, ALL_OUTPUTS])
 def test_heads_give_upstreams_logits(upstream, family, case, asked):
     given = maker.draw_inputs(family, case)
     logits = maker.build(family, "classifier")(**given, **asked).logits
@@ -88,7 +88,7 @@ def test_loss_and_gradients_do_not_depend_on_the_outputs_asked_for(family, kind,
     """With padding on the right, only attentions need the padded path."""
     model, given = model_and_batch(family, kind, case, **NO_DROPOUT)
     steps = []
-    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, SHOW):
+    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, ALL_OUTPUTS):
         model.train().zero_grad()
         output = model(**given, labels=LABELS[kind], **asked)
         output.loss.backward()
@@ -159,10 +159,10 @@ def test_a_masked_lm_gives_the_same_with_padding_on_either_side(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_may_have_any_dtype_and_nonzero_value(family, of):
     model, given = model_and_batch(family, "backbone", "left")
-    expected = dict(enumerate(model(**given, **SHOW).hidden_states))
+    expected = dict(enumerate(model(**given, **ALL_OUTPUTS).hidden_states))
     mask = given["attention_mask"]
     given["attention_mask"] = mask.to(of) if isinstance(of, torch.dtype) else of(mask)
-    assert_same_bits(dict(enumerate(model(**given, **SHOW).hidden_states)), expected)
+    assert_same_bits(dict(enumerate(model(**given, **ALL_OUTPUTS).hidden_states)), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,7 +182,7 @@ def test_recomputed_layers_give_the_same_outputs_and_gradients(family):
     for recompute in (False, True):
         settings = {"gradient_checkpointing": recompute, **NO_DROPOUT}
         model, given = model_and_batch(family, **settings)
-        output = model.train()(**given, labels=LABELS["classifier"], **SHOW)
+        output = model.train()(**given, labels=LABELS["classifier"], **ALL_OUTPUTS)
         # This loss depends on a layer's attention probabilities, too.
         (output.loss + output.attentions[1].square().sum()).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -195,7 +195,7 @@ def test_recomputed_layers_give_the_same_outputs_and_gradients(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_attentions_get_gradients(family, case):
     model, given = model_and_batch(family, "backbone", case)
-    output = model(**given, **SHOW)
+    output = model(**given, **ALL_OUTPUTS)
     shown = (output.hidden_states[0], output.attentions[0])
     for tensor in shown:
         tensor.retain_grad()
@@ -211,8 +211,8 @@ def test_hidden_states_and_attentions_get_gradients(family, case):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_attentions_are_last_in_the_tuple(family, kind):
     model, given = model_and_batch(family, kind, "left")
-    output = model(**given, **SHOW)
-    as_tuple = model(**given, **SHOW, return_dict=False)
+    output = model(**given, **ALL_OUTPUTS)
+    as_tuple = model(**given, **ALL_OUTPUTS, return_dict=False)
     assert isinstance(as_tuple, tuple)
     assert len(as_tuple) == len(output) == (4 if hasattr(output, "pooler_output") else 3)
     assert [len(each) for each in as_tuple[-2:]] == [3, 2]
@@ -269,7 +269,7 @@ def test_embeddings_of_the_ids_give_the_same_logits(family):
 def test_consistency_training_on_embeddings(family):
     """R-Drop gives twice the batch's loss; Cutoff is refused, as there are no ids to hide."""
     model, given = model_and_batch(family, case="embeds", reg_loss_wgt=1.0, **NO_DROPOUT)
-    output = model.train()(**given, labels=LABELS["classifier"], **SHOW)
+    output = model.train()(**given, labels=LABELS["classifier"], **ALL_OUTPUTS)
     once = model.eval()(**given, labels=LABELS["classifier"])
     close(output.loss, 2 * once.loss)
     assert [len(x) for x in (output.logits, *output.attentions, *output.hidden_states)] == [3] * 6
@@ -281,9 +281,9 @@ def test_consistency_training_on_embeddings(family):
 
 def test_a_backbone_without_a_pooler_has_none_in_its_place():
     model, given = model_and_batch("roberta", "mlm", "left")
-    output = model.roberta(**given, **SHOW)
+    output = model.roberta(**given, **ALL_OUTPUTS)
     assert output.pooler_output is None
-    last, pooled, states, attentions = model.roberta(**given, **SHOW, return_dict=False)
+    last, pooled, states, attentions = model.roberta(**given, **ALL_OUTPUTS, return_dict=False)
     assert pooled is None
     assert torch.equal(last, output.last_hidden_state)
     assert (len(states), len(attentions)) == (3, 2)

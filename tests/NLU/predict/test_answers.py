@@ -177,7 +177,7 @@ def test_an_input_may_be_a_pipe_or_a_device(predict, bases, adapters, tmp_path):
     assert out.read_bytes() == b""
     os.mkfifo(tmp_path / "pipe")
     write_line = partial((tmp_path / "pipe").write_text, '{"text": "a dog"}\n')
-    writer = threading.Thread(target=write_line, daemon=True)  # may block
+    writer = threading.Thread(target=write_line, daemon=True)  # blocks until the pipe is read
     writer.start()
     predict.main([*common(bases["roberta"], tmp_path / "pipe", out), given])
     writer.join(60)

@@ -1,4 +1,4 @@
-"""How predict.py reads lines and truncates texts, and adapters that lack alpha or a head."""
+"""How predict.py reads lines, truncates texts, and uses adapters without an alpha or a head."""
 
 import io
 import json

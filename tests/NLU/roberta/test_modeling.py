@@ -1,4 +1,4 @@
-"""RoBERTa gives upstream's numbers, whatever the padding; its dropout, losses and outputs."""
+"""RoBERTa: upstream's numbers, padding without effect, dropout, losses, outputs, initialization."""
 
 import importlib
 
@@ -87,7 +87,7 @@ def test_masked_lm_logits_are_those_of_the_targets_alone_in_training(
 def test_padding_does_not_matter(upstream, build, arguments):
     model, given = build("classifier"), arguments("padded")
     expected = model(**given).logits
-    # Positions count the tokens that are not padding, so only ids after the last token may change.
+    # A position is the number of real ids before it, so only ids after the last token may change.
     given["input_ids"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, 7)
     assert torch.equal(model(**given).logits, expected)
     wider = {name: F.pad(t, (0, 9), value=int(name == "input_ids")) for name, t in given.items()}
@@ -179,7 +179,7 @@ def plain_attention(q, k, v, heads, keep):
 
 
 def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments):
-    """Recomputes a training forward by the plain formula, with the masks that were drawn."""
+    """Recomputes a forward pass in training by the plain formula, with the masks that it drew."""
     model = build("classifier", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)
     given = {"input_ids": arguments("row2")["input_ids"]}
     torch.manual_seed(3)
