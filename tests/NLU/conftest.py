@@ -215,15 +215,15 @@ def tiny_glue(tmp_path_factory) -> Path:
         good = [int("good" in text or "great" in text) for text in first]
         entails = ["entailment" if "not" in b else "not_entailment" for _, b in pairs]
         nli = [("entailment", "neutral", "contradiction")[len(b.split()) % 3] for _, b in pairs]
-        labelled = split != "test"
+        labeled = split != "test"
 
-        def rows(*columns, label, labelled=labelled, count=count):
-            return list(zip(range(count), *columns, *([label] if labelled else []), strict=True))
+        def rows(*columns, label, labeled=labeled, count=count):
+            return list(zip(range(count), *columns, *([label] if labeled else []), strict=True))
 
         a, b = zip(*pairs, strict=True)
-        header = ["index", "sentence1", "sentence2", "label"][: 4 if labelled else 3]
+        header = ["index", "sentence1", "sentence2", "label"][: 4 if labeled else 3]
         _write_tsv(root / "RTE" / f"{split}.tsv", header, rows(a, b, label=entails))
-        if labelled:
+        if labeled:
             cola = [("src", label, "", text) for label, text in zip(good, first, strict=True)]
             _write_tsv(root / "CoLA" / f"{split}.tsv", None, cola)
             sst = list(zip(first, good, strict=True))
@@ -232,7 +232,7 @@ def tiny_glue(tmp_path_factory) -> Path:
             for folder in ("CoLA", "SST-2"):
                 one = rows(first, label=good)
                 _write_tsv(root / folder / "test.tsv", ["index", "sentence"], one)
-        header = ["index", "sentence1", "sentence2", "gold_label"][: 4 if labelled else 3]
+        header = ["index", "sentence1", "sentence2", "gold_label"][: 4 if labeled else 3]
         for half in ("",) if split == "train" else ("_matched", "_mismatched"):
             some = rows(a, b, label=nli)[: count - len(half) // 3]
             _write_tsv(root / "MNLI" / f"{split}{half}.tsv", header, some)

@@ -183,7 +183,7 @@ XXLARGE = {
         ("roberta", {}, {"apply_bitfit": True}, 12 * (8 * 768 - 768 + 3072) + 768, "0.1M"),
     ],
 )
-def test_published_sizes(model_type, shape, settings, expected, published):
+def test_parameter_counts_are_the_published_ones(model_type, shape, settings, expected, published):
     switch = {"lora_r": "apply_lora", "adapter_size": "apply_adapter"}
     settings = {**settings, **{switch[name]: True for name in settings if name in switch}}
     with torch.device("meta"):

@@ -98,14 +98,14 @@ def test_labels_become_integers_or_floats(tokenizer, collate, name, labels, dtyp
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-def test_features_of_the_processors(tokenizer, collate):
+def test_features_of_the_processors_are_collated(tokenizer, collate):
     rows = [InputFeatures([5, 6], [1, 1], label=1), InputFeatures([7, 8], [1, 1], label=0)]
     batch = collate(tokenizer, rows)
     assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
     assert batch["labels"].tolist() == [1, 0]
     assert "token_type_ids" not in batch
-    unlabelled = collate(tokenizer, [InputFeatures([5], [1])])
-    assert set(unlabelled) == {"input_ids", "attention_mask"}
+    unlabeled = collate(tokenizer, [InputFeatures([5], [1])])
+    assert set(unlabeled) == {"input_ids", "attention_mask"}
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
@@ -226,7 +226,7 @@ def test_labels_of_tokens_are_padded_like_the_tokens(
     assert name in rows[0]
 
 
-def test_tokens_without_labels(tokenizer):
+def test_tokens_without_labels_give_a_batch_without_labels(tokenizer):
     batch = DataCollatorForTokenClassification(tokenizer)([{"input_ids": [5, 6]}])
     assert set(batch) == {"input_ids", "attention_mask"}
 

@@ -94,7 +94,7 @@ def test_memory_is_what_a_step_takes(tmp_path, shape, half, lengths):
     assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
 
 
-def test_memory_of_masked_language_modelling(tmp_path):
+def test_memory_of_masked_language_modeling_is_what_a_step_takes(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
 
     def build():

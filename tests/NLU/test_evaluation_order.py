@@ -196,7 +196,7 @@ def test_sorted_evaluation_gives_the_results_of_the_set_s_order(make, kind):
 
 
 @pytest.mark.slow
-def test_unlabelled_rows_are_sorted_as_well(make):
+def test_unlabeled_rows_are_sorted_too(make):
     bare = [{n: v for n, v in row.items() if n != "label"} for row in make_data(COUNT)]
     trainer = make()
     found = trainer.predict(bare).predictions

@@ -35,7 +35,7 @@ def test_enumerations_equal_their_texts_and_list_known_values():
         PaddingStrategy("far")
 
 
-def test_tensors_as_lists():
+def test_to_py_obj_turns_tensors_into_lists():
     given = {"a": torch.tensor([1, 2]), "b": [np.array([0.5]), (3, "text")], "c": None}
     assert to_py_obj(given) == {"a": [1, 2], "b": [[0.5], [3, "text"]], "c": None}
     assert [is_tensor(each) for each in (torch.ones(1), np.ones(1), [1.0])] == [True, True, False]

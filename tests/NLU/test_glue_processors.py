@@ -90,7 +90,7 @@ def write(path: Path, *rows: str | None, end: str = "\n") -> Path:
 
 
 @pytest.mark.parametrize(("name", "split", "header", "row", "read"), LAYOUTS)
-def test_published_layouts(tmp_path, name, split, header, row, read):
+def test_published_layouts_are_read(tmp_path, name, split, header, row, read):
     task = GLUE_TASKS[name]
     write(tmp_path / task.folder / task.files[split], header, row)
     expected = [InputExample(f"{split}-0", *read)]
@@ -108,7 +108,7 @@ def test_published_layouts(tmp_path, name, split, header, row, read):
         ("sst-2", (67349, 872, None), "when are bears bears and "),
     ],
 )
-def test_real_files(name, counts, first):
+def test_real_files_are_read(name, counts, first):
     processor = glue_processors[name]()
     train = processor.get_train_examples(REAL)
     assert train[0].text_a.startswith(first)
@@ -131,7 +131,7 @@ def test_a_folder_s_name_is_quoted_and_a_file_is_no_folder(tmp_path):
 
 
 @needs_real
-def test_real_files_lacking_a_split():
+def test_a_missing_split_of_real_files_is_refused():
     with pytest.raises(FileNotFoundError, match=r"test\.tsv: no such file; .*download_glue_data"):
         load_glue_split("sst2", REAL, "test")
 
@@ -255,7 +255,7 @@ def test_bad_file_is_named_with_its_line(tmp_path, name, rows, message):
     assert str(error.value) == f"{path}{message}"
 
 
-def test_test_file_may_be_labelled(tmp_path):
+def test_a_test_file_may_be_labeled(tmp_path):
     write(tmp_path / "test.tsv", RTE, "0|A|B|entailment")
     assert load_glue_split("rte", tmp_path, "test")[0].label == "entailment"
     write(tmp_path / "test.tsv", RTE, "0|A|B|maybe")

@@ -169,7 +169,7 @@ def test_a_packed_batch_has_the_same_loss(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_outputs(family, head):
+def test_outputs_are_named_and_ordered(family, head):
     model, arguments = build(family, head), given(head)
     output = model(**arguments, output_hidden_states=True)
     names = ["loss", *logits_of(head), "hidden_states"]
@@ -199,7 +199,7 @@ def test_attentions(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_embeddings_as_inputs(family, head):
+def test_embeddings_as_inputs_give_the_same_loss(family, head):
     model, arguments = build(family, head), given(head)
     words = model.base_model.embeddings.word_embeddings
     embedded = {**arguments, "inputs_embeds": words(arguments["input_ids"])}
@@ -212,7 +212,7 @@ def test_embeddings_as_inputs(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
-def test_auto_classes(family, head):
+def test_auto_classes_build_each_head(family, head):
     model = build(family, head)
     end = maker.HEADS[head][0]
     auto = getattr(transformers, f"AutoModel{end}")
@@ -254,7 +254,7 @@ def test_choices_need_a_dimension():
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_saved_and_loaded(family, head, tmp_path):
+def test_a_saved_model_gives_the_same_loss(family, head, tmp_path):
     model, arguments = build(family, head), given(head)
     model.save_pretrained(tmp_path)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)

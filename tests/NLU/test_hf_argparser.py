@@ -211,7 +211,7 @@ def test_remaining_strings(parser):
     assert remaining == []
 
 
-def test_flags_that_are_added(parser):
+def test_added_flags_are_in_a_namespace(parser):
     parser.add_argument("--extra", default="e")
     paint, brush, others = parser.parse_args_into_dataclasses(["--name", "x", "--extra", "f"])
     assert (paint.name, brush, vars(others)) == ("x", Brush(), {"extra": "f"})

@@ -136,7 +136,7 @@ def test_help_and_wrong_flags_need_no_heavy_imports(script, flags):
 
 
 @pytest.mark.slow
-def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
+def test_a_model_is_read_and_trained_without_heavy_imports(tiny_base):
     modules = modules_after(
         "import torch\n"
         "from transformers import AdamW, AutoModelForSequenceClassification\n"

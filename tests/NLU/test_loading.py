@@ -311,7 +311,7 @@ def test_fingerprint_is_the_bases(tmp_path):
         assert of(changed, "changed") != expected
 
 
-def test_adapter_of_a_model(tmp_path):
+def test_a_models_adapter_has_its_tensors_and_metadata(tmp_path):
     folder = write(tmp_path / "base", make(RobertaModel).state_dict())
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, **LORA, id2label={0: "no", 1: "yes"}, finetuning_task="rte"

@@ -178,7 +178,7 @@ def test_a_merged_model_is_saved_and_read(make_classifier, batch, tmp_path, fami
     assert getattr(other.config, "share_att_key", True)
 
 
-def test_merging_one_attention_alone(build, batch):
+def test_attentions_can_be_merged_one_by_one(build, batch):
     model = build(**LORA)
     expected = logits(model, batch)
     for layer in model.deberta.encoder.layer:
@@ -234,7 +234,9 @@ def deberta_run(glue, tiny_deberta_base, tiny_glue, tmp_path):
 
 
 @KINDS
-def test_a_run_of_either_kind(deberta_run, glue, tiny_deberta_base, tiny_glue, tmp_path, reached):
+def test_a_run_saves_and_evaluates_either_kind(
+    deberta_run, glue, tiny_deberta_base, tiny_glue, tmp_path, reached
+):
     out = deberta_run("out", *(["--lora_positions"] if reached else []))
     assert read_adapter(out).metadata.positions is reached
     assert json.loads((out / "config.json").read_text())["lora_positions"] is reached

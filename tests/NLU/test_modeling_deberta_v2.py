@@ -313,7 +313,7 @@ def test_padding_does_not_matter(path):
     close(model(**wider).logits, expected)
 
 
-def test_rows_with_much_padding_are_taken_one_by_one():
+def test_rows_with_much_padding_are_computed_one_by_one():
     def by_row(lengths, columns=None, holes=False):
         columns = torch.arange(columns or max(lengths))
         mask = (columns < torch.tensor(lengths)[:, None]).long()

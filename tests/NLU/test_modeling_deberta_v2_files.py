@@ -114,7 +114,7 @@ FAMILIES = {
 
 
 def training_step(model, seed=4):
-    """A step's loss, gradients, RNG state afterwards, and how often layers were computed."""
+    """A step's loss and gradients, the RNG state after it, and how often layers were computed."""
     calls = []
     for module in model.modules():
         if type(module).__name__ == "Intermediate":
@@ -193,7 +193,7 @@ def test_spellings_of_the_position_terms(given, expected, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).pos_att_type == expected
 
 
-def test_settings_of_published_files(tmp_path):
+def test_settings_of_published_files_are_read(tmp_path):
     published = {
         "model_type": "deberta-v2",
         "attention_head_size": 64,

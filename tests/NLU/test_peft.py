@@ -123,7 +123,7 @@ def refusal():
 
 
 def logits_of(model):
-    """Without gradients, where models may merge, and with them."""
+    """A model's logits, after a check that they are the same with and without gradients."""
     with torch.no_grad():
         merged = model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits
     close(model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits, merged)
@@ -168,7 +168,7 @@ def test_wrong_adapters_do_not_give_pefts_logits(folder, merged_base, bases, cas
 
 
 @pytest.mark.parametrize("given", [None, CONFIG_NAME, WEIGHTS])
-def test_a_folder_or_a_file_in_it(folder, merged_base, given):
+def test_a_folder_or_a_file_in_it_can_be_read(folder, merged_base, given):
     path = folder() / given if given else folder()
     adapter = read_adapter(path)
     assert adapter.format == "peft"
@@ -177,7 +177,7 @@ def test_a_folder_or_a_file_in_it(folder, merged_base, given):
     )
 
 
-def test_weights_as_a_torch_file(folder):
+def test_weights_in_a_torch_file_are_read(folder):
     path = folder()
     expected = read_adapter(path)
     torch.save(load_file(path / WEIGHTS), path / "adapter_model.bin")
@@ -248,7 +248,7 @@ def test_a_pattern_is_an_expression_for_the_end_of_a_name(folder, pattern, layer
 
 
 @pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
-def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
+def test_a_head_that_only_the_adapter_has_is_loaded(folder, backbones, case):
     adapter = read_adapter(folder(case))
     model = open_with_layers(backbones[maker.family_of(case)], adapter)
     assert model.load_adapters([adapter]) == []
@@ -256,7 +256,7 @@ def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
 
 
 def refused(model, adapter):
-    """The one line with which a model refuses an adapter, without a change."""
+    """The one-line message with which a model, left unchanged, refuses an adapter."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         model.load_adapters([adapter])
@@ -308,7 +308,7 @@ def pefts_own_copies(name):
 
 
 def by_module(config, setting, modules):
-    """PEFT's rule: the first pattern counts that fits the end of a name, after a dot."""
+    """PEFT's rule: the first pattern that fits the end of a name, after a dot, counts."""
     patterns = config[{"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[setting]].items()
     return {
         name: next(

@@ -77,7 +77,7 @@ def make(tokenizers, models):
 
 
 def same(ours, theirs):
-    """Equal, numbers to float32's rounding of a probability."""
+    """Whether answers are equal, with numbers up to float32's rounding of a probability."""
     if isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=2e-4, abs_tol=1e-6)
     if isinstance(theirs, dict):
@@ -187,7 +187,7 @@ def test_tokens_of_nothing_but_space_keep_their_offsets(make):
 
 
 def test_the_likeliest_spans():
-    """All products of a start and an end that is not before it, nor too far from it."""
+    """Scores are products of a start and an end that is not before it, nor too far from it."""
     rng = np.random.default_rng(0)
     start, end = rng.random(9), rng.random(9)
     decode = QuestionAnsweringPipeline.decode

@@ -26,7 +26,7 @@ def test_tf32_follows_its_flag(predict, bases, adapters, tmp_path, device_settin
 
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_line_as_its_own_model_answers_it(
+def test_each_line_is_answered_as_by_its_adapter_s_own_model(
     predict, bases, adapters, expected, tmp_path, family, batch_size
 ):
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
@@ -71,7 +71,9 @@ def test_the_base_is_loaded_in_its_final_dtype(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch):
+def test_bf16_answers_differ_by_rounding_alone(
+    predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch
+):
     answers, chosen = expected(family), []
     loaded.clear()
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
@@ -91,7 +93,7 @@ def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monk
     assert {parameter.dtype for parameter in model.classifier.parameters()} == {torch.float32}
 
 
-def test_one_base_and_batches_of_several_adapters(
+def test_one_base_computes_batches_of_several_adapters(
     predict, bases, adapters, tmp_path, loaded, monkeypatch
 ):
     shapes, compute = [], RobertaForSequenceClassification.forward

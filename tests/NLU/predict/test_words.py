@@ -78,7 +78,9 @@ def alone(model, tokenizer, words):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_each_line_as_its_own_model_tags_it(predict, bases, taggers, tmp_path, family, batch_size):
+def test_each_line_is_tagged_as_by_its_adapter_s_own_model(
+    predict, bases, taggers, tmp_path, family, batch_size
+):
     lines, out = some_lines(), tmp_path / "out.jsonl"
     arguments = common(bases[family], write(tmp_path / "in.jsonl", lines), out)
     predict.main([*arguments, "--batch_size", str(batch_size), *files_of(taggers, family)])
