@@ -29,7 +29,7 @@ def run_glue() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def split_lora() -> ModuleType:
-    """The script, likewise."""
+    """The script; `split_lora.main(arguments)` runs it in this process."""
     return load_script("utils/split_lora.py")
 
 
@@ -150,7 +150,7 @@ SHAPE = {
 def make_classifier():
     """Makes a classifier of a family, "roberta" or "deberta", in evaluation mode.
 
-    All weights are such that they show in the logits: LoRA's and adapters' are not at their start.
+    LoRA's B, adapters and biases are random too, so that they show in the logits.
     """
     import torch
 
@@ -179,7 +179,7 @@ def make_classifier():
 
 @pytest.fixture
 def batch() -> dict:
-    """Four rows of 4 to 11 tokens, padded, with the classes of three; for either family."""
+    """Four rows of 4 to 11 tokens, padded, with labels of three classes; for either family."""
     import torch
 
     generator = torch.Generator().manual_seed(5)
@@ -205,7 +205,7 @@ def _write_tsv(path: Path, header: list[str] | None, rows: list[tuple]) -> None:
 def tiny_glue(tmp_path_factory) -> Path:
     """A folder with RTE, CoLA, SST-2 and MNLI in GLUE's files: 45 rows to train, 13 dev, 7 test.
 
-    Labels are learnable: they are about the word "not" or "good".
+    Labels can be learned: they follow from words such as "not" or "good", or from the length.
     """
     root = tmp_path_factory.mktemp("glue")
     chance = random.Random(2)
@@ -215,15 +215,15 @@ def tiny_glue(tmp_path_factory) -> Path:
         good = [int("good" in text or "great" in text) for text in first]
         entails = ["entailment" if "not" in b else "not_entailment" for _, b in pairs]
         nli = [("entailment", "neutral", "contradiction")[len(b.split()) % 3] for _, b in pairs]
-        labelled = split != "test"
+        labeled = split != "test"
 
-        def rows(*columns, label, labelled=labelled, count=count):
-            return list(zip(range(count), *columns, *([label] if labelled else []), strict=True))
+        def rows(*columns, label, labeled=labeled, count=count):
+            return list(zip(range(count), *columns, *([label] if labeled else []), strict=True))
 
         a, b = zip(*pairs, strict=True)
-        header = ["index", "sentence1", "sentence2", "label"][: 4 if labelled else 3]
+        header = ["index", "sentence1", "sentence2", "label"][: 4 if labeled else 3]
         _write_tsv(root / "RTE" / f"{split}.tsv", header, rows(a, b, label=entails))
-        if labelled:
+        if labeled:
             cola = [("src", label, "", text) for label, text in zip(good, first, strict=True)]
             _write_tsv(root / "CoLA" / f"{split}.tsv", None, cola)
             sst = list(zip(first, good, strict=True))
@@ -232,7 +232,7 @@ def tiny_glue(tmp_path_factory) -> Path:
             for folder in ("CoLA", "SST-2"):
                 one = rows(first, label=good)
                 _write_tsv(root / folder / "test.tsv", ["index", "sentence"], one)
-        header = ["index", "sentence1", "sentence2", "gold_label"][: 4 if labelled else 3]
+        header = ["index", "sentence1", "sentence2", "gold_label"][: 4 if labeled else 3]
         for half in ("",) if split == "train" else ("_matched", "_mismatched"):
             some = rows(a, b, label=nli)[: count - len(half) // 3]
             _write_tsv(root / "MNLI" / f"{split}{half}.tsv", header, some)
@@ -267,7 +267,7 @@ def make_model(tiny_base):
 
 @pytest.fixture
 def make_trainer(make_model, tmp_path):
-    """Makes a Trainer on 20 rows; keyword arguments are its own, the model's, or settings."""
+    """Makes a Trainer on 20 rows; keyword arguments are its own, or settings."""
     from trainer_runs import collate, make_data
 
     from transformers import Trainer, TrainingArguments
@@ -308,7 +308,7 @@ def make_trainer(make_model, tmp_path):
 
 @pytest.fixture
 def glue(run_glue, tiny_base, monkeypatch, tmp_path):
-    """Runs the script in this process on the tiny base, with these arguments more."""
+    """Runs run_glue.py in this process on the tiny base, with additional arguments."""
     from glue_runs import common
 
     monkeypatch.chdir(tmp_path)
@@ -321,7 +321,7 @@ def glue(run_glue, tiny_base, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(run_glue, tiny_base, tiny_glue, tmp_path_factory) -> Path:
-    """What a run on RTE has written: training, evaluation and prediction."""
+    """The output folder of a run on RTE: training, evaluation and prediction."""
     from glue_runs import common, on_rte
 
     out = tmp_path_factory.mktemp("rte") / "out"
@@ -332,7 +332,7 @@ def trained(run_glue, tiny_base, tiny_glue, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build_adapted(make_classifier):
-    """A classifier of three classes that is adapted in these ways, and frozen accordingly."""
+    """Makes a classifier of three classes with the named adaptations, and freezes the rest."""
 
     def make(family, names=(), **settings):
         settings = {"num_labels": 3, "pad_token_id": 1, **settings_of(names), **settings}

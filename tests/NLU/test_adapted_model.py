@@ -1,4 +1,4 @@
-"""What a run begins with, and the files and settings that its flags name."""
+"""The starting point of a run, and the files and settings that its flags name."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,10 +34,10 @@ def adapter_of(source="a file", **metadata):
     return Adapter(tensors_of("roberta"), replace(INFOS["roberta"], **metadata), source=source)
 
 
-# ---- what a run begins with ----
+# ---- the starting point ----
 
 
-def test_classes_that_are_not_named():
+def test_unnamed_classes_are_refused():
     ORIGIN.check_named()
     unnamed = replace(ORIGIN, labels=())
     with pytest.raises(ValueError, match=r"^a file does not name its tags; give the --train_file"):
@@ -50,11 +50,11 @@ def test_classes_that_are_not_named():
     ("own", "task", "fits"),
     [("rte", "rte", True), (None, "rte", True), ("rte", None, True), ("rte", "mnli", False)],
 )
-def test_another_task(caplog, own, task, fits):
+def test_evaluation_on_another_task_is_refused(caplog, own, task, fits):
     origin = replace(ORIGIN, task=own)
     origin.check_task(task, training=True)
-    begins = "a file was trained for rte: training on mnli starts from it"
-    assert caplog.messages == ([] if fits else [begins])
+    expected = "a file was trained for rte: training on mnli starts from it"
+    assert caplog.messages == ([] if fits else [expected])
     if fits:
         origin.check_task(task, training=False)
     else:
@@ -70,11 +70,11 @@ def test_another_task(caplog, own, task, fits):
         ("abc", "abd", ()),
         ("abc", "ab", ()),
         ("ab", "abb", ()),
-        ("aAb", "aAb", ()),  # which of the first two is which, in other case?
+        ("aAb", "aAb", ()),  # ambiguous, as case is ignored
         ("", "", ()),
     ],
 )
-def test_the_order_of_classes(own, labels, order):
+def test_classes_are_matched_in_any_order_and_case(own, labels, order):
     assert replace(ORIGIN, labels=tuple(own)).order_of(list(labels)) == order
 
 
@@ -85,10 +85,10 @@ def test_the_order_of_classes(own, labels, order):
         ((), ("no", "yes"), True, False),
         (("no", "yes"), (), True, False),
         (("no", "yes"), ("yes", "no"), False, True),
-        (("no", "yes"), ("a", "b", "c"), False, False),  # which get a head of their own
+        (("no", "yes"), ("a", "b", "c"), False, False),  # training gives these a new head
     ],
 )
-def test_other_classes(caplog, own, labels, fits, warned):
+def test_evaluation_on_other_classes_is_refused(caplog, own, labels, fits, warned):
     origin = replace(ORIGIN, labels=own)
     origin.check_labels(labels, training=True)
     expected = f"a file was trained for the labels no, yes: its head is now trained for {labels}"
@@ -115,7 +115,7 @@ def test_other_classes(caplog, own, labels, fits, warned):
         (("text",), ("text", "more"), ValueError),
     ],
 )
-def test_other_texts(caplog, own, columns, level):
+def test_other_text_columns_are_logged_or_refused(caplog, own, columns, level):
     caplog.set_level("INFO")
     origin = replace(ORIGIN, texts=own)
     origin.check_texts(columns, training=True)
@@ -131,8 +131,8 @@ def test_other_texts(caplog, own, columns, level):
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
 
 
-def test_an_adapter_says_what_a_run_begins_with():
-    """The first one that says anything, and the model where there is none."""
+def test_the_starting_point_is_the_first_adapter_or_the_model():
+    """Task, labels and columns come from the first adapter that has metadata."""
     config = RobertaConfig(num_labels=3, finetuning_task="mnli")
     config.text_columns = ["a", "b"]
     model = StartingPoint("some/base", (), "mnli", ("a", "b"), 3, is_adapter=False)
@@ -153,8 +153,8 @@ def test_an_adapter_says_what_a_run_begins_with():
 # ---- files and the hub ----
 
 
-def test_where_settings_and_the_tokenizer_are(monkeypatch):
-    """By default where the model is, in the same revision."""
+def test_config_and_tokenizer_come_with_the_model_by_default(monkeypatch):
+    """From the same cache and revision, with the same token."""
     asked = []
 
     def ask(name, *more, return_unused_kwargs=None, **settings):
@@ -179,8 +179,8 @@ def test_where_settings_and_the_tokenizer_are(monkeypatch):
         open_tokenizer(given, RobertaConfig(), aligned=True)
 
 
-def test_a_setting_that_a_model_does_not_have(monkeypatch):
-    """Such as those of one family alone; it would have no effect."""
+def test_a_setting_that_the_model_does_not_have_is_refused(monkeypatch):
+    """One of another family, for instance, would have no effect."""
 
     def ask(name, **settings):
         return RobertaConfig(), {"lora_positions": settings["lora_positions"]}
@@ -190,14 +190,14 @@ def test_a_setting_that_a_model_does_not_have(monkeypatch):
         load_config(flags(apply_lora=True, lora_positions=True))
 
 
-def test_where_adapters_are(monkeypatch):
+def test_adapters_are_read_with_the_flags_for_the_hub_and_alpha(monkeypatch):
     asked = []
     monkeypatch.setattr(adapted_model, "read_adapter", lambda *_, **where: asked.append(where))
     read_adapters(flags(lora_path="a", cache_dir="cache", use_auth_token=True, lora_alpha=3))
     assert asked == [{"cache_dir": "cache", "token": True, "lora_alpha": 3}]
 
 
-def test_trained_weights_that_an_estimate_does_without(tmp_path, caplog):
+def test_leave_out_missing_clears_flags_of_missing_files_with_a_warning(tmp_path, caplog):
     there = tmp_path / "there.bin"
     there.touch()
     given = flags(lora_path=str(tmp_path / "missing.bin"), bitfit_path=str(there))
@@ -207,23 +207,23 @@ def test_trained_weights_that_an_estimate_does_without(tmp_path, caplog):
     assert text.startswith(f"--lora_path {tmp_path / 'missing.bin'} does not exist: ")
 
 
-# ---- what a file says and a flag does not ----
+# ---- flags from a file's metadata ----
 
 
-def test_a_file_fills_in_what_no_flag_says(tmp_path):
+def test_a_file_fills_in_flags_that_are_not_given(tmp_path):
     run = TrainingArguments(output_dir=str(tmp_path / "out"), do_train=True)
     given = flags(apply_lora=True)
     check_arguments(given, run, [adapter_of(rank_pattern={"query": 1})])
     assert (given.lora_r, given.lora_alpha) == (2, 3)
     assert given.lora_targets == ["query", "value"]
     assert given.lora_rank_pattern == ["query=1"]
-    kept = flags(apply_lora=True, lora_r=4, lora_alpha=16, lora_targets=["key"])
-    check_arguments(kept, run, [adapter_of()])
-    assert (kept.lora_r, kept.lora_alpha, kept.lora_targets) == (4, 16, ["key"])
+    explicit = flags(apply_lora=True, lora_r=4, lora_alpha=16, lora_targets=["key"])
+    check_arguments(explicit, run, [adapter_of()])
+    assert (explicit.lora_r, explicit.lora_alpha, explicit.lora_targets) == (4, 16, ["key"])
 
 
 def test_lora_without_metadata_needs_its_alpha(tmp_path):
-    """Other kinds have none."""
+    """Other kinds of adapters have no alpha."""
     run = TrainingArguments(output_dir=str(tmp_path / "out"), do_eval=True)
     check_arguments(flags(), run, [Adapter({}, None, source="biases", kind=BITFIT)])
     silent = Adapter(tensors_of("roberta"), None, source="a file")

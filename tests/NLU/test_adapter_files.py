@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def expected_names(model, kind):
-    """Names of a file's tensors by the rule: those of its kind, and the head's."""
+    """The tensors that a file should have: those of its kind, and the head's."""
     start = f"{model.base_model_prefix}."
     names = {name for name in model.state_dict() if not name.startswith(start)}
     for name in model.state_dict():
@@ -38,7 +38,7 @@ def expected_names(model, kind):
 @pytest.mark.parametrize("format", [".bin", ".safetensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", CROSS, ids="+".join)
-def test_files_bring_a_model_back(build_adapted, batch, tmp_path, family, names, format):
+def test_files_restore_a_model(build_adapted, batch, tmp_path, family, names, format):
     trained = build_adapted(family, names)
     fresh = build_adapted(family, names)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_files_bring_a_model_back(build_adapted, batch, tmp_path, family, names,
         assert torch.equal(tensor, fresh.state_dict()[name]), name
 
 
-def test_what_the_files_say(build_adapted, tmp_path):
+def test_metadata_of_each_kind_of_file(build_adapted, tmp_path):
     model = build_adapted("roberta", ["lora", "pfeiffer", "bitfit"], finetuning_task="mnli")
     model.config.base_name_or_path = "roberta-base"
     switches = ("apply_lora", "apply_adapter", "apply_bitfit")
@@ -82,8 +82,8 @@ def test_what_the_files_say(build_adapted, tmp_path):
         assert info == model.adapter(kind).metadata
 
 
-def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
-    """Those of the head that an adapter brings; where it names none, the model keeps its labels."""
+def test_loading_a_head_sets_the_model_s_labels_and_text_columns(build_adapted):
+    """If the adapter does not name its labels, the model keeps its own."""
     names = {0: "no", 1: "maybe", 2: "yes"}
     any_order = dict(reversed(names.items()))
     trained = build_adapted("roberta", ["lora"], id2label=any_order, text_columns=["review"])
@@ -94,7 +94,7 @@ def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
     assert fresh.config.label2id == {"no": 0, "maybe": 1, "yes": 2}
     assert fresh.adapter().metadata == adapter.metadata
-    # One that says nothing, and one that brings no head.
+    # An adapter without text columns, one without labels, and one without a head.
     fresh.load_adapters([replace(adapter, metadata=replace(adapter.metadata, text_columns=None))])
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, None)
     unnamed = replace(adapter.metadata, labels=("LABEL_0", "LABEL_1", "LABEL_2"))
@@ -104,14 +104,14 @@ def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
     others = replace(adapter.metadata, labels=("a", "b", "c"), text_columns=("text",))
     fresh.load_adapters([replace(adapter, tensors=headless, metadata=others)])
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
-    # Training on another task begins with its own.
+    # With a new head, as for another task, the model keeps its own.
     other = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])
     other.load_adapters([adapter], new_head=True)
     assert other.config.text_columns == ["premise", "claim"]
     assert other.config.id2label[0] == "LABEL_0"
 
 
-def test_a_folder_is_asked_for_each_kind(build_adapted, tmp_path):
+def test_a_folder_may_hold_adapters_of_several_kinds(build_adapted, tmp_path):
     model = build_adapted("deberta", ["lora", "houlsby"])
     for kind in (LORA, BOTTLENECK):
         for name in kind.files:
@@ -120,14 +120,14 @@ def test_a_folder_is_asked_for_each_kind(build_adapted, tmp_path):
         loaded = read_adapter(tmp_path, kind)
         assert loaded.kind is kind
         assert loaded.metadata == model.adapter(kind).metadata
-        # The .bin says nothing; the file beside it does.
+        # A .bin has no metadata of its own; the file next to it has.
         assert read_adapter(tmp_path / kind.files[1], kind).metadata == loaded.metadata
     with pytest.raises(CheckpointError, match="holds no adapter: none of pytorch_model_bitfit"):
         read_adapter(tmp_path, BITFIT)
 
 
 def refuses(model, adapters, message):
-    """`load_adapters` raises one line, and the model stays as it was."""
+    """Checks that `load_adapters` raises a one-line error and leaves the model as it was."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=message) as caught:
         model.load_adapters(adapters)
@@ -137,7 +137,7 @@ def refuses(model, adapters, message):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("said", [True, False], ids=["info", "no info"])
+@pytest.mark.parametrize("has_metadata", [True, False], ids=["metadata", "no metadata"])
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -162,9 +162,11 @@ def refuses(model, adapters, message):
         ("bitfit", {"intermediate_size": 40}, r"dense.bias is \(48,\) in the file, \(40,\) in the"),
     ],
 )
-def test_models_that_a_file_does_not_fit(build_adapted, family, said, name, changed, message):
+def test_a_file_that_does_not_fit_the_model_is_refused(
+    build_adapted, family, has_metadata, name, changed, message
+):
     adapter = build_adapted(family, [name]).adapter(BITFIT if name == "bitfit" else BOTTLENECK)
-    if not said:
+    if not has_metadata:
         adapter = replace(adapter, metadata=None)
         message = {
             "adapter_size 5, .*built with 6": r"adapter_A.\w+ is \(5.*in the file, \(6.*"
@@ -177,7 +179,7 @@ def test_models_that_a_file_does_not_fit(build_adapted, family, said, name, chan
     refuses(build_adapted(family, [name], **changed), [adapter], message)
 
 
-def test_one_tensor_less_or_more(build_adapted):
+def test_missing_extra_and_nan_tensors_are_refused(build_adapted):
     model = build_adapted("roberta", ["houlsby"])
     name = "roberta.encoder.layer.1.attention.output.adapter.adapter_B.weight"
     adapter = model.adapter(BOTTLENECK)
@@ -197,7 +199,7 @@ def test_one_tensor_less_or_more(build_adapted):
 
 
 @pytest.mark.parametrize("name", ["houlsby", "bitfit"])
-def test_another_base(build_adapted, tmp_path, name):
+def test_an_adapter_of_another_base_is_refused(build_adapted, tmp_path, name):
     base = build_adapted("roberta")
     base.save_pretrained(tmp_path / "a")
     weight = base.get_parameter("roberta.encoder.layer.0.output.dense.weight")
@@ -214,7 +216,7 @@ def test_another_base(build_adapted, tmp_path, name):
 
 
 def test_training_does_not_change_the_base_s_fingerprint(build_adapted, tmp_path):
-    """Neither trained biases nor adapters count: a whole checkpoint still says its base."""
+    """Biases and adapters are not part of it, so that a whole checkpoint still names its base."""
     build_adapted("roberta").save_pretrained(tmp_path / "base")
     names = ("houlsby", "bitfit")
     model = RobertaForSequenceClassification.from_pretrained(
@@ -228,7 +230,7 @@ def test_training_does_not_change_the_base_s_fingerprint(build_adapted, tmp_path
     assert again.base_fingerprint == model.base_fingerprint
     assert again.adapted_by == (BOTTLENECK, BITFIT)
     assert again.config.base_name_or_path == str(tmp_path / "base")
-    # Trained on as a whole, it is a base of its own.
+    # Once no adaptation is switched on, the checkpoint is a base of its own.
     off = RobertaConfig.from_pretrained(tmp_path / "trained", apply_bitfit=False)
     assert off.base_name_or_path == str(tmp_path / "base")
     build_adapted("roberta", ["bitfit"]).save_pretrained(tmp_path / "biases")
@@ -236,7 +238,7 @@ def test_training_does_not_change_the_base_s_fingerprint(build_adapted, tmp_path
     assert off.base_name_or_path == str(tmp_path / "biases")
 
 
-def test_files_that_belong_together(build_adapted):
+def test_files_of_one_run_have_to_be_loaded_together(build_adapted):
     model = build_adapted("roberta", ["lora", "bitfit"])
     lora, biases = model.adapter(LORA), model.adapter(BITFIT)
     refuses(model, [lora], "trained with apply_bitfit as well, .* give that file too")
@@ -245,17 +247,17 @@ def test_files_that_belong_together(build_adapted):
     message = "does not belong to the same run as adapter: their classifier.dense.bias differ"
     refuses(model, [lora, replace(biases, tensors=other)], message)
     assert model.load_adapters([lora, biases]) == []
-    # The release's format does not say what it was trained with.
+    # The release's format does not record what it was trained with.
     assert model.load_adapters([replace(lora, metadata=None)]) == []
 
 
-def test_a_new_head_keeps_the_model_s_own(build_adapted):
+def test_with_a_new_head_the_model_keeps_its_own(build_adapted):
     adapter = build_adapted("deberta", ["bitfit"]).adapter(BITFIT)
     model = build_adapted("deberta", ["bitfit"], num_labels=2)
     refuses(model, [adapter], r"classifier.\w+ is \(3")
     skipped = model.load_adapters([adapter], new_head=True)
     assert skipped == ["classifier.bias", "classifier.weight"]
-    # A backbone's bias is never left out.
+    # A bias of the backbone is never skipped.
     bias = "deberta.embeddings.LayerNorm.bias"
     tensors = {**adapter.tensors, bias: torch.zeros(5)}
     with pytest.raises(CheckpointError, match=rf"{bias} is \(5,\)"):
@@ -273,7 +275,7 @@ def test_a_new_head_keeps_the_model_s_own(build_adapted):
         ("bitfit", BOTTLENECK, "tensors is adapter's"),
     ],
 )
-def test_a_file_of_another_kind(build_adapted, tmp_path, held, asked, message):
+def test_a_file_of_another_kind_is_refused(build_adapted, tmp_path, held, asked, message):
     model = build_adapted("roberta", [held])
     write_adapter(tmp_path / "x.bin", model.adapter(model.adapted_by[0]))
     with pytest.raises(CheckpointError, match=rf"x.bin: .*{message}"):
@@ -290,7 +292,7 @@ def test_a_file_of_another_kind(build_adapted, tmp_path, held, asked, message):
         (BITFIT, {"biases": "{"}, "metadata is damaged"),
     ],
 )
-def test_damaged_metadata(kind, metadata, message, tmp_path):
+def test_damaged_metadata_is_refused(kind, metadata, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         kind.metadata.from_metadata(metadata, tmp_path / "x.safetensors")
     assert kind.metadata.from_metadata({"format": "pt"}, tmp_path) is None
@@ -298,20 +300,20 @@ def test_damaged_metadata(kind, metadata, message, tmp_path):
 
 # ---- AdapterHub's folders ----
 
-# The rest of a name there -> what it is called here.
+# Parts of AdapterHub's names -> of this project's.
 HUB_PARTS = {"adapter_down.0": "adapter_A", "adapter_up": "adapter_B"}
 HUB_HEADS = {"1": "dense", "4": "out_proj"}
 
 
 def hub_folder(folder, adapter, task="rte", flexible=True, changed=lambda tensors: tensors):
-    """A folder as AdapterHub has them, of the tensors of a RoBERTa's adapter.
+    """Writes a folder in AdapterHub's format with the tensors of a RoBERTa's adapter.
 
     Args:
-        folder: where to.
+        folder: where to write it.
         adapter: the adapter.
-        task: what its adapters and its head are called after.
+        task: the name that its adapters and its head have.
         flexible: the head is a sequence of numbered modules, not the model class's own.
-        changed: what becomes of the tensors before they are written.
+        changed: changes the tensors before they are written.
     """
     inner, head = {}, {}
     for name, tensor in adapter.tensors.items():
@@ -331,7 +333,7 @@ def hub_folder(folder, adapter, task="rte", flexible=True, changed=lambda tensor
 
 @pytest.fixture
 def randomized(build_adapted):
-    """A RoBERTa with adapters of which nothing is zero, and the same model untrained."""
+    """Makes a RoBERTa with random adapters and biases, and the same model untrained."""
 
     def make(name):
         trained, fresh = build_adapted("roberta", [name]), build_adapted("roberta", [name])
@@ -348,7 +350,7 @@ def randomized(build_adapted):
 @pytest.mark.parametrize("flexible", [True, False])
 @pytest.mark.parametrize("name", ["houlsby", "pfeiffer"])
 @pytest.mark.parametrize("task", ["rte", "sst-2"])
-def test_a_folder_of_adapterhub_s(randomized, batch, tmp_path, name, flexible, task):
+def test_a_folder_of_adapterhub_s_is_read(randomized, batch, tmp_path, name, flexible, task):
     trained, fresh = randomized(name)
     folder = hub_folder(tmp_path / "a", trained.adapter(BOTTLENECK), task, flexible)
     assert not torch.allclose(trained(**batch).logits, fresh(**batch).logits, atol=1e-2)
@@ -413,7 +415,7 @@ def with_tensor(like, name):
         ),
     ],
 )
-def test_folders_of_adapterhub_s_that_are_none(randomized, tmp_path, changed, message):
+def test_bad_folders_of_adapterhub_s_are_refused(randomized, tmp_path, changed, message):
     adapter = randomized("houlsby")[0].adapter(BOTTLENECK)
     folder = hub_folder(tmp_path / "a", adapter, changed=changed)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -421,14 +423,14 @@ def test_folders_of_adapterhub_s_that_are_none(randomized, tmp_path, changed, me
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_missing_from_adapterhub_s_folder(randomized, tmp_path):
+def test_a_folder_of_adapterhub_s_with_missing_or_additional_files_is_refused(randomized, tmp_path):
     adapter = randomized("pfeiffer")[0].adapter(BOTTLENECK)
     folder = hub_folder(tmp_path / "a", adapter)
     (folder / "pytorch_model_head.bin").rename(tmp_path / "head")
     with pytest.raises(CheckpointError, match=r"a: pytorch_model_head.bin is missing"):
         read_adapter(folder, BOTTLENECK)
     (tmp_path / "head").rename(folder / "pytorch_model_head.bin")
-    # A folder that this project has written to as well does not say which of the two is meant.
+    # If this project has written to the folder as well, it is unclear which adapter is meant.
     write_adapter(folder / "pytorch_model_adapter.bin", adapter)
     with pytest.raises(CheckpointError, match=r"holds two adapters, \S+ and AdapterHub"):
         read_adapter(folder, BOTTLENECK)
@@ -447,7 +449,7 @@ def test_files_that_are_missing_from_adapterhub_s_folder(randomized, tmp_path):
         ({"num_hidden_layers": 3}, "lacks 4 tensors: .*layer.2."),
     ],
 )
-def test_models_that_a_folder_of_adapterhub_s_does_not_fit(
+def test_a_folder_of_adapterhub_s_that_does_not_fit_the_model_is_refused(
     build_adapted, randomized, tmp_path, settings, message
 ):
     folder = hub_folder(tmp_path / "a", randomized("pfeiffer")[0].adapter(BOTTLENECK))
@@ -478,7 +480,7 @@ def test_a_whole_checkpoint_is_read_as_it_was_trained(
         ({"apply_adapter": False}, "was trained with apply_adapter True, not False"),
     ],
 )
-def test_other_settings_than_the_checkpoint_s(build_adapted, tmp_path, asked, message):
+def test_other_settings_than_the_checkpoint_s_are_refused(build_adapted, tmp_path, asked, message):
     build_adapted("roberta", ["houlsby"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         RobertaForSequenceClassification.from_pretrained(tmp_path, **asked)
@@ -489,7 +491,7 @@ def test_other_settings_than_the_checkpoint_s(build_adapted, tmp_path, asked, me
         RobertaForSequenceClassification.from_pretrained(tmp_path, config)
 
 
-def test_adapters_that_a_checkpoint_lost_or_should_not_have(build_adapted, tmp_path):
+def test_missing_and_unexpected_adapters_in_a_checkpoint_are_refused(build_adapted, tmp_path):
     model = build_adapted("roberta", ["houlsby"])
     plain = build_adapted("roberta")
     state = model.state_dict()
@@ -514,18 +516,18 @@ def test_adapters_that_a_checkpoint_lost_or_should_not_have(build_adapted, tmp_p
         ({"adapter_size": True}, "adapter_size must be"),
     ],
 )
-def test_settings_that_are_none(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RobertaConfig(apply_adapter=True, **settings)
 
 
-def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
+def test_a_model_has_no_adapter_of_a_kind_that_it_was_built_without(build_adapted):
     for kind, message in ((LORA, "no LoRA layers"), (BOTTLENECK, "apply_adapter"), (BITFIT, "Bit")):
         with pytest.raises(ValueError, match=message):
             build_adapted("roberta").adapter(kind)
 
 
-# ---- what flags have to say for a file ----
+# ---- flags that fit a file ----
 
 
 @pytest.mark.parametrize(
@@ -563,7 +565,7 @@ def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
         ("dropout", 0.5, "", "", ""),
     ],
 )
-def test_flags_that_fit_a_file(what, theirs, module, given, resumed):
+def test_errors_name_the_flags_that_fit_a_file(what, theirs, module, given, resumed):
     error = SettingsError("a file", what, theirs, 2, module)
     assert fitting_flag(error).startswith(given)
     assert bool(given) == bool(fitting_flag(error))

@@ -1,4 +1,4 @@
-"""Bottleneck adapters and BitFit: the formulas, and what trains."""
+"""Bottleneck adapters and BitFit: the formulas, and which parameters are trained."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def plain_output(layer, adapter, drop):
-    """What a sub-layer's output computes, from its weights: (computed, residual) -> hidden."""
+    """The formula of a sub-layer's output, with its weights: (computed, residual) -> hidden."""
 
     def norm(x):
         x = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + eps).sqrt()
@@ -46,7 +46,7 @@ def plain_output(layer, adapter, drop):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["houlsby", "pfeiffer"])
-def test_logits_and_gradients_of_the_plain_formulas(
+def test_logits_and_gradients_are_the_plain_formulas(
     build_adapted, batch, family, name, monkeypatch
 ):
     model, plain = (build_adapted(family, [name], **NO_DROPOUT).train() for _ in "12")
@@ -78,8 +78,8 @@ def test_an_adapter_comes_after_the_dropout(build_adapted, family, name, drawn_m
     close(ours, plain_output(layer, layer.adapter, lambda x: x * mask)(computed, residual))
 
 
-def drawn(family, **settings):
-    """A model as its class draws it."""
+def initialized(family, **settings):
+    """A model with the weights that its class initializes."""
     torch.manual_seed(3)
     shape = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     classes = {
@@ -93,10 +93,10 @@ def drawn(family, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["houlsby", "pfeiffer"])
 def test_a_fresh_adapter_is_the_identity(family, name, batch, tmp_path):
-    base = drawn(family)
+    base = initialized(family)
     base.base_model.save_pretrained(tmp_path)
-    # Drawn with the model, and drawn beside weights that are read.
-    new = drawn(family, **ADAPTED[name])
+    # Adapters are initialized with the whole model, or because the model's file lacks them.
+    new = initialized(family, **ADAPTED[name])
     read = type(base).from_pretrained(tmp_path, num_labels=3, **ADAPTED[name])
     for model in (new, read):
         downs = [p for n, p in model.named_parameters() if "adapter.adapter_A.weight" in n]
@@ -113,8 +113,8 @@ def test_a_fresh_adapter_is_the_identity(family, name, batch, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", CROSS, ids="+".join)
-def test_what_trains(build_adapted, batch, family, names):
-    """The head; inside the backbone, names with lora, adapter or bias; and all of it learns."""
+def test_the_head_and_the_adapted_parts_are_trained(build_adapted, batch, family, names):
+    """In the backbone, parameters with lora, adapter or bias in their names; all get gradients."""
     model = build_adapted(family, names).train()
     parts = {"lora": "lora", "bitfit": "bias", "houlsby": "adapter", "pfeiffer": "adapter"}
     wanted = [parts[name] for name in names]
@@ -129,13 +129,13 @@ def test_what_trains(build_adapted, batch, family, names):
     assert len(head) == 4
     assert len(trained) > len(head)
     model(**batch).loss.backward()
-    # Without one for each of them, several processes could not train together.
+    # DDP needs a gradient for each of them.
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
     assert with_gradient == trained
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bitfit_leaves_out_what_has_no_bias_in_its_name(build_adapted, family):
+def test_bitfit_trains_only_biases_of_the_backbone(build_adapted, family):
     model = build_adapted(family, ["bitfit"])
     inside = {n for n, p in model.base_model.named_parameters() if p.requires_grad}
     assert "embeddings.LayerNorm.bias" in inside
@@ -176,14 +176,14 @@ XXLARGE = {
         ("roberta", {}, {"lora_r": 8, "lora_alpha": 16}, 294_912, "0.3M"),
         ("roberta", LARGE, {"lora_r": 8, "lora_alpha": 16}, 786_432, "0.8M"),
         ("deberta", XXLARGE, {"lora_r": 16, "lora_alpha": 32}, 4_718_592, "4.7M"),
-        # The recipes: two adapters of 2 · 1024 · 8 + 8 + 1024 values a layer, and one of 16 wide.
+        # The recipes: two adapters of 2 · 1024 · 8 + 8 + 1024 values per layer, and one of 16 wide.
         ("roberta", LARGE, {"adapter_type": "houlsby", "adapter_size": 8}, 835_968, "0.8M"),
         ("roberta", LARGE, {"adapter_type": "pfeiffer", "adapter_size": 16}, 811_392, "0.8M"),
-        # RoBERTa-base: nine biases a layer, of 768 but for one of 3072, and the embeddings' norm.
+        # RoBERTa-base: nine biases per layer, of 768 but for one of 3072, and the embeddings' norm.
         ("roberta", {}, {"apply_bitfit": True}, 12 * (8 * 768 - 768 + 3072) + 768, "0.1M"),
     ],
 )
-def test_published_sizes(model_type, shape, settings, expected, published):
+def test_parameter_counts_are_the_published_ones(model_type, shape, settings, expected, published):
     switch = {"lora_r": "apply_lora", "adapter_size": "apply_adapter"}
     settings = {**settings, **{switch[name]: True for name in settings if name in switch}}
     with torch.device("meta"):
@@ -203,7 +203,7 @@ def test_published_sizes(model_type, shape, settings, expected, published):
 def test_a_processor_without_bfloat16_multiplies_in_float32(
     build_adapted, batch, family, names, large, monkeypatch
 ):
-    """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
+    """In training and evaluation, with results rounded to bfloat16 as on other processors."""
     model, found = build_adapted(family, names, **NO_DROPOUT), []
     cast_frozen(model, torch.bfloat16)
     for is_emulated in (False, True):
@@ -216,7 +216,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
         found.append(results)
     theirs, ours = found
     for name, expected in theirs.items():
-        # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.
+        # Each of some 50 successive products rounds by up to 2^-9, up or down: about 2% in all.
         error = (ours[name] - expected).norm() / expected.norm()
         assert error < 0.1, name
 

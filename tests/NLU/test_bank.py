@@ -1,6 +1,6 @@
-"""Several adapters beside one encoder: each gives its own model's logits, in mixed batches too.
+"""Each adapter of a bank gives its own model's logits, in mixed batches too.
 
-In float64, so that what is compared is equal but for the last digits.
+Models are in float64, so that logits are equal up to their last digits.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Trained:
     alpha: float
     labels: int
     targets: tuple[str, ...] = ("query", "value")
-    positions: bool = False  # reached, where DeBERTa shares projections with them
+    positions: bool = False  # whether LoRA reaches positions, if DeBERTa shares projections
 
 
 TRAINED = {
@@ -50,10 +50,10 @@ TRAINED = {
     "d": Trained(4, rank=3, alpha=4, labels=1, targets=("key", "intermediate"), positions=True),
     "e": Trained(5, rank=4, alpha=5, labels=3, targets=("attention_output", "output")),
 }
-# One name a row, in any order.
+# The adapters of a batch's rows.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
 LENGTHS = (9, 3, 1, 12, 7, 2, 5)
-# What else a DeBERTa may be.
+# Other configurations of DeBERTa.
 VARIANTS = {
     "own projections of distances": {"share_att_key": False},
     "c2p alone": {"pos_att_type": "c2p", "conv_kernel_size": 0},
@@ -78,7 +78,7 @@ class Task:
         self.family, self.base = family, self.make(num_labels=3)
 
     def lora(self, trained):
-        """A model with LoRA as it was trained, the base's weights, and new LoRA weights."""
+        """A model with this LoRA, the base's weights, and newly initialized LoRA weights."""
         switches = {"apply_lora": True, "lora_r": trained.rank, "lora_alpha": trained.alpha}
         if self.family == "deberta":
             switches["lora_positions"] = trained.positions
@@ -122,7 +122,7 @@ def task(make_classifier, family):
 
 @pytest.fixture(params=["rows", "padded", "holes", "left"])
 def path(request, monkeypatch):
-    """Attention by either path; with padding that only one of them, or the plain one, takes."""
+    """The path of attention, or padding that not every path takes: "holes" and "left"."""
     cheap = request.param != "rows"
     monkeypatch.setattr(DEBERTA, "padding_is_cheap", lambda *_: cheap)
     monkeypatch.setattr(packing, "padding_is_cheap", lambda *_: cheap)
@@ -130,7 +130,7 @@ def path(request, monkeypatch):
 
 
 def make_batch(rows, path="padded"):
-    """Ragged rows, padded to more than the longest needs."""
+    """Rows of different lengths, padded to more than the longest."""
     mask = (torch.arange(14) < torch.tensor(LENGTHS[:rows])[:, None]).long()
     if path == "holes":
         mask[:, 2] = 0
@@ -175,8 +175,8 @@ def mixed_logits(bank, model, names, batch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", TRAINED)
-def test_one_adapter_is_a_model_of_its_own(task, name, path):
-    """And so are DeBERTa's two kinds, those that reach positions and those that do not."""
+def test_one_adapter_gives_its_own_model_s_logits(task, name, path):
+    """On DeBERTa, whether LoRA reaches positions or not."""
     bank, batch = task.bank(name), make_batch(4, path)
     with bank.use(name):
         ours = task.base(**batch).logits
@@ -186,14 +186,14 @@ def test_one_adapter_is_a_model_of_its_own(task, name, path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("target", ALL)
-def test_every_target(task, target, monkeypatch):
-    """Each alone, without a head: what differs from the base is the update."""
+def test_every_target_alone_gives_its_own_model_s_logits(task, target, monkeypatch):
+    """Without a head, only its deltas make the logits differ from the base's."""
     trained = Trained(6, rank=3, alpha=9, labels=3, targets=(target,))
     monkeypatch.setitem(TRAINED, "one", trained)
     adapter, batch = task.adapter("one"), make_batch(4)
-    updates = {n: t for n, t in adapter.tensors.items() if "lora_" in n}
+    lora_tensors = {n: t for n, t in adapter.tensors.items() if "lora_" in n}
     bank = lora.AdapterBank(task.base)
-    bank.add("one", Adapter(updates, adapter.metadata))
+    bank.add("one", Adapter(lora_tensors, adapter.metadata))
     with bank.use("one"):
         ours = task.base(**batch).logits
     model = task.model("one")
@@ -224,7 +224,7 @@ def test_heads_are_whole_modules(task):
 
 @torch.no_grad()
 @pytest.mark.parametrize("names", MIXES)
-def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(task, names, path):
+def test_a_mixed_batch_gives_each_row_the_logits_of_its_adapter(task, names, path):
     bank, batch = task.bank(), make_batch(len(names), path)
     expected = row_by_row(bank, task.base, names, batch)
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
@@ -233,7 +233,7 @@ def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(task, names, path):
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["ba", "abcde", "dcccbad"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_debertas_of_all_kinds(make_classifier, variant, names, path):
+def test_mixed_batches_in_all_configurations_of_deberta(make_classifier, variant, names, path):
     task = Task(make_classifier, "deberta", **variant)
     bank, batch = task.bank(), make_batch(len(names), path)
     expected = row_by_row(bank, task.base, names, batch)
@@ -242,7 +242,7 @@ def test_debertas_of_all_kinds(make_classifier, variant, names, path):
 
 @pytest.mark.parametrize("variant", [{}, *VARIANTS.values()], ids=["shared", *VARIANTS])
 def test_gradients_of_a_mixed_batch_are_the_plain_paths(make_classifier, variant):
-    """Each segment has distances of its own."""
+    """Each segment projects the distances with its own adapter."""
     task = Task(make_classifier, "deberta", **variant)
     bank, batch, found = task.bank(), make_batch(5), []
     embeddings = task.base.base_model.embeddings.word_embeddings.weight
@@ -257,7 +257,7 @@ def test_gradients_of_a_mixed_batch_are_the_plain_paths(make_classifier, variant
 
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["bacb", "eedaae"])
-def test_in_bfloat16(make_classifier, family, names, path):
+def test_mixed_batches_in_bfloat16(make_classifier, family, names, path):
     task = Task(make_classifier, family, torch.float32)
     bank, batch = task.bank(), make_batch(len(names), path)
     exact = row_by_row(bank, task.base, names, batch)
@@ -271,7 +271,7 @@ def test_in_bfloat16(make_classifier, family, names, path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["bacb", "dcccbad"])
-def test_every_layers_states(task, names, path):
+def test_hidden_states_of_mixed_batches(task, names, path):
     bank, batch = task.bank(), make_batch(len(names), path)
     with bank.use(list(names)):
         mixed = task.base(**batch, output_hidden_states=True)
@@ -284,7 +284,7 @@ def test_every_layers_states(task, names, path):
 
 
 @torch.no_grad()
-def test_as_many_tokens_as_rows(task):
+def test_a_mixed_batch_with_as_many_tokens_as_rows(task):
     bank, ids = task.bank("ab"), torch.tensor([[2], [7], [9]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = row_by_row(bank, task.base, "abb", batch)
@@ -292,8 +292,8 @@ def test_as_many_tokens_as_rows(task):
 
 
 @torch.no_grad()
-def test_as_many_tokens_as_distances(make_classifier):
-    """Positions are no tokens, though there may be as many of them: 2 · 3 - 1."""
+def test_a_mixed_batch_with_as_many_tokens_as_distances(make_classifier):
+    """The 2 · 3 - 1 distances are not mistaken for tokens."""
     task = Task(make_classifier, "deberta")
     bank, ids = task.bank("ab"), torch.tensor([[2, 7, 9], [2, 8, 1]])
     batch = {"input_ids": ids, "attention_mask": (ids != 1).long()}
@@ -302,7 +302,7 @@ def test_as_many_tokens_as_distances(make_classifier):
 
 
 @torch.no_grad()
-def test_rows_that_are_taken_for_others_show(task, monkeypatch):
+def test_these_checks_notice_swapped_segments(task, monkeypatch):
     bank, batch, names = task.bank(), make_batch(4), "aabb"
     expected, parts = row_by_row(bank, task.base, names, batch), Routing.parts
     monkeypatch.setattr(Routing, "parts", lambda *given: parts(*given)[::-1])
@@ -311,7 +311,7 @@ def test_rows_that_are_taken_for_others_show(task, monkeypatch):
 
 
 @torch.no_grad()
-def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
+def test_these_checks_notice_another_adapter_s_distances(make_classifier, monkeypatch):
     task = Task(make_classifier, "deberta")
     bank, batch, names = task.bank(), make_batch(4), "aabb"
     expected, each = row_by_row(bank, task.base, names, batch), DEBERTA.for_each_segment
@@ -320,19 +320,21 @@ def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
         close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
-def test_an_adapter_that_does_not_say_whether_it_reaches_positions(make_classifier):
+def test_an_adapter_has_to_record_whether_it_reaches_positions(make_classifier):
     task = Task(make_classifier, "deberta")
     adapter = task.adapter("a")
-    unsaid = replace(adapter, metadata=replace(adapter.metadata, positions=None))
+    unrecorded = replace(adapter, metadata=replace(adapter.metadata, positions=None))
     with pytest.raises(CheckpointError, match=r"^a.safetensors: .*lora_positions"):
-        lora.AdapterBank(task.base).add("a", unsaid)
-    # Where none of its projections is shared there is nothing to say.
-    lora.AdapterBank(Task(make_classifier, "deberta", share_att_key=False).base).add("a", unsaid)
+        lora.AdapterBank(task.base).add("a", unrecorded)
+    # Without shared projections, there is nothing to record.
+    lora.AdapterBank(Task(make_classifier, "deberta", share_att_key=False).base).add(
+        "a", unrecorded
+    )
 
 
 @torch.no_grad()
-def test_one_product_of_the_base_in_a_mixed_batch(make_classifier):
-    """The relative positions' projection too is the base's once, and the adapters' beside it."""
+def test_a_mixed_batch_multiplies_by_the_base_once(make_classifier):
+    """The projection of distances, too: only the deltas are computed per adapter."""
     task = Task(make_classifier, "deberta")
     bank, batch, calls = task.bank(), make_batch(5), []
     for module in task.base.modules():
@@ -351,7 +353,7 @@ def test_one_product_of_the_base_in_a_mixed_batch(make_classifier):
 # ---- packed rows ----
 
 
-def test_parts_of_packed_rows():
+def test_a_part_of_packed_rows_is_these_rows_packed():
     mask = make_batch(5, "holes")["attention_mask"]
     rows = PackedRows(mask)
     assert rows.segments == (slice(0, 5),)
@@ -405,7 +407,7 @@ def test_the_base_stays_as_it_is(task):
 
 
 @torch.no_grad()
-def test_threads(task):
+def test_threads_use_different_adapters_at_once(task):
     bank, batch = task.bank("abd"), make_batch(3)
     jobs = ["a", ["b", "a", "d"], ["d", "d", "b"]]
 
@@ -436,7 +438,7 @@ def test_a_base_with_lora_is_refused(task):
         lora.AdapterBank(task.lora(TRAINED["a"]))
 
 
-def test_an_adapter_of_another_base_or_family(task, make_classifier):
+def test_an_adapter_of_another_base_or_family_is_refused(task, make_classifier):
     bank = task.bank("a")
     other = Task(make_classifier, FAMILIES[task.family == "roberta"])
     with pytest.raises(CheckpointError, match=r"^a\.safetensors: the model has no (de|ro)berta\."):
@@ -451,7 +453,7 @@ def test_an_adapter_of_another_base_or_family(task, make_classifier):
     assert bank.names == ("a",)
 
 
-def test_an_adapter_that_was_trained_beside_others(make_classifier, family):
+def test_an_adapter_that_was_trained_with_another_is_refused(make_classifier, family):
     task = Task(make_classifier, family)
     bank = lora.AdapterBank(task.base)
     model = make_classifier(family, apply_lora=True, lora_r=2, lora_alpha=4, apply_bitfit=True)

@@ -1,4 +1,4 @@
-"""A family of one's own in the fork, whose backbone the library does not know by its name."""
+"""A bank checks that an adapter's base is its model, in families it does not know by name too."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ CLASSES = [OwnForRegression, RobertaModel]
 
 
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_an_adapter_of_it_is_held_against_its_base(tmp_path, model_class, caplog):
+def test_an_adapter_of_another_base_is_refused_in_an_unknown_family(tmp_path, model_class, caplog):
     for number in range(2):
         torch.manual_seed(number)
         model_class(RobertaConfig(**SHAPE)).save_pretrained(tmp_path / str(number))

@@ -1,6 +1,6 @@
-"""torch.compile of both encoders: one graph a forward pass with its loss, and one a layer.
+"""torch.compile of both encoders: a forward pass with its loss is one graph, and so is a layer.
 
-`--torch_compile` does the latter; here it needs no compiler.
+`--torch_compile` compiles each layer. The tests use backends that need no compiler.
 """
 
 import copy
@@ -58,7 +58,7 @@ def test_a_forward_pass_is_one_graph(model_of, family):
 
 
 def test_a_forward_pass_that_copies_to_a_gpu_is_one_graph(model_of, monkeypatch):
-    """DeBERTa's table of distances comes there once."""
+    """DeBERTa copies its table of distances there once."""
     monkeypatch.setattr(modeling_deberta_v2, "_FROM_PINNED_MEMORY", ("cpu",))
     model = model_of("deberta")
     assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
@@ -66,7 +66,7 @@ def test_a_forward_pass_that_copies_to_a_gpu_is_one_graph(model_of, monkeypatch)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
-    """Two: the first layer's, whose input needs no gradient, and the last one's."""
+    """There are two: the first layer's, whose input needs no gradient, and the second's."""
     expected = model_of(family, **STEADY)
     model = copy.deepcopy(expected)
     graphs = compile_layers(model.base_model.encoder.layer)
@@ -81,9 +81,7 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(
-    make_trainer, model_of, family
-):
+def test_the_warm_up_batch_of_ddp_has_the_graphs_of_all_others(make_trainer, model_of, family):
     trainer = make_trainer(model_of(family), train=make_data(9))
     graphs = compile_layers(trainer.model.base_model.encoder.layer)
     loader, device = trainer.get_train_dataloader(), torch.device("cpu")
@@ -95,8 +93,8 @@ def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_half_precision_as_well(model_of, family):
-    """Under autocast, with frozen weights that are held in it."""
+def test_half_precision_has_as_few_graphs(model_of, family):
+    """Under autocast, with frozen weights in half precision."""
     eager = model_of(family, **STEADY)
     cast_frozen(eager, torch.bfloat16)
     model, half = copy.deepcopy(eager), torch.autocast("cpu", torch.bfloat16)
@@ -109,7 +107,7 @@ def test_in_half_precision_as_well(model_of, family):
         with half:
             ours = model(**batch_of(lengths)).loss
         found, wanted = gradients_of(model, ours), gradients_of(eager, theirs)
-        assert error_of(found, wanted) < 0.02  # products that follow one another round by 2^-9 each
+        assert error_of(found, wanted) < 0.02  # successive products round by 2^-9 each
         assert len(graphs) == 2
 
 
@@ -129,14 +127,16 @@ def test_a_layer_with_a_gpus_attention_is_one_graph(model_of):
 
 
 class Stopped(TrainerCallback):
-    """Ends a run after its third update, as a kill does."""
+    """Ends a run after its third update, as if it were killed."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= state.global_step == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, family):
+def test_a_compiled_run_trains_and_resumes_as_an_uncompiled_one(
+    make_trainer, model_of, tmp_path, monkeypatch, family
+):
     """With evaluations between the updates, and a last batch of one row."""
     torch.compiler.reset()
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
@@ -159,7 +159,7 @@ def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, fam
     assert names[0] == names[1]
     assert not any("_orig_mod" in name for name in names[0])
 
-    if family == "deberta":  # resuming asks no family
+    if family == "deberta":  # resuming does not depend on the family
         return
     run("killed", torch_compile=True, callbacks=[Stopped])
     again = run("killed", str(tmp_path / "killed" / "checkpoint-3"), torch_compile=True)
@@ -168,6 +168,6 @@ def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, fam
         run("again", checkpoints[1], torch_compile=True)
 
 
-def test_modules_of_others_are_refused(make_trainer):
+def test_models_of_other_packages_are_refused(make_trainer):
     with pytest.raises(ValueError, match="--torch_compile needs a model of this package"):
         make_trainer(torch.nn.Linear(2, 2), torch_compile=True)

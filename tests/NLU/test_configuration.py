@@ -1,4 +1,4 @@
-"""Settings as 4.4 has them: fields, dicts, JSON, what is changed, what a file holds."""
+"""Configs have 4.4.2's fields, go through dicts and JSON files unchanged, and refuse bad values."""
 
 import json
 
@@ -68,8 +68,8 @@ def test_fields_and_their_defaults():
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_settings_come_back(kind, tmp_path):
-    """Through a dict, a JSON file, a folder; equal in all of their settings."""
+def test_settings_survive_saving_and_loading(kind, tmp_path):
+    """Through a dict, JSON files, and a folder."""
     config = kind(**{**SHAPE, "num_labels": 3, "temperature": 0.5, "pruned_heads": {1: [0]}})
     config.to_json_file(tmp_path / "own.json")
     config.to_json_file(tmp_path / "all.json", use_diff=False)
@@ -86,7 +86,7 @@ def test_settings_come_back(kind, tmp_path):
         assert (back.temperature, back.pruned_heads, back.num_labels) == (0.5, {1: [0]}, 3)
 
 
-def test_a_file_leaves_out_what_nobody_reads_and_nobody_set(tmp_path):
+def test_a_file_leaves_out_unused_fields_at_their_defaults(tmp_path):
     config = RobertaConfig(**SHAPE, min_length=3)
     left_out = config.to_dict().keys() - config.to_diff_dict().keys()
     assert {"max_length", "num_beams", "is_encoder_decoder"} <= left_out
@@ -98,7 +98,7 @@ def test_a_file_leaves_out_what_nobody_reads_and_nobody_set(tmp_path):
     assert (tmp_path / "config.json").read_text() == config.to_json_string()
 
 
-def test_settings_that_replace_a_dicts():
+def test_arguments_replace_a_dicts_settings():
     values = {**SHAPE, "own": 1, "id2label": {"0": "a", "1": "b", "2": "c"}}
     config, unused = RobertaConfig.from_dict(
         values, return_unused_kwargs=True, own=2, num_hidden_layers=1, other=3
@@ -110,21 +110,21 @@ def test_settings_that_replace_a_dicts():
         RobertaConfig.from_dict(values, other=3)
 
 
-def test_a_files_content_and_what_is_not_of_where(tmp_path):
+def test_get_config_dict_returns_a_files_content_and_other_arguments(tmp_path):
     RobertaConfig(**SHAPE).save_pretrained(tmp_path)
     content, others = RobertaConfig.get_config_dict(tmp_path, cache_dir="x", num_labels=3)
     assert content == json.loads((tmp_path / "config.json").read_text())
     assert others == {"num_labels": 3}
 
 
-def test_update():
+def test_update_changes_settings():
     config = RobertaConfig(**SHAPE)
     config.update({"hidden_size": 16, "own": 5, "num_labels": 3})
     assert (config.hidden_size, config.own, len(config.id2label)) == (16, 5, 3)
 
 
 def test_a_plain_models_file_does_not_name_its_base(tmp_path):
-    """It is its own; an adapted one's does."""
+    """A plain model is its own base; an adapted model's file names another one."""
     RobertaConfig(**SHAPE).save_pretrained(tmp_path / "base")
     plain = RobertaConfig.from_pretrained(tmp_path / "base")
     assert plain.base_name_or_path == plain.name_or_path == str(tmp_path / "base")
@@ -143,23 +143,23 @@ def test_a_plain_models_file_does_not_name_its_base(tmp_path):
         ('{"pruned_heads": {"0": 1}}', ValueError, "pruned_heads must be a map of lists of"),
     ],
 )
-def test_json_files_that_are_none(tmp_path, text, error, message):
+def test_invalid_json_files_are_refused(tmp_path, text, error, message):
     (tmp_path / "own.json").write_text(text)
     with fails(error, "own.json", message):
         RobertaConfig.from_json_file(tmp_path / "own.json")
 
 
 @pytest.mark.parametrize("overrides", [{}, {"vocab_size": 9}, {"hidden_size": 4}])
-def test_a_files_fault_names_it_whatever_is_to_replace_its_settings(tmp_path, overrides):
+def test_an_error_in_a_file_names_it_whatever_the_arguments(tmp_path, overrides):
     settings = {**SHAPE, "max_position_embeddings": 30, "pad_token_id": 20}
     (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "roberta"}))
     with fails(ValueError, f"{tmp_path}/config.json: pad_token_id must be below vocab_size, 20"):
         RobertaConfig.from_pretrained(tmp_path, **overrides)
-    # What mends the file is taken.
+    # An argument that corrects the file is accepted.
     assert RobertaConfig.from_pretrained(tmp_path, vocab_size=21).vocab_size == 21
 
 
-def test_a_fault_of_what_replaces_a_files_settings_does_not_name_it(tmp_path):
+def test_an_error_in_an_argument_does_not_name_the_file(tmp_path):
     RobertaConfig(**SHAPE).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^hidden_size 9 is not a multiple of 2 heads$"):
         RobertaConfig.from_pretrained(tmp_path, hidden_size=9)
@@ -185,7 +185,7 @@ def test_columns_of_texts_are_one_or_two(columns):
         ("empty", "has no config.json, so it is not a model folder"),
     ],
 )
-def test_an_adapter_in_the_place_of_a_model(tmp_path, name, message):
+def test_an_adapter_given_as_a_model_is_refused(tmp_path, name, message):
     for folder in ("peft", "ours", "empty"):
         (tmp_path / folder).mkdir()
     settings = '{"base_model_name_or_path": "org/base"}'

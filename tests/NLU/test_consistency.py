@@ -1,4 +1,4 @@
-"""Consistency training: its loss by the plain formula, what it hides, and where it keeps out."""
+"""Consistency training: its loss by the plain formula, the tokens it hides, and where it is off."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def close(ours, theirs, terms=ENCODER_TERMS):
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 3.0])
-def test_the_formula_and_its_gradients(weight):
+def test_loss_and_gradients_are_the_plain_formula_s(weight):
     generator = torch.Generator().manual_seed(1)
     first, second = (
         torch.randn(5, 4, generator=generator, dtype=torch.float64).mul(3).requires_grad_()
@@ -59,7 +59,7 @@ def test_the_formula_and_its_gradients(weight):
         close(mine, expected, 1)
 
 
-def test_the_release_s_words_for_it():
+def test_the_loss_is_the_release_s_by_kl_div():
     """Each KL is `F.kl_div` of logarithms and the mean's softmax, averaged over all entries."""
     first, second = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.0, 1.0, 3.0]])
     labels, mean = torch.tensor([2]), torch.tensor([[0.5, -0.5, 1.75]]).softmax(1)
@@ -89,7 +89,7 @@ def test_without_dropout_and_masking_it_is_twice_the_plain_loss(build, batch, fa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_second_pass_sees_hidden_tokens(build, batch, family, monkeypatch):
-    """Both passes computed one after the other, and put together by the formula."""
+    """Computes both passes one after the other, and their loss by the formula."""
     seen = []
     hide = consistency.hide_tokens
     monkeypatch.setattr(
@@ -121,14 +121,14 @@ def test_dropout_makes_two_passes_differ(build, batch, family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_forward_of_twice_the_rows(build, batch, family):
+def test_both_passes_are_one_forward_of_twice_the_rows(build, batch, family):
     model, rows = build(family, reg_loss_wgt=1.0), []
     model.base_model.embeddings.register_forward_hook(lambda *_: rows.append(_[2].shape[0]))
     model(**batch)
     assert rows == [2 * int(batch["attention_mask"].sum())]
 
 
-# ---- what is hidden ----
+# ---- hidden tokens ----
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
@@ -145,14 +145,14 @@ def test_tokens_are_hidden_as_often_as_asked_and_special_ones_never(build, share
     assert not torch.equal(hidden, consistency.hide_tokens(ids, config)) or share == 1
 
 
-def test_nothing_is_drawn_where_nothing_is_hidden(build, batch):
+def test_no_random_numbers_are_drawn_without_masking(build, batch):
     model = build("roberta", reg_loss_wgt=1.0)
     state = torch.get_rng_state()
     model(**batch)
     assert torch.equal(state, torch.get_rng_state())
 
 
-# ---- where it keeps out ----
+# ---- where it is off ----
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,7 +172,7 @@ def test_without_labels_there_is_one_pass(build, batch, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_forward_gives_beside_the_loss_is_the_first_pass_s(build, batch, family):
+def test_outputs_other_than_the_loss_are_the_first_pass_s(build, batch, family):
     model, plain = build(family, reg_loss_wgt=1.0), build(family)
     output = model(**batch, output_hidden_states=True)
     expected = plain(**batch, output_hidden_states=True)
@@ -184,7 +184,7 @@ def test_what_the_forward_gives_beside_the_loss_is_the_first_pass_s(build, batch
     close(logits, expected.logits)
 
 
-def test_what_is_shown_is_of_the_pass_whose_logits_there_are(build, batch):
+def test_states_and_attentions_are_of_the_pass_that_gives_the_logits(build, batch):
     settings = {"reg_loss_wgt": 1.0, "hidden_dropout_prob": 0.0}
     model = build("roberta", **settings, attention_probs_dropout_prob=0.5)
     output = model(**batch, output_hidden_states=True, output_attentions=True)
@@ -193,7 +193,7 @@ def test_what_is_shown_is_of_the_pass_whose_logits_there_are(build, batch):
     close(model.classifier(output.hidden_states[-1][:, 0]), output.logits)
 
 
-# ---- what cannot be ----
+# ---- what is refused ----
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -219,7 +219,7 @@ def test_masking_needs_to_know_the_tokens(build, batch, lacking):
         ({"masking_prob": 1.5}, r"masking_prob must lie in \[0, 1\], not 1.5"),
     ],
 )
-def test_settings_that_are_none(build, settings, message):
+def test_invalid_settings_are_refused(build, settings, message):
     with pytest.raises(ValueError, match=message):
         build("roberta", **settings)
 
@@ -232,13 +232,13 @@ def test_settings_that_are_none(build, settings, message):
         ({"masking_prob": 0.1}, {}, "masking_prob needs unk_token_id"),
     ],
 )
-def test_the_trainer_finds_it_at_once(build, tmp_path, settings, arguments, message):
+def test_the_trainer_refuses_bad_settings_at_once(build, tmp_path, settings, arguments, message):
     args = TrainingArguments(str(tmp_path / "out"), report_to=["none"], **arguments)
     with pytest.raises(ValueError, match=message):
         Trainer(build("roberta", **settings), args)
 
 
-def test_settings_are_kept_in_the_config(build, tmp_path):
+def test_settings_are_saved_in_the_config(build, tmp_path):
     model = build("roberta", reg_loss_wgt=1.0, **HIDING)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)

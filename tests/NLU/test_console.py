@@ -1,4 +1,4 @@
-"""What a run says where there is no terminal: each thing once, and no bars."""
+"""What a run prints without a terminal: each message once, and no progress bars."""
 
 import re
 import subprocess
@@ -34,19 +34,19 @@ def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, 
     ]
     result = run(arguments, processes)
     assert result.returncode == 0, result.stderr
-    said = result.stdout + result.stderr
-    assert "\r" not in said
-    assert "%|" not in said
+    printed = result.stdout + result.stderr
+    assert "\r" not in printed
+    assert "%|" not in printed
     for name in ("train_runtime", "train_loss", "eval_loss", "eval_accuracy", "eval_mem_cpu_peak"):
-        assert said.count(name) == 1, name
-    assert said.count(", lr ") == 6 // processes  # every second step
-    assert "\033" not in said
-    events = re.findall(r"^\d\d:\d\d:\d\d (.*)$", said, re.MULTILINE)
+        assert printed.count(name) == 1, name
+    assert printed.count(", lr ") == 6 // processes  # every second step
+    assert "\033" not in printed
+    events = re.findall(r"^\d\d:\d\d:\d\d (.*)$", printed, re.MULTILINE)
     assert len({*events}) == len(events)
     assert events.count("training") == events.count("finished") == 1
-    # A warning, and it is the main process's.
-    assert said.count("--per_gpu_eval_batch_size is now --per_device_") == 1
-    (line,) = (line for line in said.splitlines() if "train_mem_cpu_peak" in line)
+    # Only the main process warns.
+    assert printed.count("--per_gpu_eval_batch_size is now --per_device_") == 1
+    (line,) = (line for line in printed.splitlines() if "train_mem_cpu_peak" in line)
     number, unit = line.split(" = ")[1].split()
     assert unit == "MiB"
     assert 50 < float(number.replace(",", "")) < 50_000
@@ -59,27 +59,27 @@ def test_a_log_of_errors_is_empty(tiny_base, tiny_glue, tmp_path, processes):
     arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), *flags]
     result = run(arguments, processes)
     assert result.returncode == 0, result.stderr
-    # Launchers and PyTorch's C++ may have something to say of their own.
+    # Launchers and PyTorch's C++ may print messages of their own.
     assert not re.search(r"^\d\d:\d\d:\d\d ", result.stdout + result.stderr, re.MULTILINE)
     assert not any(name in result.stderr for name in ("--per_gpu_eval_batch_size", "eval_loss"))
     assert (tmp_path / "out" / "eval_results.json").is_file()
 
 
-def test_the_loss_is_at_the_bar_and_evaluations_are_lines(make_trainer, caplog, capsys):
+def test_the_loss_is_in_the_bar_and_evaluations_are_lines(make_trainer, caplog, capsys):
     trainer = make_trainer(
         disable_tqdm=False, evaluation_strategy="epoch", logging_steps=5, log_level="info"
     )
     trainer.train()
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ", lr " in captured.err  # at the bar
+    assert ", lr " in captured.err  # in the bar
     lines = [line for line in caplog.messages if line.startswith("step ")]
     assert [line.split(":")[:2] for line in lines] == [
         [f"step {step} of 10", " evaluation"] for step in (5, 10)
     ]
 
 
-def test_a_wrong_level(tmp_path):
+def test_an_unknown_log_level_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="--log_level must be one of debug, info, warning, error, not"
     ):
@@ -87,7 +87,7 @@ def test_a_wrong_level(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_library_s_own_error_is_not_said_twice(tiny_base, tmp_path):
+def test_a_library_s_own_error_is_not_printed_twice(tiny_base, tmp_path):
     (tmp_path / "train.json").write_text("no JSON at all")
     arguments = [*common(tiny_base), "--train_file", tmp_path / "train.json", "--do_train"]
     result = run([*arguments, "--output_dir", tmp_path / "out"])
@@ -97,12 +97,12 @@ def test_a_library_s_own_error_is_not_said_twice(tiny_base, tmp_path):
     assert line.startswith("run_glue.py: error: ")
 
 
-def test_a_prediction_is_called_one(make_trainer, capsys):
+def test_the_bar_says_predicting_or_evaluating(make_trainer, capsys):
     trainer = make_trainer(disable_tqdm=False)
     trainer.predict(trainer.eval_dataset)
-    said = capsys.readouterr().err
-    assert "predicting" in said
-    assert "evaluating" not in said
+    printed = capsys.readouterr().err
+    assert "predicting" in printed
+    assert "evaluating" not in printed
     trainer.evaluate()
     assert "evaluating" in capsys.readouterr().err
 

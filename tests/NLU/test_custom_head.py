@@ -65,7 +65,7 @@ class DebertaScorer(Scorer, DebertaV2PreTrainedModel):
 
 
 @pytest.mark.parametrize("scorer", [RobertaScorer, DebertaScorer])
-def test_it_is_built_trained_saved_and_read(scorer, tmp_path, caplog):
+def test_a_custom_head_is_built_trained_saved_and_loaded(scorer, tmp_path, caplog):
     family = "roberta" if scorer is RobertaScorer else "deberta"
     base = maker.build(family, "backbone")
     base.save_pretrained(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""The collators: shapes, types, labels, padding, and the shares of masked-language modelling."""
+"""The collators: shapes, types, labels, padding, and the tokens that masking hides."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ PAD, MASK = 1, 4
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
-    """Whose tokens are the special ones and these."""
+    """A tokenizer whose tokens are the special ones and these words."""
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
@@ -59,7 +59,7 @@ def without_padding(_, features):
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
 @pytest.mark.parametrize("format", [list, np.array, torch.tensor, tuple])
 @pytest.mark.parametrize("container", [dict, BatchEncoding])
-def test_rows_of_any_form(tokenizer, collate, format, container):
+def test_rows_of_any_type_become_tensors(tokenizer, collate, format, container):
     rows = [
         container({"input_ids": format([5, 6]), "attention_mask": format([1, 1])}),
         container({"input_ids": format([7, 8]), "attention_mask": format([1, 0])}),
@@ -87,7 +87,7 @@ def test_rows_of_any_form(tokenizer, collate, format, container):
         ([[1, 0], [0, 1]], torch.int64),
     ],
 )
-def test_labels(tokenizer, collate, name, labels, dtype):
+def test_labels_become_integers_or_floats(tokenizer, collate, name, labels, dtype):
     rows = [{"input_ids": [5], name: label} for label in labels]
     batch = collate(tokenizer, rows)
     expected = [each.tolist() if hasattr(each, "tolist") else each for each in labels]
@@ -98,25 +98,25 @@ def test_labels(tokenizer, collate, name, labels, dtype):
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-def test_features_of_the_processors(tokenizer, collate):
+def test_features_of_the_processors_are_collated(tokenizer, collate):
     rows = [InputFeatures([5, 6], [1, 1], label=1), InputFeatures([7, 8], [1, 1], label=0)]
     batch = collate(tokenizer, rows)
     assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
     assert batch["labels"].tolist() == [1, 0]
     assert "token_type_ids" not in batch
-    unlabelled = collate(tokenizer, [InputFeatures([5], [1])])
-    assert set(unlabelled) == {"input_ids", "attention_mask"}
+    unlabeled = collate(tokenizer, [InputFeatures([5], [1])])
+    assert set(unlabeled) == {"input_ids", "attention_mask"}
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-def test_a_label_that_is_missing(tokenizer, collate):
+def test_a_missing_label_is_refused(tokenizer, collate):
     rows = [{"input_ids": [5], "label": 1}, {"input_ids": [5], "label": None}]
     with pytest.raises(ValueError, match="label: cannot become a tensor"):
         collate(tokenizer, rows)
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-def test_no_examples(tokenizer, collate):
+def test_a_batch_without_examples_is_refused(tokenizer, collate):
     with pytest.raises(ValueError, match="no examples"):
         collate(tokenizer, [])
 
@@ -149,7 +149,7 @@ def test_default_needs_rows_of_one_length(format):
         ({"pad_to_multiple_of": 8}, 8),
     ],
 )
-def test_padding(tokenizer, side, settings, length):
+def test_rows_are_padded_on_the_tokenizer_s_side(tokenizer, side, settings, length):
     tokenizer.padding_side = side
     rows = [
         {"input_ids": [5], "token_type_ids": [0], "label": 1},
@@ -207,7 +207,9 @@ def test_a_batch_moves_and_has_attributes(tokenizer):
         ({"pad_to_multiple_of": 8, "label_pad_token_id": -1}, 8, -1),
     ],
 )
-def test_labels_of_tokens(tokenizer, side, name, format, settings, length, fill):
+def test_labels_of_tokens_are_padded_like_the_tokens(
+    tokenizer, side, name, format, settings, length, fill
+):
     tokenizer.padding_side = side
     rows = [
         {"input_ids": [5], name: format([2])},
@@ -224,13 +226,13 @@ def test_labels_of_tokens(tokenizer, side, name, format, settings, length, fill)
     assert name in rows[0]
 
 
-def test_tokens_without_labels(tokenizer):
+def test_tokens_without_labels_give_a_batch_without_labels(tokenizer):
     batch = DataCollatorForTokenClassification(tokenizer)([{"input_ids": [5, 6]}])
     assert set(batch) == {"input_ids", "attention_mask"}
 
 
 @pytest.mark.parametrize("labels", [[1], [1, 2, 3], [[1, 2]]])
-def test_another_number_of_labels_than_of_tokens(tokenizer, labels):
+def test_other_numbers_of_labels_than_of_tokens_are_refused(tokenizer, labels):
     rows = [{"input_ids": [5], "labels": [0]}, {"input_ids": [5, 6], "labels": labels}]
     with pytest.raises(ValueError, match=r"row 1 of the batch has \d labels for its 2 tokens"):
         DataCollatorForTokenClassification(tokenizer)(rows)
@@ -240,7 +242,7 @@ def test_another_number_of_labels_than_of_tokens(tokenizer, labels):
 
 
 def long_rows(count: int = 100, length: int = 400) -> list[dict[str, list[int]]]:
-    """Rows of words framed by special tokens; each second one a bit shorter."""
+    """Rows of words between special tokens; every second row is one word shorter."""
     words = torch.randint(
         len(SPECIAL),
         VOCABULARY_SIZE,
@@ -255,21 +257,21 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("share", [0.15, 0.4, 1.0])
-def test_shares_of_masking(tokenizer, share):
+def test_targets_are_masked_replaced_or_unchanged_in_the_right_shares(tokenizer, share):
     rows = long_rows()
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, generator=seeded())
     plain, batch = tokenizer.pad(rows, return_tensors="pt"), collator(rows)
     ids, labels, before = batch["input_ids"], batch["labels"], plain["input_ids"]
     targets = labels != -100
     words = before >= len(SPECIAL)
-    # Four standard deviations of each share.
+    # Each share is allowed four standard deviations.
     count = int(targets.sum())
     assert abs(count / words.sum() - share) <= 4 * (share * (1 - share) / words.sum()) ** 0.5
     assert torch.equal(labels[targets], before[targets])
     assert torch.equal(ids[~targets], before[~targets])
-    masked, kept = (ids == MASK) & targets, (ids == before) & targets
-    replaced = targets & ~masked & ~kept
-    for part, expected in ((masked, 0.8), (replaced, 0.1), (kept, 0.1)):
+    masked, unchanged = (ids == MASK) & targets, (ids == before) & targets
+    replaced = targets & ~masked & ~unchanged
+    for part, expected in ((masked, 0.8), (replaced, 0.1), (unchanged, 0.1)):
         spread = (expected * (1 - expected) / count) ** 0.5
         assert abs(part.sum() / count - expected) < 4 * spread
     assert len(ids[replaced].unique()) > VOCABULARY_SIZE / 4
@@ -277,7 +279,7 @@ def test_shares_of_masking(tokenizer, share):
 
 
 def test_a_seeds_masks_are_upstreams(tmp_path):
-    """With RoBERTa's tokenizer; 4.4.2's of DeBERTa-v2 lets unknown tokens be targets."""
+    """With RoBERTa's tokenizer: with DeBERTa-v2's, 4.4.2 lets unknown tokens be targets."""
     recorded = json.loads(maker.FIXTURE.read_text("utf-8"))["masked"]
     assert maker.masked_texts(maker.open_tokenizer("roberta", tmp_path)) == recorded
 
@@ -290,7 +292,7 @@ def test_special_tokens_are_never_targets(tokenizer):
     assert batch["labels"].tolist() == expected
 
 
-def test_the_examples_own_mask_holds_too(tokenizer):
+def test_the_examples_own_special_tokens_mask_is_followed_too(tokenizer):
     rows = [{"input_ids": [0, 5, 6], "special_tokens_mask": [1, 1, 0]}, {"input_ids": [7]}]
     rows[1]["special_tokens_mask"] = [0]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=1.0)
@@ -299,7 +301,7 @@ def test_the_examples_own_mask_holds_too(tokenizer):
     assert "special_tokens_mask" not in batch
 
 
-def test_the_generator_decides(tokenizer):
+def test_the_generator_determines_the_targets(tokenizer):
     def collate(seed):
         return DataCollatorForLanguageModeling(tokenizer, generator=seeded(seed))(long_rows(4))
 
@@ -308,7 +310,7 @@ def test_the_generator_decides(tokenizer):
     assert not torch.equal(first["input_ids"], other["input_ids"])
 
 
-def test_the_default_generator_decides(tokenizer):
+def test_the_default_generator_determines_the_targets(tokenizer):
     collator = DataCollatorForLanguageModeling(tokenizer)
     batches = []
     for _ in range(2):
@@ -318,7 +320,7 @@ def test_the_default_generator_decides(tokenizer):
     assert not torch.equal(batches[0], collator(long_rows(4))["input_ids"])
 
 
-def test_plain_language_modelling(tokenizer):
+def test_without_mlm_the_labels_are_the_ids(tokenizer):
     rows = [torch.tensor([0, 5, 6]), [0, 7]]
     batch = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=4)(rows)
     assert batch["input_ids"].tolist() == [[0, 5, 6, PAD], [0, 7, PAD, PAD]]
@@ -333,7 +335,7 @@ def test_masking_needs_a_mask_token(tokenizer):
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
-def test_share_that_is_none(tokenizer, share):
+def test_an_invalid_share_is_refused(tokenizer, share):
     with pytest.raises(
         ValueError, match=f"mlm_probability must be above 0 and at most 1, not {share}"
     ):
@@ -350,7 +352,7 @@ A, B = len(SPECIAL), len(SPECIAL) + 1
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_words_are_hidden_whole(spelling):
-    """Of words of three tokens, all or none; up to the share of the row's tokens."""
+    """Of each word's three tokens, all or none are targets, up to the share of the row's tokens."""
     tokenizer = tokenizer_of([*SPELLINGS[spelling], *(f"x{i}" for i in range(50))])
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.2, generator=seeded())
     rows = [{"input_ids": [0, *[A, B, B] * count, 2]} for count in (6, 16) * 20]
@@ -372,7 +374,7 @@ def test_words_are_hidden_whole(spelling):
 
 
 def test_the_first_token_begins_a_word():
-    """As a text does in a byte-level BPE, without a space before it."""
+    """In a byte-level BPE, a text's first word has no space before it."""
     tokenizer = tokenizer_of(["Ġa", "b"])
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.5, generator=seeded())
     batch = collator([{"input_ids": [0, B, B, A, B, 2]}] * 30)
@@ -381,18 +383,18 @@ def test_the_first_token_begins_a_word():
     assert torch.equal(targets.all(2).sum(1), torch.ones(30).long())
 
 
-def test_each_token_is_a_word_where_nothing_says_more(tokenizer):
+def test_each_token_is_a_word_if_no_spelling_marks_words(tokenizer):
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.5, generator=seeded())
     batch = collator([[0, 5, 6, 7, 8, 2]])
     assert int((batch["labels"] != -100).sum()) == 3
 
 
-def test_a_short_row_has_one_target_as_well(tokenizer):
+def test_a_short_row_has_one_target(tokenizer):
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.05, generator=seeded())
     batch = collator([[0, 5, 6, 7, 2], [0, 5, 2]])
     assert (batch["labels"] != -100).sum(1).tolist() == [1, 1]
 
 
-def test_whole_words_are_for_masks(tokenizer):
+def test_whole_word_masking_refuses_mlm_false(tokenizer):
     with pytest.raises(ValueError, match="leave out mlm=False"):
         DataCollatorForWholeWordMask(tokenizer, mlm=False)

@@ -34,9 +34,9 @@ def launch(launcher: str, *command: object, forks: bool = True) -> subprocess.Co
 
 
 def arguments(base: Path, glue: Path, out: Path, batch_size: int, *more: object) -> list[str]:
-    """RTE's 45 rows: with eight a step, the last step of an epoch has five.
+    """Flags for RTE's 45 rows: with eight per step, the last step of an epoch has five.
 
-    AdamW's epsilon is such that the rounding of a gradient near zero makes no whole step.
+    AdamW's epsilon is so large that the rounding of a gradient near zero does not make a full step.
     """
     given = f"--model_name_or_path {base} --task_name rte --data_dir {glue} --do_train --do_eval "
     given += f"--do_predict --max_seq_length 60 --per_device_train_batch_size {batch_size} "
@@ -57,7 +57,7 @@ def lora_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
-    """Losses, metrics, predictions and weights of two runs, the losses of every evaluation."""
+    """Compares two runs' losses, in evaluations too, and their metrics, predictions and weights."""
     for key, rounding in (
         ("loss", 1e-4),
         ("eval_loss", 0),
@@ -84,7 +84,7 @@ def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
         (False, ["--evaluation_strategy", "steps", "--eval_steps", 3]),
         (
             True,
-            # Six batches an epoch: two of them are left over for the second one.
+            # Six batches per epoch: two are left over for the second epoch.
             ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"],
         ),
         (
@@ -106,16 +106,16 @@ def test_two_processes_train_as_one_with_twice_the_batch(
     assert result.returncode == 0, result.stderr
     run_glue.main(arguments(steady_base, tiny_glue, tmp_path / "one", 8, *more))
     assert_same_run(tmp_path / "two", tmp_path / "one", 1e-5)
-    # One process shows and writes.
+    # Only one process prints and writes.
     assert "train_runtime" not in result.stdout
     assert result.stderr.count("train_runtime ") == 1
     assert result.stderr.count("***** eval metrics *****") == 1
 
 
 @pytest.fixture(scope="module")
-def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
-    """Where two processes have done all that the tests below look at, one after the other."""
-    folder = tmp_path_factory.mktemp("worked")
+def finished(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
+    """A folder with the runs of two processes that the tests below check."""
+    folder = tmp_path_factory.mktemp("finished")
     leftover = ["--gradient_accumulation_steps", 4, "--save_strategy", "epoch"]
     whole = arguments(tiny_base, tiny_glue, folder / "whole", 4, *leftover)
     half_way = [str(folder / name / "checkpoint-1") for name in ("whole", "resumed")]
@@ -136,50 +136,50 @@ def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
 
 
 @pytest.mark.distributed
-def test_gradients_are_summed_only_where_an_update_follows(worked):
-    # Seven batches an epoch in threes: an update after the third and the sixth of either.
-    assert json.loads((worked / "results.json").read_text()) == [3, 6, 10, 13]
+def test_gradients_are_summed_only_before_updates(finished):
+    # With seven batches per epoch, updates follow the third and the sixth of each epoch.
+    assert json.loads((finished / "results.json").read_text()) == [3, 6, 10, 13]
 
 
 @pytest.mark.distributed
-def test_two_processes_resume_to_the_same_bits(worked):
+def test_two_processes_resume_bit_exactly(finished):
     """With dropout, and with gradients that no update has used yet."""
-    checkpoint = worked / "whole" / "checkpoint-1"
+    checkpoint = finished / "whole" / "checkpoint-1"
     states = [torch.load(checkpoint / f"rng_state_{n}.pth", weights_only=True) for n in (0, 1)]
     assert all(state["pending_gradients"] for state in states)
     assert not torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
-    whole, resumed = lora_of(worked / "whole"), lora_of(worked / "resumed")
+    whole, resumed = lora_of(finished / "whole"), lora_of(finished / "resumed")
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
-    assert history(worked / "whole", "loss") == history(worked / "resumed", "loss")
-    names = [Path(path).name for path in list_checkpoints(worked / "resumed")]
+    assert history(finished / "whole", "loss") == history(finished / "resumed", "loss")
+    names = [Path(path).name for path in list_checkpoints(finished / "resumed")]
     assert names == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.distributed
-def test_one_process_goes_on_where_two_have_stopped(
-    run_glue, worked, steady_base, tiny_glue, tmp_path, caplog
+def test_one_process_resumes_a_run_of_two(
+    run_glue, finished, steady_base, tiny_glue, tmp_path, caplog
 ):
-    shutil.copytree(worked / "steady" / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
+    shutil.copytree(finished / "steady" / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
     given = arguments(steady_base, tiny_glue, tmp_path / "out", 8, "--evaluation_strategy", "epoch")
     run_glue.main(given)
     assert (
         "belongs to a run with processes = 2; with processes = 1 it resumes, but not bit-exactly"
         in caplog.text
     )
-    assert_same_run(tmp_path / "out", worked / "steady", 1e-5)
+    assert_same_run(tmp_path / "out", finished / "steady", 1e-5)
 
 
 @pytest.mark.distributed
-def test_a_process_without_an_example_to_evaluate(worked):
-    results = json.loads((worked / "few" / "eval_results.json").read_text())
+def test_evaluation_with_fewer_examples_than_processes(finished):
+    results = json.loads((finished / "few" / "eval_results.json").read_text())
     assert results["eval_samples"] == 1
     assert results["eval_accuracy"] in (0, 1)
 
 
 @pytest.mark.distributed
-def test_half_precision_and_batches_by_length(worked):
-    assert len(history(worked / "grouped", "loss")) == 12
-    assert history(worked / "grouped", "train_loss")[0] < 3
+def test_training_in_half_precision_with_batches_by_length(finished):
+    assert len(history(finished / "grouped", "loss")) == 12
+    assert history(finished / "grouped", "train_loss")[0] < 3
 
 
 @pytest.mark.distributed
@@ -189,7 +189,7 @@ def test_a_bad_flag_ends_both_processes(tiny_base, tiny_glue, tmp_path):
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("run_glue.py: error")]
     message = "--max_train_samples must be at least 1, not 0"
-    # The other one waits for the launcher, which ends it, if not in time on a busy machine.
+    # The launcher ends the other process, which may have printed its own error by then.
     expected = {f"run_glue.py: error: {message}", f"run_glue.py: error (process 1): {message}"}
     assert lines
     assert set(lines) <= expected
@@ -222,6 +222,6 @@ def test_the_rank_comes_from_either_flag_or_the_environment():
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    # PyTorch 2.9 prints a line of its own where processes join.
-    said = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert said == ["0 1 0 gloo"] * 3
+    # PyTorch 2.9 prints a line of its own when processes join.
+    printed = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert printed == ["0 1 0 gloo"] * 3

@@ -1,4 +1,4 @@
-"""Scores of entities against seqeval's, and by hand."""
+"""Scores of entities are seqeval's; other schemes of tags are converted, or reported as unread."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_scores_are_seqevals(case):
     [
         ("B-PER I-PER O B-LOC", [("PER", 0, 2), ("LOC", 3, 4)]),
         ("B-PER B-PER", [("PER", 0, 1), ("PER", 1, 2)]),
-        ("I-PER I-LOC", [("PER", 0, 1), ("LOC", 1, 2)]),  # an I- that follows nothing begins
+        ("I-PER I-LOC", [("PER", 0, 1), ("LOC", 1, 2)]),  # an I- that continues nothing is a start
         ("O I-PER I-PER", [("PER", 1, 3)]),
         ("B-PER E-PER S-PER E-PER", [("PER", 0, 2), ("PER", 2, 3), ("PER", 3, 4)]),
         ("B I O I", [("_", 0, 2), ("_", 3, 4)]),
@@ -44,11 +44,11 @@ def test_scores_are_seqevals(case):
         ("O O", []),
     ],
 )
-def test_entities(tags, entities):
+def test_entities_of_tags(tags, entities):
     assert entities_of(tags.split()) == [Entity(*each) for each in entities]
 
 
-# Five entities, of which two follow others of their type, in each scheme's way to write them.
+# Five entities, some right after others, to be written in each scheme.
 ROW = "B-PER I-PER E-PER S-PER O B-LOC E-LOC S-PER O S-LOC"
 SCHEMES = {"BILOU": ("I", "L", "U"), "BMES": ("M", "E", "S"), "BMEWO": ("M", "E", "W")}
 
@@ -72,13 +72,13 @@ def test_a_scheme_without_a_beginning_is_read_by_its_types():
     "tags",
     [
         "O B-PER I-PER E-PER S-PER",
-        "NOUN VERB M U LS",  # no scheme has no B
+        "NOUN VERB M U LS",  # every scheme has a B
         "O I L",
-        "B-PER I-PER M-PER O",  # two would be one
+        "B-PER I-PER M-PER O",  # I-PER and M-PER would become the same
         "B-PER B_PER O",
     ],
 )
-def test_what_is_no_other_scheme_stays(tags):
+def test_tags_of_no_known_scheme_stay_as_they_are(tags):
     assert conll_tags(tags.split()) == tags.split()
 
 
@@ -96,11 +96,11 @@ def test_what_is_no_other_scheme_stays(tags):
         ("B-PER I-PER other [CLS]", "other [CLS]"),
     ],
 )
-def test_tags_that_look_as_if_they_were_read(tags, unread):
+def test_tags_that_look_like_a_scheme_but_are_not_read_are_reported(tags, unread):
     assert unread_tags(tags.split()) == unread.split()
 
 
-def test_a_part_of_an_entity_is_not_found():
+def test_an_entity_that_is_found_in_part_does_not_count():
     scores = entity_metrics([["B-PER", "O", "B-LOC"]], [["B-PER", "I-PER", "B-LOC"]])
     assert scores["PER"] == {"precision": 0, "recall": 0, "f1": 0, "number": 1}
     assert scores["LOC"] == {"precision": 1, "recall": 1, "f1": 1, "number": 1}
@@ -109,7 +109,7 @@ def test_a_part_of_an_entity_is_not_found():
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_type_on_one_side_alone(swapped):
+def test_a_type_in_predictions_or_labels_alone_scores_zero(swapped):
     rows = [[["B-PER", "O"]], [["O", "O"]]]
     scores = entity_metrics(*rows[:: -1 if swapped else 1])
     assert scores["PER"] == {"precision": 0, "recall": 0, "f1": 0, "number": int(swapped)}
@@ -123,6 +123,6 @@ def test_a_type_on_one_side_alone(swapped):
         ([["O"]], [], "shorter"),
     ],
 )
-def test_wrong_rows(predictions, labels, message):
+def test_rows_that_do_not_match_are_refused(predictions, labels, message):
     with pytest.raises(ValueError, match=message):
         entity_metrics(predictions, labels)

@@ -1,4 +1,4 @@
-"""--estimate: what is said of a run, against what its steps take, and what is refused."""
+"""--estimate: its figures against what training steps take, and the flags that it refuses."""
 
 import re
 
@@ -82,7 +82,7 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     [*((shape, False) for shape in SHAPES), ("roberta with LoRA", True), ("R-Drop", True)],
 )
 def test_memory_is_what_a_step_takes(tmp_path, shape, half, lengths):
-    """To a tenth; it is what PyTorch's allocator has held, but for operations' own buffers."""
+    """Within a tenth of what PyTorch's allocator held, except for buffers inside of operations."""
     settings = {"report_to": ["none"], "no_cuda": True, "bf16": half}
     args = TrainingArguments(output_dir=str(tmp_path), **settings)
 
@@ -94,7 +94,7 @@ def test_memory_is_what_a_step_takes(tmp_path, shape, half, lengths):
     assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
 
 
-def test_memory_of_masked_language_modelling(tmp_path):
+def test_memory_of_masked_language_modeling_is_what_a_step_takes(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
 
     def build():
@@ -108,7 +108,7 @@ def test_memory_of_masked_language_modelling(tmp_path):
 
 
 def test_arithmetic_is_the_formula_s(tmp_path):
-    """Each weight once forward and once to its inputs, LoRA's and the head's to themselves too."""
+    """Each weight takes a product forward, and two backward: for inputs' gradients and its own."""
     args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
     config = RobertaConfig(**{**SMALL, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0})
     rows, width, inner = 8, SMALL["hidden_size"], SMALL["intermediate_size"]
@@ -118,7 +118,7 @@ def test_arithmetic_is_the_formula_s(tmp_path):
     layers = SMALL["num_hidden_layers"]
     weights = layers * (4 * width**2 + 2 * width * inner) + width**2 + 2 * width
     attention = layers * rows * width * 2
-    # q kᵀ and p v; backward, the gradients of both factors of both, and perhaps q kᵀ once more.
+    # Forward q kᵀ and p v; backward the gradients of their factors, and perhaps q kᵀ once more.
     assert (taken.operations - 3 * 2 * rows * weights) / attention in (6, 7)
 
 
@@ -126,8 +126,8 @@ def test_arithmetic_is_the_formula_s(tmp_path):
 
 
 @pytest.fixture
-def said(run_glue, tmp_path, capsys):
-    """What run_glue.py prints with --estimate, by the first words of its lines."""
+def estimate(run_glue, tmp_path, capsys):
+    """Runs run_glue.py with --estimate, and returns the figures that it prints, by name."""
 
     def run(*arguments: object, rate: str = "100") -> dict[str, str]:
         flags = ["--do_train", "--output_dir", tmp_path / "out", "--estimate", "--no_cuda"]
@@ -139,9 +139,9 @@ def said(run_glue, tmp_path, capsys):
     return run
 
 
-def test_a_run_on_data(said, tiny_base, tiny_glue):
+def test_figures_of_a_run_on_data(estimate, tiny_base, tiny_glue):
     data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
-    figures = said(*common(tiny_base), *data, *LORA)
+    figures = estimate(*common(tiny_base), *data, *LORA)
     lora, head = 2 * 2 * 4 * (32 + 32), 32 * 32 + 32 + 2 * 32 + 2
     assert figures["trained"].startswith(f"{lora + head:,} ")
     assert figures["optimizer steps"] == "12"  # of 45 rows, 8 at a time, twice
@@ -149,37 +149,37 @@ def test_a_run_on_data(said, tiny_base, tiny_glue):
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
-def test_more_devices_make_fewer_updates(said, tiny_base, tiny_glue):
+def test_more_devices_make_fewer_updates(estimate, tiny_base, tiny_glue):
     data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
-    figures = said(*common(tiny_base), *data, *LORA, "--estimate_devices", 3)
+    figures = estimate(*common(tiny_base), *data, *LORA, "--estimate_devices", 3)
     assert figures["optimizer steps"] == "4"
     assert figures["an optimizer step"] == "3 batches, 1 a device"
 
 
-def test_rows_of_one_length(said, tiny_base):
-    figures = said(*common(tiny_base), "--task_name", "cola", "--estimate_length", 9)
+def test_a_length_replaces_the_data(estimate, tiny_base):
+    figures = estimate(*common(tiny_base), "--task_name", "cola", "--estimate_length", 9)
     assert figures["a batch"] == "8 rows; 72 tokens, at most 72"
     assert figures["optimizer steps"] == f"{3 * -(-8551 // 8):,}"
 
 
-def test_own_files_of_a_length_have_no_known_end(said, tiny_base):
+def test_own_files_of_a_length_have_no_known_number_of_steps(estimate, tiny_base):
     own = [*common(tiny_base), "--train_file", "not_there.csv", "--estimate_length", 9]
-    assert "optimizer steps" not in said(*own)
-    assert said(*own, "--max_steps", 7)["optimizer steps"] == "7"
+    assert "optimizer steps" not in estimate(*own)
+    assert estimate(*own, "--max_steps", 7)["optimizer steps"] == "7"
 
 
-def test_weights_that_are_not_there_yet_are_not_needed(said, tiny_base):
-    figures = said(
+def test_adapter_files_need_not_exist_yet(estimate, tiny_base):
+    figures = estimate(
         *common(tiny_base), "--task_name", "rte", *LORA, "--lora_path", "mnli/not_there.bin"
     )
     assert int(figures["parameters"].replace(",", "")) > 0
 
 
 @pytest.mark.parametrize("half", ["--fp16", "--bf16"])
-def test_half_precision(said, tiny_base, half):
-    """float16 as well, where there is no GPU to train with it."""
-    full = said(*common(tiny_base), *LORA, "--task_name", "rte")
-    figures = said(*common(tiny_base), *LORA, "--task_name", "rte", half)
+def test_half_precision_in_either_dtype(estimate, tiny_base, half):
+    """float16 too, although training in it would need a GPU."""
+    full = estimate(*common(tiny_base), *LORA, "--task_name", "rte")
+    figures = estimate(*common(tiny_base), *LORA, "--task_name", "rte", half)
     assert figures["computed in"].startswith({"--fp16": "float16", "--bf16": "bfloat16"}[half])
     assert gib(figures["weights"]) <= gib(full["weights"])
 
@@ -208,7 +208,7 @@ def test_on_a_cpu_float16_is_counted_as_bfloat16(tmp_path):
         assert (own.fp16, own.bf16, own.device.type) == (False, True, "cpu")
 
 
-def test_steps_that_are_counted_do_not_wait_for_a_scaler(make_classifier, tmp_path):
+def test_steps_of_an_estimate_do_not_wait_for_a_scaler(make_classifier, tmp_path):
     args = TrainingArguments(str(tmp_path), report_to=["none"], fp16=True)
     model = make_classifier("roberta", num_labels=2, pad_token_id=1, **LORA_OF_4)
     model.train_only(("lora",))
@@ -221,7 +221,7 @@ def test_steps_that_are_counted_do_not_wait_for_a_scaler(make_classifier, tmp_pa
         training.update()
         assert gpu.waits == []
         assert {str(p.dtype) for p in model.base_model.parameters()} == {
-            "torch.float16",  # what is frozen
+            "torch.float16",  # frozen weights
             "torch.float32",
         }
 
@@ -230,7 +230,7 @@ def gib(text: str) -> float:
     return float(re.fullmatch(r"([\d.]+) GiB", text)[1])
 
 
-def test_a_rate_is_measured_in_steps_of_two_layers(said, run_glue, tiny_base, monkeypatch):
+def test_the_rate_is_measured_with_few_layers(estimate, run_glue, tiny_base, monkeypatch):
     made = []
 
     def new_model(config):
@@ -251,7 +251,7 @@ def test_a_rate_is_measured_in_steps_of_two_layers(said, run_glue, tiny_base, mo
     ]
     arguments += ["--output_dir", "out", "--estimate", "--estimate_length", 5, "--no_cuda"]
     run_glue.main([str(word) for word in arguments])
-    # All layers on paper; one on paper, for its arithmetic, and one in truth.
+    # All layers on fake tensors; then one on fake tensors, for its arithmetic, and one for real.
     assert made == [2, 1, 1]
 
 
@@ -263,9 +263,9 @@ PUBLISHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_model_s_shape_needs_no_files(said, name):
+def test_a_published_model_s_shape_needs_no_files(estimate, name):
     rank, base, lora = PUBLISHED[name]
-    figures = said(
+    figures = estimate(
         *("--model_name_or_path", name, "--task_name", "rte", "--apply_lora", *rank),
         *("--estimate_length", 4),
     )
@@ -284,7 +284,7 @@ def test_the_shape_of_deberta_v2_xxlarge():
     assert count == embeddings + layers * layer + convolution + head
 
 
-def test_a_folder_of_a_published_name_is_itself(tmp_path, monkeypatch):
+def test_a_folder_with_a_published_name_is_preferred(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert published_settings("roberta-base") is not None
     (tmp_path / "roberta-base").mkdir()
@@ -296,7 +296,7 @@ def test_a_folder_of_a_published_name_is_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--estimate", "--estimate_rate", "0"], "a number of GFLOP/s above 0, not 0"),
         (["--estimate", "--estimate_rate", "fast"], "estimate_rate has to be a number of GFLOP"),
@@ -310,10 +310,10 @@ def test_a_folder_of_a_published_name_is_itself(tmp_path, monkeypatch):
         (["--estimate", "--lora_r", "4"], "--lora_r needs --apply_lora"),
     ],
 )
-def test_bad_input(run_glue, tiny_base, tmp_path, monkeypatch, capsys, flags, said):
+def test_bad_flags_are_refused(run_glue, tiny_base, tmp_path, monkeypatch, capsys, flags, message):
     arguments = [*common(tiny_base), "--task_name", "rte", "--do_train"]
     line = failure(
         run_glue, [*arguments, "--output_dir", tmp_path / "out", *flags], monkeypatch, capsys
     )
-    assert said in line
+    assert message in line
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Evaluation in batches of about one length: what is sorted, what is not, and the same results."""
+"""Evaluation sorts examples by length if it may, and gives the same results."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ COUNT, BATCH = 23, 4
 
 
 class Lazy(torch.utils.data.Dataset):
-    """A set that notes which examples are read."""
+    """A data set that records which examples are read."""
 
     def __init__(self, rows):
         self.rows, self.read = rows, []
@@ -48,7 +48,7 @@ def tokenizer(tiny_base):
 
 @pytest.fixture
 def make(make_model, tokenizer, tmp_path):
-    """A Trainer that pads; its `lengths` are those of the batches that its model has computed."""
+    """Makes a Trainer that pads; its `lengths` are those of the rows in each batch of its model."""
 
     def make(model=None, kind=Trainer, data_collator=None):
         args = TrainingArguments(
@@ -90,7 +90,7 @@ def tokens(rows):
 
 
 def in_order(rows):
-    """Lengths by batch where the order stays."""
+    """Lengths by batch in the data set's order."""
     lengths = tokens(rows)
     return [lengths[start : start + BATCH] for start in range(0, len(lengths), BATCH)]
 
@@ -105,7 +105,7 @@ def by_length(rows):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 30])
-def test_each_example_once_from_the_longest_on(world_size):
+def test_each_example_comes_once_from_the_longest_on(world_size):
     lengths = tokens(make_data(COUNT))
     shares = [
         EvaluationBatches(COUNT, BATCH, world_size, rank, lengths) for rank in range(world_size)
@@ -120,13 +120,13 @@ def test_each_example_once_from_the_longest_on(world_size):
     assert firsts == sorted(lengths, reverse=True)[:world_size]
 
 
-def test_examples_of_one_length_stay_where_they_are():
+def test_examples_of_one_length_stay_in_order():
     assert EvaluationBatches(7, 2, 1, 0, [5] * 7).indices == list(range(7))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
-    """Of each process a share; of one that has no example, nothing."""
+    """Each process has a share, and one has no examples."""
     lengths = tokens(make_data(COUNT))
     shares = []
     for rank in range(world_size):
@@ -140,8 +140,8 @@ def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
     assert found.tolist() == [10 * index for index in range(COUNT)]
 
 
-def test_rows_beyond_the_set_s_count_for_nothing():
-    """A sampler of the user's own fills up the last batch."""
+def test_rows_beyond_the_set_s_count_are_ignored():
+    """A user's own sampler may fill up the last batch."""
     loader = torch.utils.data.DataLoader(range(5), batch_size=2)
     found = Evaluation(loader, torch.device("cpu"), world_size=1, rank=0)
     for rows, loss in (([0, 1], 1.0), ([2, 3], 2.0), ([4, 0], 6.0)):
@@ -167,12 +167,12 @@ def test_lengths_of_a_table_are_those_of_its_rows():
         lengths_of([{"x": 1}])
 
 
-# ---- what is sorted, with equal results ----
+# ---- sets that are sorted ----
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_those_of_any_order(make, kind):
+def test_sorted_evaluation_gives_the_results_of_the_set_s_order(make, kind):
     rows = make_data(COUNT)
     trainer, plain = make(), make(data_collator=collate)
     found = trainer.predict(KINDS[kind](rows))
@@ -196,7 +196,7 @@ def test_results_are_those_of_any_order(make, kind):
 
 
 @pytest.mark.slow
-def test_unlabelled_rows_are_sorted_as_well(make):
+def test_unlabeled_rows_are_sorted_too(make):
     bare = [{n: v for n, v in row.items() if n != "label"} for row in make_data(COUNT)]
     trainer = make()
     found = trainer.predict(bare).predictions
@@ -217,11 +217,11 @@ def test_each_row_has_the_logits_that_it_has_alone(make, make_model):
         )
 
 
-# ---- what is not ----
+# ---- sets that stay in order ----
 
 
 @pytest.mark.slow
-def test_a_set_that_reads_its_examples_is_read_once_in_its_order(make):
+def test_a_set_that_loads_its_examples_is_read_once_in_order(make):
     rows = Lazy(make_data(COUNT))
     trainer = make()
     trainer.predict(rows)
@@ -256,7 +256,7 @@ def make_adapter(model, seed):
 
 @pytest.mark.slow
 def test_rows_with_adapters_of_their_own_stay_in_order(make, make_model):
-    """A bank's `use` names them by row: the fifth row of a set has the fifth adapter named."""
+    """A bank's `use` lists them by row: the fifth row has the fifth adapter."""
     rows = make_data(BATCH)
     trainer = make(make_model(lora=False))
     bank = AdapterBank(trainer.model)
@@ -276,7 +276,7 @@ def test_rows_with_adapters_of_their_own_stay_in_order(make, make_model):
 
 
 class Weighting(Trainer):
-    """The loss depends on which examples are in a batch together."""
+    """Its loss depends on which examples share a batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -285,13 +285,13 @@ class Weighting(Trainer):
 
 
 @pytest.mark.slow
-def test_a_loss_of_one_s_own_sees_the_batches_that_it_always_saw(make):
+def test_a_trainer_with_its_own_loss_stays_in_order(make):
     trainer = make(kind=Weighting)
     trainer.evaluate(make_data(COUNT))
     assert trainer.lengths == in_order(make_data(COUNT))
 
 
-def several(rows):
+def with_token_labels(rows):
     """Examples with a label for each token."""
     return [{**row, "label": row["input_ids"]} for row in rows]
 
@@ -301,19 +301,19 @@ def several(rows):
     [
         (list, lambda rows: rows, True),
         (Dataset.from_list, lambda rows: rows, True),
-        (list, several, False),
-        (Dataset.from_list, several, False),
+        (list, with_token_labels, False),
+        (Dataset.from_list, with_token_labels, False),
         (list, lambda rows: [{"x": row["input_ids"]} for row in rows], False),
         (list, lambda rows: [row["input_ids"] for row in rows], False),
         (Lazy, lambda rows: rows, False),
     ],
 )
-def test_where_lengths_decide(make, kind, change, is_sorted):
+def test_sets_that_are_sorted_by_length(make, kind, change, is_sorted):
     lengths = make()._lengths_to_sort_by(kind(change(make_data(COUNT))))
     assert lengths == (tokens(make_data(COUNT)) if is_sorted else None)
 
 
-def test_collators_that_do_more_than_pad(make, tokenizer):
+def test_sets_with_collators_that_do_more_than_pad_stay_in_order(make, tokenizer):
     class Own(DataCollatorWithPadding):
         pass
 
@@ -323,7 +323,7 @@ def test_collators_that_do_more_than_pad(make, tokenizer):
         assert make(data_collator=collator)._lengths_to_sort_by(rows) is None
 
 
-def test_an_empty_set_and_one_without_a_length_are_refused_as_ever(make):
+def test_an_empty_set_and_one_without_a_length_are_refused(make):
     with pytest.raises(ValueError, match="is empty"):
         make().evaluate([])
     with pytest.raises(ValueError, match="has no length"):

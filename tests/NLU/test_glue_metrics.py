@@ -70,7 +70,7 @@ def test_correlations(name):
 
 
 @pytest.mark.filterwarnings("error")
-def test_constant_class():
+def test_a_constant_class_scores_without_warnings():
     nothing = np.zeros_like(LABELS)
     assert glue_compute_metrics("cola", nothing, LABELS) == {"matthews_correlation": 0.0}
     assert glue_compute_metrics("mrpc", nothing, LABELS) == {
@@ -86,7 +86,7 @@ def test_constant_class():
     ("preds", "labels", "what"),
     [(np.ones(6), SCORES, "predictions"), (GUESSES, np.ones(6), "labels")],
 )
-def test_constant_score_is_zero_and_said(caplog, preds, labels, what):
+def test_a_constant_score_has_zero_correlation_and_a_warning(caplog, preds, labels, what):
     metrics = glue_compute_metrics("stsb", preds, labels)
     assert metrics == {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}
     assert f"All {what} are equal" in caplog.text
@@ -109,7 +109,7 @@ def test_values_are_plain_floats(name):
         ("stsb", [1.0, 2.0], [1.0, math.nan], "1 of 2 labels are not finite"),
     ],
 )
-def test_unusable_input(name, preds, labels, message):
+def test_unusable_input_is_refused(name, preds, labels, message):
     with pytest.raises(ValueError, match=message):
         glue_compute_metrics(name, preds, labels)
 
@@ -120,13 +120,13 @@ def f1_of(number, preds, labels):
 
 
 @pytest.mark.parametrize("metrics", [classification_metrics, regression_metrics])
-def test_unusable_input_of_one_s_own(metrics):
+def test_unusable_input_of_own_tasks_is_refused(metrics):
     with pytest.raises(ValueError, match=r"got shapes \(1,\) and \(10,\)"):
         metrics(PREDS[:1], LABELS)
 
 
-def test_classes_of_one_s_own():
-    """F1 does not depend on which class has which number; classes that are nowhere do not count."""
+def test_metrics_of_own_classes():
+    """F1 does not depend on the classes' numbers; classes that do not occur do not count."""
     preds, labels = np.array([0, 1, 2, 2, 1, 0, 4]), np.array([0, 2, 2, 1, 1, 0, 0])
     expected = np.mean([f1_of(number, preds, labels) for number in (0, 1, 2, 4)])
     found = classification_metrics(preds, labels)
@@ -136,7 +136,7 @@ def test_classes_of_one_s_own():
     assert classification_metrics(PREDS, LABELS)["f1_macro"] == pytest.approx(two)
 
 
-def test_scores_of_one_s_own():
+def test_metrics_of_own_scores():
     found = regression_metrics(GUESSES, SCORES)
     assert found["mse"] == pytest.approx(np.mean((GUESSES - SCORES) ** 2))
     assert found["pearson"] == pytest.approx(correlation(GUESSES, SCORES))

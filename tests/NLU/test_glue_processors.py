@@ -1,4 +1,4 @@
-"""GLUE's files, as the processors read them: tables, real files, and what goes wrong."""
+"""The processors read GLUE's files, know its tasks, and name the line of an error."""
 
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def write(path: Path, *rows: str | None, end: str = "\n") -> Path:
 
 
 @pytest.mark.parametrize(("name", "split", "header", "row", "read"), LAYOUTS)
-def test_published_layouts(tmp_path, name, split, header, row, read):
+def test_published_layouts_are_read(tmp_path, name, split, header, row, read):
     task = GLUE_TASKS[name]
     write(tmp_path / task.folder / task.files[split], header, row)
     expected = [InputExample(f"{split}-0", *read)]
@@ -108,7 +108,7 @@ def test_published_layouts(tmp_path, name, split, header, row, read):
         ("sst-2", (67349, 872, None), "when are bears bears and "),
     ],
 )
-def test_real_files(name, counts, first):
+def test_real_files_are_read(name, counts, first):
     processor = glue_processors[name]()
     train = processor.get_train_examples(REAL)
     assert train[0].text_a.startswith(first)
@@ -131,7 +131,7 @@ def test_a_folder_s_name_is_quoted_and_a_file_is_no_folder(tmp_path):
 
 
 @needs_real
-def test_real_files_lacking_a_split():
+def test_a_missing_split_of_real_files_is_refused():
     with pytest.raises(FileNotFoundError, match=r"test\.tsv: no such file; .*download_glue_data"):
         load_glue_split("sst2", REAL, "test")
 
@@ -170,7 +170,7 @@ def test_mnli_processors_read_their_own_files(tmp_path):
         ("rte", "classification", ["entailment", "not_entailment"]),
     ],
 )
-def test_tables(name, mode, labels):
+def test_labels_and_modes_of_tasks(name, mode, labels):
     assert issubclass(glue_processors[name], DataProcessor)
     assert glue_processors[name]().get_labels() == labels
     assert glue_output_modes[name] == mode
@@ -190,7 +190,7 @@ def test_tables(name, mode, labels):
         ("diagnostic", "ax"),
     ],
 )
-def test_spellings(spelling, name):
+def test_tasks_have_several_spellings(spelling, name):
     assert glue_task(spelling) is GLUE_TASKS[name]
     if name != "ax":
         assert glue_processors[spelling.lower()].task is GLUE_TASKS[name]
@@ -255,7 +255,7 @@ def test_bad_file_is_named_with_its_line(tmp_path, name, rows, message):
     assert str(error.value) == f"{path}{message}"
 
 
-def test_test_file_may_be_labelled(tmp_path):
+def test_a_test_file_may_be_labeled(tmp_path):
     write(tmp_path / "test.tsv", RTE, "0|A|B|entailment")
     assert load_glue_split("rte", tmp_path, "test")[0].label == "entailment"
     write(tmp_path / "test.tsv", RTE, "0|A|B|maybe")
@@ -263,27 +263,27 @@ def test_test_file_may_be_labelled(tmp_path):
         load_glue_split("rte", tmp_path, "test")
 
 
-def test_only_a_line_feed_ends_a_row_and_quotes_mean_nothing(tmp_path):
+def test_only_line_feeds_end_rows_and_quotes_are_plain_characters(tmp_path):
     text = '"A\u2028b\x85c\rd'
     write(tmp_path / "train.tsv", RTE, f'0|{text}|B"|entailment', end="\r\n")
     row = load_glue_split("rte", tmp_path, "train")[0]
     assert (row.text_a, row.text_b) == (text, 'B"')
 
 
-def test_byte_order_mark_is_no_part_of_the_header(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
     path = write(tmp_path / "train.tsv", "sentence|label", "a film|1")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_glue_split("sst2", tmp_path, "train")[0].text_a == "a film"
 
 
-def test_bytes_that_are_not_utf8(tmp_path):
+def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = write(tmp_path / "train.tsv", RTE, "0|A|B|entailment")
     path.write_bytes(path.read_bytes() + b"1\tA\xff\tB\tentailment\n")
     with pytest.raises(ValueError, match=r"train\.tsv:3: not UTF-8"):
         load_glue_split("rte", tmp_path, "train")
 
 
-def test_unknown_task_and_split(tmp_path):
+def test_unknown_tasks_and_splits_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"unknown GLUE task 'snli' \(known: cola, sst2"):
         load_glue_split("snli", tmp_path, "train")
     with pytest.raises(ValueError, match=r"mnli has no split 'validation' \(it has train, valid"):

@@ -1,4 +1,4 @@
-"""Adapters of tasks with other heads than GLUE's: in every format, in a bank, of another head."""
+"""Adapters for other heads than GLUE's: in every format, in a bank, and refused by other heads."""
 
 import importlib
 import json
@@ -51,21 +51,21 @@ HEADS = {
 
 
 def adapted(family, head, **settings):
-    """A model with LoRA, of which what is trained is not at its start."""
+    """A model with these settings and random weights, LoRA's B and adapters included."""
     labels = {"id2label": dict(enumerate(NAMES))} if head == "token_classification" else {}
     positions = POSITIONS if family == "deberta" and settings.get("apply_lora") else {}
     return build(family, head, finetuning_task="mine", **labels, **positions, **settings)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_other_heads_say_no_columns_of_texts(head):
+def test_other_heads_record_no_text_columns(head):
     model = adapted("roberta", head, **LORA, text_columns=["premise", "claim"])
     assert model.adapter().metadata.text_columns is None
 
 
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_a_masked_language_head_s_bias_is_none_of_the_base_s(tmp_path, family):
-    """Also to `loralib` by itself, without the fork, which would know the family."""
+def test_the_bias_of_a_masked_lm_head_is_not_taken_for_the_base_s(tmp_path, family):
+    """Not by loralib alone either, without the fork, which knows the family."""
     adapter = make_mlm(family, **LORA).adapter()
     write_adapter(tmp_path / "lora.safetensors", adapter)
     code = f"import loralib, sys; a = loralib.read_adapter({str(tmp_path / 'lora.safetensors')!r})"
@@ -74,8 +74,8 @@ def test_a_masked_language_head_s_bias_is_none_of_the_base_s(tmp_path, family):
     assert done.stdout.split() == [str(len(adapter.tensors)), "none"], done.stderr
 
 
-def other_head(model, seed=3):
-    """The same model as it was before it was trained: another head, LoRA or adapter."""
+def with_other_weights(model, seed=3):
+    """Replaces the trained weights of a model by other random ones."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name in model.adapter(model.adapted_by[0]).tensors:
@@ -94,7 +94,7 @@ def loss_of(model, head):
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_files(family, head, kind, suffix, tmp_path):
+def test_files_restore_models_with_other_heads(family, head, kind, suffix, tmp_path):
     kind, settings = KINDS[kind]
     model = adapted(family, head, **settings)
     if family == "deberta" and suffix == ".bin":
@@ -109,13 +109,14 @@ def test_files(family, head, kind, suffix, tmp_path):
     }
     write_adapter(tmp_path / f"a{suffix}", adapter)
     read = read_adapter(tmp_path / f"a{suffix}", kind)
-    is_lm = head == "causal_lm" and suffix == ".bin"  # those are alike, and this file says nothing
+    # Language models' heads are alike, and a .bin has no metadata.
+    is_lm = head == "causal_lm" and suffix == ".bin"
     assert read.head == ("masked_lm" if is_lm else head)
     if suffix == ".safetensors":
         assert read.metadata == adapter.metadata
         assert read.metadata.head == head
         assert read.metadata.labels == (NAMES if head == "token_classification" else None)
-    again = other_head(type(model)(model.config).eval())
+    again = with_other_weights(type(model)(model.config).eval())
     weights = {n: t for n, t in model.state_dict().items() if n not in adapter.tensors}
     again.load_state_dict(weights, strict=False)
     assert loss_of(again, head) != loss_of(model, head)
@@ -124,7 +125,7 @@ def test_files(family, head, kind, suffix, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "head"), [pair for pair in TRAINED if pair[1] != "causal_lm"])
-def test_a_folder_of_pefts(family, head, tmp_path):
+def test_a_folder_in_pefts_format(family, head, tmp_path):
     model = adapted(family, head, **LORA)
     adapter = model.adapter()
     remarks = write_adapter(tmp_path / "a", adapter, "peft")
@@ -135,7 +136,7 @@ def test_a_folder_of_pefts(family, head, tmp_path):
     read = read_adapter(tmp_path / "a")
     assert_same_bits(read.tensors, adapter.tensors)
     assert read.metadata == adapter.metadata
-    # What PEFT itself has written says no more than its config.
+    # A folder that PEFT itself wrote has no metadata but its config.
     _without_metadata(tmp_path / "a" / "adapter_model.safetensors")
     theirs = read_adapter(tmp_path / "a")
     assert theirs.metadata.head == (head if TASK_TYPES[head] else None)
@@ -143,11 +144,11 @@ def test_a_folder_of_pefts(family, head, tmp_path):
 
 
 def test_pefts_format_has_no_head_that_is_tied_to_the_base(tmp_path):
-    """It saves modules whole, and would hold a copy of the vocabulary."""
+    """PEFT saves whole modules, so that the file would have a copy of the vocabulary."""
     adapter = adapted("roberta", "causal_lm", **LORA).adapter()
     with pytest.raises(NeedsMergingError, match=r"brings lm_head, whose lm_head.decoder.weight is"):
         write_adapter(tmp_path / "a", adapter, "peft")
-    # LoRA alone, on the head that the base brings, is what PEFT makes of a language model.
+    # LoRA alone, with the base's own head, is what PEFT trains for a language model.
     alone = {name: tensor for name, tensor in adapter.tensors.items() if "lora_" in name}
     write_adapter(tmp_path / "a", replace(adapter, tensors=alone), "peft")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -162,7 +163,7 @@ def _without_metadata(path):
     save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path)
 
 
-def test_a_folder_whose_task_was_changed(tmp_path):
+def test_a_folder_whose_task_was_changed_is_refused(tmp_path):
     write_adapter(tmp_path / "a", adapted(*TRAINED[0], **LORA).adapter(), "peft")
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(path.read_text().replace("TOKEN_CLS", "SEQ_CLS"))
@@ -172,7 +173,7 @@ def test_a_folder_whose_task_was_changed(tmp_path):
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 @pytest.mark.parametrize("part", KINDS)
-def test_what_is_taken_out_of_a_full_checkpoint(family, head, part, tmp_path):
+def test_split_lora_takes_adapters_of_other_heads_out_of_checkpoints(family, head, part, tmp_path):
     split_lora = importlib.import_module("split_lora")
     kind, settings = KINDS[part]
     model = adapted(family, head, **settings)
@@ -185,7 +186,7 @@ def test_what_is_taken_out_of_a_full_checkpoint(family, head, part, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
-def test_merged_with_its_base(family, head, tmp_path):
+def test_convert_merges_adapters_of_other_heads(family, head, tmp_path):
     convert = importlib.import_module("convert")
     model = adapted(family, head, **LORA)
     base = type(model)(replace_config(model, apply_lora=False)).eval()
@@ -215,7 +216,7 @@ def replace_config(model, **changes):
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 @pytest.mark.parametrize("other", ["sequence_classification", *TASK_TYPES])
-def test_the_adapter_of_another_head(family, head, other):
+def test_an_adapter_of_another_head_is_refused(family, head, other):
     pairs = [pair for pair in TRAINED if pair == (family, other)]
     if other == head or (not pairs and other != "sequence_classification"):
         return
@@ -227,15 +228,15 @@ def test_the_adapter_of_another_head(family, head, other):
         CheckpointError, match=f"^adapter: was trained with head {head}, .* {other}$"
     ):
         model.load_adapters([adapter])
-    # Without metadata the names of its tensors are another's.
-    unsaid = replace(adapter, metadata=replace(adapter.metadata, head=None))
+    # Without a recorded head, the names of the head's tensors do not fit.
+    unrecorded = replace(adapter, metadata=replace(adapter.metadata, head=None))
     model.newly_initialized = frozenset(model.state_dict())
     with pytest.raises(CheckpointError, match=r"lacks|that the model does not have"):
-        model.load_adapters([unsaid])
+        model.load_adapters([unrecorded])
     assert_same_bits(model.state_dict(), before)
 
 
-def test_a_decoders_adapter_in_what_is_none():
+def test_a_decoders_adapter_is_refused_by_an_encoder_and_the_reverse():
     decoder = adapted("roberta", "causal_lm", **LORA)
     other = build("roberta", "bidirectional_lm", **LORA)
     with pytest.raises(CheckpointError, match=r"was trained with is_decoder True, .* False$"):
@@ -248,13 +249,13 @@ def test_a_decoders_adapter_in_what_is_none():
 
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
-def test_a_bank_gives_what_a_model_of_its_own_gives(family, head):
-    """One adapter for each row of a batch, or of its choices; heads of several widths."""
+def test_a_bank_gives_each_adapters_own_outputs(family, head):
+    """Each row of a batch, or question with choices, has its adapter; heads differ in width."""
     plain, adapters, own = build(family, head), {}, {}
     for seed, (name, labels) in enumerate({"a": 3, "b": 5}.items()):
         labels = {"num_labels": labels} if head == "token_classification" else {}
         model = build(family, head, **LORA, **(POSITIONS if family == "deberta" else {}), **labels)
-        adapters[name] = replace(other_head(model, seed).adapter(), source=name)
+        adapters[name] = replace(with_other_weights(model, seed).adapter(), source=name)
         alone = type(model)(replace_config(model, apply_lora=False)).eval()
         weights = {n: t for n, t in plain.state_dict().items() if n in alone.state_dict()}
         alone.load_state_dict(
@@ -286,8 +287,8 @@ def test_a_bank_gives_what_a_model_of_its_own_gives(family, head):
     assert all(parameter.requires_grad for parameter in plain.parameters())
 
 
-def test_a_bank_shares_what_a_head_has_of_the_base():
-    """A vocabulary is held once, and the base's parameters stay as they are."""
+def test_a_bank_shares_a_heads_tied_weights_with_the_base():
+    """The vocabulary is in memory once, and the base's parameters stay as they are."""
     plain, adapter = (
         build("roberta", "causal_lm"),
         adapted("roberta", "causal_lm", **LORA).adapter(),
@@ -307,7 +308,7 @@ def test_a_bank_shares_what_a_head_has_of_the_base():
 @pytest.mark.parametrize(
     ("field", "value"), [("head", ["token_classification"]), ("is_decoder", "yes")]
 )
-def test_metadata_that_is_damaged(field, value, tmp_path):
+def test_damaged_metadata_is_refused(field, value, tmp_path):
     adapter = adapted(*TRAINED[0], **LORA).adapter()
     damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
     with pytest.raises(CheckpointError, match=rf"^adapter: invalid {field} .* in its metadata$"):
@@ -315,8 +316,8 @@ def test_metadata_that_is_damaged(field, value, tmp_path):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_vocabulary_of_its_own(tie, tmp_path):
-    """It belongs to the head, and to its adapter; one that is tied is the base's."""
+def test_an_untied_vocabulary_belongs_to_the_adapter(tie, tmp_path):
+    """A tied one is the base's."""
     model = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
     adapter = model.adapter()
     assert ("lm_head.decoder.weight" in adapter.tensors) == (not tie)
@@ -324,7 +325,7 @@ def test_a_vocabulary_of_its_own(tie, tmp_path):
     write_adapter(tmp_path / "a.safetensors", adapter)
     read = read_adapter(tmp_path / "a.safetensors")
     again = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
-    assert other_head(again).load_adapters([read]) == []
+    assert with_other_weights(again).load_adapters([read]) == []
     assert_same_bits(again.state_dict(), model.state_dict())
     if not tie:
         write_adapter(tmp_path / "a", adapter, "peft")

@@ -1,4 +1,4 @@
-"""Heads for tags, answers, choices, next tokens: upstream's numbers, padding, what is trained."""
+"""Heads for tags, answers, choices and next tokens: upstream's numbers, padding, training."""
 
 import make_plain_fixture as plain_maker
 import pytest
@@ -60,7 +60,7 @@ def test_losses_are_upstreams(family, head, case, training):
 
 @pytest.mark.parametrize("family", maker.FAMILIES)
 def test_a_padded_answers_loss_is_the_mean_of_its_rows(family):
-    """Each as upstream computes it without padding."""
+    """Upstream computes each row alone, without padding."""
     head = "question_answering"
     rows = [upstream(family, head, f"row{row}", "loss") for row in range(4)]
     close(build(family, head)(**given(head)).loss, torch.stack(rows).mean())
@@ -95,7 +95,7 @@ def test_without_instructions_for_bfloat16_no_head_multiplies_in_it(
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
 def test_padding_changes_nothing(family, head):
-    """Neither how far a batch is padded, nor the labels that stand there."""
+    """Neither the padded length nor labels at padding matter."""
     model, arguments = build(family, head), given(head)
     expected = model(**arguments)
     output = model(**wider(arguments))
@@ -111,7 +111,7 @@ def test_padding_is_no_answer(family):
     output = model(**arguments)
     for logits in (output.start_logits, output.end_logits):
         assert (logits.softmax(1)[mask == 0] == 0).all()
-    # A position at padding is none: it counts for nothing, as one beyond the batch does.
+    # A position at padding is ignored, as one beyond the batch is.
     spans = {"start_positions": torch.tensor([2, 5, 7, 16]), "end_positions": INPUTS["ends"]}
     elsewhere = {**spans, "start_positions": torch.tensor([2, 18, 7, 16])}
     at_padding, beyond = (model(**{**arguments, **each}) for each in (spans, elsewhere))
@@ -130,8 +130,8 @@ def test_positions_may_be_a_column():
 
 
 @pytest.mark.parametrize("family", maker.FAMILIES)
-def test_losses_of_users_own_on_padded_answers_are_finite(family):
-    """Distillation sums over all columns: at padding, 0 · -inf would be no number."""
+def test_users_own_losses_on_padded_answers_are_finite(family):
+    """Distillation sums over all columns: at padding, 0 · -inf would be nan."""
     arguments = given("question_answering")
     assert (arguments["attention_mask"] == 0).any()
     model = build(family, "question_answering")
@@ -144,7 +144,7 @@ def test_losses_of_users_own_on_padded_answers_are_finite(family):
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_a_batch_without_a_target_has_no_loss(family, head):
+def test_a_batch_without_a_target_has_a_loss_of_zero(family, head):
     model, arguments = build(family, head), given(head)
     nothing = {name: torch.full_like(arguments[name], -100) for name in labels_of(head)}
     if head == "question_answering":
@@ -156,8 +156,8 @@ def test_a_batch_without_a_target_has_no_loss(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_rows_that_are_packed_with_the_batch(family, head):
-    """As the Trainer's collator does it, for choices as well."""
+def test_a_packed_batch_has_the_same_loss(family, head):
+    """By the Trainer's collator, for choices too."""
     model, arguments = build(family, head), given(head)
     batch = PackedCollator(lambda features: features[0])([arguments])
     assert batch["packed_rows"].lengths == INPUTS["mask"].sum(dim=1).tolist()
@@ -165,11 +165,11 @@ def test_rows_that_are_packed_with_the_batch(family, head):
     assert torch.equal(output.loss, expected.loss)
 
 
-# ---- what goes in and comes out ----
+# ---- inputs and outputs ----
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_outputs(family, head):
+def test_outputs_are_named_and_ordered(family, head):
     model, arguments = build(family, head), given(head)
     output = model(**arguments, output_hidden_states=True)
     names = ["loss", *logits_of(head), "hidden_states"]
@@ -186,7 +186,7 @@ def test_outputs(family, head):
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
 def test_attentions(family, head):
-    """With them the padded path is taken, which gives the same numbers."""
+    """They need the padded path, which gives the same numbers."""
     model, arguments = build(family, head), given(head)
     expected = model(**arguments)
     output = model(**arguments, output_attentions=True)
@@ -199,11 +199,11 @@ def test_attentions(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_embeddings_as_inputs(family, head):
+def test_embeddings_as_inputs_give_the_same_loss(family, head):
     model, arguments = build(family, head), given(head)
     words = model.base_model.embeddings.word_embeddings
     embedded = {**arguments, "inputs_embeds": words(arguments["input_ids"])}
-    if family == "roberta":  # whose positions are told by ids
+    if family == "roberta":  # derives positions from ids
         first = model.config.pad_token_id + 1
         columns = torch.arange(first, first + arguments["input_ids"].shape[-1])
         embedded["position_ids"] = columns.expand_as(arguments["input_ids"])
@@ -212,7 +212,7 @@ def test_embeddings_as_inputs(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
-def test_auto_classes(family, head):
+def test_auto_classes_build_each_head(family, head):
     model = build(family, head)
     end = maker.HEADS[head][0]
     auto = getattr(transformers, f"AutoModel{end}")
@@ -223,8 +223,8 @@ def test_auto_classes(family, head):
 
 
 @pytest.mark.parametrize("family", maker.FAMILIES)
-def test_answers_on_a_model_of_other_labels(family, tmp_path):
-    """Upstream reads as many outputs as there are labels: settings are saved that say two."""
+def test_question_answering_has_two_labels_whatever_the_config(family, tmp_path):
+    """Upstream builds as many outputs as there are labels, so the saved config has two."""
     classifier = build(family, "token_classification", num_labels=5)
     classifier.save_pretrained(tmp_path / "base")
     auto = transformers.AutoModelForQuestionAnswering
@@ -239,7 +239,7 @@ def test_answers_on_a_model_of_other_labels(family, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])
-def test_what_a_family_does_not_have(end):
+def test_a_head_that_a_family_does_not_have_is_refused(end):
     config = build("deberta", "token_classification").config
     with pytest.raises(
         ValueError, match=r"^DeBERTa-v2 has no model for (multiple_choice|causal_lm)"
@@ -254,7 +254,7 @@ def test_choices_need_a_dimension():
 
 
 @pytest.mark.parametrize(("family", "head"), PAIRS)
-def test_saved_and_loaded(family, head, tmp_path):
+def test_a_saved_model_gives_the_same_loss(family, head, tmp_path):
     model, arguments = build(family, head), given(head)
     model.save_pretrained(tmp_path)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -264,7 +264,7 @@ def test_saved_and_loaded(family, head, tmp_path):
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 def test_a_head_on_another_models_backbone(family, head, tmp_path):
-    """As from a pretrained model: the head is new, and with it the pooler of choices."""
+    """As on a pretrained model, the head is new, and so is the pooler for choices."""
     other = build(family, "token_classification")
     other.base_model.save_pretrained(tmp_path)
     model = type(build(family, head)).from_pretrained(tmp_path)
@@ -280,8 +280,8 @@ def test_a_head_on_another_models_backbone(family, head, tmp_path):
 
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 @pytest.mark.parametrize("names", CROSS, ids="+".join)
-def test_what_trains(family, head, names):
-    """The head, the pooler of choices with it; in the backbone, what was put there or biases."""
+def test_the_head_and_the_adapted_parts_are_trained(family, head, names):
+    """The head includes the pooler for choices; in the backbone, only LoRA, adapters or biases."""
     model = build(family, head, **settings_of(names)).train()
     model.train_only(kind.part for kind in model.adapted_by)
     parts = {"lora": "lora", "bitfit": "bias", "houlsby": "adapter", "pfeiffer": "adapter"}
@@ -291,7 +291,7 @@ def test_what_trains(family, head, names):
         is_head = not name.startswith(f"{family}.") or ".pooler." in name
         assert (name in trained) == (is_head or any(part in name for part in wanted)), name
     model(**given(head)).loss.backward()
-    # Without one for each of them, several processes could not train together.
+    # DDP needs a gradient for each of them.
     assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -302,7 +302,7 @@ def test_a_token_of_a_decoder_sees_none_after_it():
     model, arguments = build("roberta", "causal_lm", **NO_DROPOUT), given("causal_lm")
     changed = {**arguments, "input_ids": arguments["input_ids"].clone()}
     changed["input_ids"][:, 2] = 7
-    for training in (False, True):  # by two ways to attend
+    for training in (False, True):  # by two paths of attention
         model.train(training)
         logits, others = (model(**each).logits for each in (arguments, changed))
         close(logits[:, :2], others[:, :2])
@@ -310,16 +310,16 @@ def test_a_token_of_a_decoder_sees_none_after_it():
         assert (logits[0, 6] - others[0, 6]).abs().max() > 1e-3
 
 
-def test_both_ways_to_attend_give_one_decoder():
+def test_a_decoder_gives_the_same_logits_in_training_and_evaluation():
     model, arguments = build("roberta", "causal_lm", **NO_DROPOUT), given("causal_lm", "holes")
     with torch.no_grad():
-        merged = model(**arguments).logits
-    close(model.train()(**arguments).logits, merged)
+        evaluated = model(**arguments).logits
+    close(model.train()(**arguments).logits, evaluated)
 
 
 @pytest.mark.parametrize("case", ["padded", "holes"])
-def test_a_decoders_first_token_alone(case):
-    """A classifier needs no more of it; the full path gives the same."""
+def test_a_decoders_first_token_alone_gives_the_full_paths_logits(case):
+    """A classifier needs no other token's output."""
     config = build("roberta", "causal_lm").config
     model = transformers.RobertaForSequenceClassification(config).eval()
     maker.draw_weights(model)
@@ -335,7 +335,7 @@ def test_a_decoders_first_token_alone(case):
         {"use_cache": True},
     ],
 )
-def test_what_a_decoder_does_not_carry(asked):
+def test_a_decoder_refuses_cross_attention_caches_and_generation(asked):
     model, arguments = build("roberta", "causal_lm"), given("causal_lm")
     (name,) = asked
     with pytest.raises(ValueError, match=rf"^{name}: [^\n]*no cross-attention, no cache"):
@@ -345,13 +345,13 @@ def test_what_a_decoder_does_not_carry(asked):
         model.generate(arguments["input_ids"])
 
 
-def test_a_decoder_that_asks_for_an_encoder():
+def test_a_decoder_that_asks_for_an_encoder_is_refused():
     with pytest.raises(ValueError, match=r"^add_cross_attention"):
         build("roberta", "causal_lm", add_cross_attention=True)
 
 
-def test_a_row_that_is_all_targets_but_its_first():
-    """Labels that are the ids: the mean of each row's own losses, but for the first tokens."""
+def test_a_decoders_loss_is_the_mean_over_all_tokens_but_the_first():
+    """The labels are the ids."""
     model, rows = build("roberta", "causal_lm"), PackedRows(INPUTS["mask"])
     arguments = without_labels("causal_lm", given("causal_lm"))
     logits = model(**arguments).logits.log_softmax(-1)

@@ -164,13 +164,13 @@ def test_the_command_line_is_the_default(parser, monkeypatch):
         ("--name x --force 0", "--force must be above 0, not 0.0"),
     ],
 )
-def test_bad_command_lines(parser, capsys, args, message):
+def test_bad_command_lines_are_refused(parser, capsys, args, message):
     line = fails(capsys, parser.parse_args_into_dataclasses, args.split())
     assert message in line
     assert line.endswith("(--help lists the flags)")
 
 
-def test_bounds_are_within(parser):
+def test_included_bounds_are_accepted(parser):
     words = "--name x --width 1 --share 1 --strokes 1 --speed 1 --force 1e-9"
     brush = parser.parse_args_into_dataclasses(words.split())[1]
     assert (brush.width, brush.share, brush.strokes, brush.speed, brush.force) == (1, 1, 1, 1, 1e-9)
@@ -211,7 +211,7 @@ def test_remaining_strings(parser):
     assert remaining == []
 
 
-def test_flags_that_are_added(parser):
+def test_added_flags_are_in_a_namespace(parser):
     parser.add_argument("--extra", default="e")
     paint, brush, others = parser.parse_args_into_dataclasses(["--name", "x", "--extra", "f"])
     assert (paint.name, brush, vars(others)) == ("x", Brush(), {"extra": "f"})
@@ -219,7 +219,7 @@ def test_flags_that_are_added(parser):
 
 
 def test_flags_of_a_file(parser, tmp_path, monkeypatch):
-    """Next to the script, or of another name; the command line wins."""
+    """The file is next to the script, or given by `args_filename`; the command line wins."""
     (tmp_path / "paint.args").write_text("--name file\n--layers 3\n")
     (tmp_path / "other.args").write_text("--name other")
     monkeypatch.setattr("sys.argv", [str(tmp_path / "paint.py"), "--layers", "4"])
@@ -255,7 +255,7 @@ def parse_json(parser, tmp_path, content):
     return parser.parse_json_file(str(path))
 
 
-def test_json(parser, tmp_path):
+def test_values_of_a_json_file(parser, tmp_path):
     values = {
         "name": "-- x = y",
         "layers": 3,
@@ -275,7 +275,7 @@ def test_json(parser, tmp_path):
     assert brush == Brush(2.0)
 
 
-def test_json_says_what_the_command_line_says(parser, tmp_path):
+def test_json_gives_the_same_as_the_command_line(parser, tmp_path):
     assert parse_json(parser, tmp_path, {"name": "x"}) == parser.parse_args_into_dataclasses(
         ["--name", "x"]
     )
@@ -304,11 +304,11 @@ def test_json_values_that_no_command_line_could_give(tmp_path, values):
     assert parse_json(parser, tmp_path, values) == (Canvas(**values),)
 
 
-def test_json_of_one_value_for_a_list(parser):
+def test_json_may_give_one_value_for_a_list(parser):
     assert parser.parse_dict({"name": "x", "tags": "-a"})[0].tags == ["-a"]
 
 
-def test_an_empty_text_is_a_value_but_in_the_project_s_scripts(parser, tmp_path, capsys):
+def test_an_empty_text_is_a_value_except_in_the_project_s_scripts(parser, tmp_path, capsys):
     assert parse(parser, "--tags", "", "a").tags == ["", "a"]
     assert parser.parse_dict({"name": "", "tags": []})[0].name == ""
     script = HfArgumentParser((Paint, Brush), prog="paint", takes_empty=False)
@@ -321,7 +321,7 @@ def test_an_empty_text_is_a_value_but_in_the_project_s_scripts(parser, tmp_path,
         assert "the value is empty" in capsys.readouterr().err
 
 
-def test_json_of_a_list_for_one_value(parser):
+def test_json_may_give_a_list_for_one_value(parser):
     paint, _ = parser.parse_dict({"name": ["x"], "layers": [3], "dry": [True]})
     assert (paint.name, paint.layers, paint.dry) == ("x", 3, True)
 
@@ -349,11 +349,11 @@ def test_json_of_a_list_for_one_value(parser):
         ({"name": "x", "layers": 0}, "--layers must be at least 1, not 0"),
     ],
 )
-def test_bad_json(parser, tmp_path, capsys, content, message):
+def test_bad_json_is_refused(parser, tmp_path, capsys, content, message):
     assert message in fails(capsys, parse_json, parser, tmp_path, content)
 
 
-def test_json_file_that_is_not_there(parser, capsys):
+def test_a_missing_json_file_is_refused(parser, capsys):
     line = fails(capsys, parser.parse_json_file, "/no/such/file.json")
     assert "/no/such/file.json: No such file or directory" in line
 
@@ -366,7 +366,7 @@ def test_false_as_a_word_is_false(parser, tmp_path):
 
 ANY = re.compile(".")
 INTERVALS = ("no", "steps", "epoch")
-# Flag, a value for it, what that becomes, the release's default, and the choices where it has some.
+# Flag, a text for it, the value that it becomes, the release's default, and its choices if any.
 RELEASE_FLAGS = [
     ("overwrite_output_dir", "true", True, False),
     ("do_train", "true", True, False),
@@ -440,7 +440,7 @@ RELEASE_FLAGS = [
     ("cls_dropout", "0.15", 0.15, None),
     ("use_deterministic_algorithms", "true", True, False),
 ]
-# Flags that stand for something there is not: a value, and the release's default.
+# Flags for features that this package does not have: a value, and the release's default.
 REFUSED_FLAGS = [
     ("tpu_num_cores", "8", None),
     ("tpu_metrics_debug", "true", False),
@@ -449,10 +449,10 @@ REFUSED_FLAGS = [
     ("deepspeed", "ds_config.json", None),
     ("past_index", "0", -1),
 ]
-# Defaults that the arguments fill in once they are read.
+# Defaults that TrainingArguments fills in after parsing.
 FILLED_IN = {"do_eval": False, "eval_steps": 500, "logging_dir": ANY, "run_name": "out"}
 FILLED_IN["report_to"] = ["all"]
-FILLED_IN["disable_tqdm"] = True  # what is captured is no terminal
+FILLED_IN["disable_tqdm"] = True  # captured output is not a terminal
 
 
 @pytest.fixture(scope="module")
@@ -481,13 +481,13 @@ def test_flags_of_the_release(release_parser, capsys, monkeypatch, row):
 
 
 @pytest.mark.parametrize(("name", "text", "default"), REFUSED_FLAGS)
-def test_flags_that_have_no_meaning_here(release_parser, capsys, name, text, default):
+def test_flags_that_have_no_meaning_here_are_refused(release_parser, capsys, name, text, default):
     assert getattr(parse_release(release_parser), name) == default
     line = fails(capsys, parse_release, release_parser, f"--{name}", text)
     assert f"--{name} has no meaning here: " in line
 
 
-def test_nothing_of_the_release_is_left_out(release_parser, capsys):
+def test_all_flags_of_the_release_are_tested(release_parser, capsys):
     line = fails(capsys, release_parser.parse_args_into_dataclasses, [])
     assert "the following arguments are required: --output_dir" in line
     assert len({row[0] for row in (*RELEASE_FLAGS, *REFUSED_FLAGS)}) == 63

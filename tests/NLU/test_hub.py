@@ -1,4 +1,4 @@
-"""Models from the hub: a local server speaks for it, and processes of their own load from there."""
+"""Models from the hub: a local server stands in for it, and new processes load from it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SHAPE = {
 }
 TEXT = "a small hub"
 
-# Prints one line of JSON a call of show(): its result, or the error's type and message.
+# Each call of show() prints a line of JSON: its result, or the error's type and message.
 PRELUDE = """
 import json, os, time
 waits = []
@@ -122,7 +122,7 @@ def test_download_then_cache_then_offline(hub_server, tmp_path):
     assert run_on_hub(hub_server, home, PRELUDE + code, HF_HUB_OFFLINE="1") == expected
     assert hub_server.requests == []
 
-    # Nobody answers any more: first with offline mode on, then with nobody having said so.
+    # The hub does not answer any more: first with offline mode on, then with it off.
     gone = f"""
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 {code}

@@ -13,7 +13,7 @@ import transformers
 from transformers.utils import check_min_version
 
 ROOT = Path(__file__).resolve().parents[2]
-# Installed libraries that take long to import, of which --help and wrong flags have no need.
+# Installed libraries that are slow to import. --help and errors in flags do not need them.
 HEAVY = {"datasets", "pandas", "pyarrow", "scipy", "sklearn", "sympy", "torch._dynamo"}
 LIST_MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
@@ -49,13 +49,13 @@ def test_public_names_can_be_imported_and_are_listed(name):
     assert name in dir(transformers)
 
 
-def test_a_star_import_brings_all_of_them():
+def test_a_star_import_brings_all_public_names():
     names = {}
     exec("from transformers import *", names)
     assert set(transformers.__all__) <= names.keys()
 
 
-def test_a_name_that_is_not_carried_says_so():
+def test_a_name_that_is_not_included_is_a_clear_error():
     with pytest.raises(AttributeError, match="does not include 'BertModel'; for the full package"):
         _ = transformers.BertModel
     with pytest.raises(ImportError, match="BertModel"):
@@ -63,7 +63,7 @@ def test_a_name_that_is_not_carried_says_so():
     assert not hasattr(transformers, "__no_such_thing__")
 
 
-def test_scripts_ask_for_a_version():
+def test_check_min_version_refuses_later_versions():
     check_min_version("4.4.0")
     check_min_version("4.4.2")
     for later in ("4.5.0.dev0", "5.0"):
@@ -83,8 +83,8 @@ PATHS = [
 
 
 @pytest.mark.slow
-def test_modules_are_there_as_attributes():
-    """Of a package that has been imported, and nothing else of it: a process for each."""
+def test_submodules_are_attributes_of_the_package():
+    """Each in a process of its own, in which nothing but the package has been imported."""
     show = "if os.fork() == 0:\n    print(transformers.{}.__name__, flush=True)\n    os._exit(0)"
     lines = [f"{show.format(path)}\nos.wait()" for path in PATHS]
     done = run_python("\n".join(["import os, torch, transformers", *lines]))
@@ -104,7 +104,7 @@ def test_importing_the_package_imports_no_model():
 
 @pytest.mark.slow
 def test_importing_the_package_registers_its_families():
-    """An adapter is then known as theirs, whatever else has been imported."""
+    """Their adapters are then recognized, whatever else has been imported."""
     code = "import transformers; from loralib.adapters.families import registered; "
     code += "print([family.name for family in registered()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -123,7 +123,7 @@ def test_importing_the_package_registers_its_families():
     ],
 )
 @pytest.mark.parametrize("flags", [["--help"], ["--no_such_flag"]])
-def test_the_command_line_is_answered_without_heavy_imports(script, flags):
+def test_help_and_wrong_flags_need_no_heavy_imports(script, flags):
     path = ROOT / "examples" / script
     modules = modules_after(
         "import runpy, sys, contextlib, io\n"
@@ -136,7 +136,7 @@ def test_the_command_line_is_answered_without_heavy_imports(script, flags):
 
 
 @pytest.mark.slow
-def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
+def test_a_model_is_read_and_trained_without_heavy_imports(tiny_base):
     modules = modules_after(
         "import torch\n"
         "from transformers import AdamW, AutoModelForSequenceClassification\n"
@@ -158,7 +158,7 @@ def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
         ("DebertaV2Config", ("vocab_size", "hidden_size", "num_hidden_layers")),
     ],
 )
-def test_settings_keep_upstreams_places(name, first):
+def test_configs_take_settings_in_upstreams_order(name, first):
     """Code that gives them by position, as upstream allows, means the same here."""
     places = (*first, "num_attention_heads", "intermediate_size", "hidden_act")
     places += ("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")

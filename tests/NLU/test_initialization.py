@@ -1,4 +1,4 @@
-"""How a new model's weights begin: what each kind of layer holds, and in which order."""
+"""How a new model's weights are initialized: each kind of layer, and in which order."""
 
 import math
 
@@ -55,8 +55,8 @@ OTHERS = {
 }
 
 
-def spoilt(family, head, added):
-    """A model none of whose weights is as a new one's."""
+def with_constant_weights(family, head, added):
+    """A model whose weights are all the same number, unlike a new one's."""
     model = new(family, head, added)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 7.0)
@@ -64,14 +64,14 @@ def spoilt(family, head, added):
 
 
 def is_normal(tensor, std):
-    """Mean and deviation lie within five standard errors of those of a normal sample."""
+    """Checks that mean and deviation are within five standard errors of a normal sample's."""
     n = tensor.numel()
     assert abs(tensor.mean()) < 5 * std / math.sqrt(n)
     assert abs(tensor.std() - std) < 5 * std / math.sqrt(2 * n)
 
 
 @CASES
-def test_what_each_layer_begins_with(family, head, added):
+def test_each_kind_of_layer_is_initialized_as_specified(family, head, added):
     torch.manual_seed(0)
     model = new(family, head, added)
     seen = set()
@@ -124,7 +124,7 @@ def test_every_class_initializes_its_weights(family, name):
 
 
 def draw(module, family):
-    """A module's weights by the letter, with the draws that a seed's weights depend on."""
+    """Initializes a module plainly, with the random draws that a seed's weights depend on."""
     if isinstance(module, nn.LayerNorm | nn.Conv1d | lora.LoRALayer):
         module.reset_parameters()
     if isinstance(module, lora.LoRALayer) and family == "deberta":
@@ -139,8 +139,11 @@ def draw(module, family):
 
 
 @CASES
-def test_a_seed_s_weights_come_in_the_order_of_the_modules(family, head, added):
-    model, reference = spoilt(family, head, added), spoilt(family, head, added)
+def test_a_seed_s_weights_are_drawn_in_the_order_of_the_modules(family, head, added):
+    model, reference = (
+        with_constant_weights(family, head, added),
+        with_constant_weights(family, head, added),
+    )
     torch.manual_seed(3)
     model.init_weights()
     after = torch.rand(1)

@@ -1,4 +1,4 @@
-"""Reading and writing model folders: each format of a checkpoint, and what can be wrong with it."""
+"""Reading and writing model folders: each format of a checkpoint, tied weights, fingerprints."""
 
 import re
 
@@ -29,7 +29,7 @@ FORMATS = ("bin", "legacy", "safetensors", "sharded bin", "sharded safetensors")
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_every_form(tmp_path, format, model_class):
+def test_every_format_is_read(tmp_path, format, model_class):
     model = make(model_class)
     folder = write(tmp_path / "m", model.state_dict(), format)
     loaded = model_class.from_pretrained(folder)
@@ -68,7 +68,7 @@ def rename(tensors, *pairs):
 OLD_NAMES = ((r"LayerNorm\.weight$", "LayerNorm.gamma"), (r"LayerNorm\.bias$", "LayerNorm.beta"))
 
 
-def test_old_names_of_norms(tmp_path):
+def test_old_names_of_norms_are_read(tmp_path):
     tensors = make(RobertaForSequenceClassification).state_dict()
     old = rename(tensors, *OLD_NAMES)
     assert len(old.keys() - tensors.keys()) == 10
@@ -79,7 +79,7 @@ def test_old_names_of_norms(tmp_path):
 @pytest.mark.parametrize("format", ["bin", "safetensors"])
 @pytest.mark.parametrize("prefix", ["", "roberta."])
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_positions_and_other_heads_are_left_out(tmp_path, format, prefix, model_class):
+def test_positions_and_other_heads_in_a_file_are_ignored(tmp_path, format, prefix, model_class):
     tensors = make(RobertaModel).state_dict()
     others = {"embeddings.position_ids": torch.arange(12)[None]}
     file = {f"{prefix}{name}": tensor for name, tensor in {**tensors, **others}.items()}
@@ -104,7 +104,7 @@ def heads(model):
 
 @pytest.mark.parametrize("source", CLASSES)
 @pytest.mark.parametrize("target", CLASSES)
-def test_from_any_model_into_any(tmp_path, caplog, source, target):
+def test_a_backbone_is_read_from_any_model_into_any(tmp_path, caplog, source, target):
     model = make(source)
     folder = write(tmp_path / "m", model.state_dict())
     loaded = target.from_pretrained(folder, initializer_range=0.5)
@@ -112,7 +112,7 @@ def test_from_any_model_into_any(tmp_path, caplog, source, target):
     ours = {n.removeprefix("roberta."): t for n, t in loaded.state_dict().items()}
     for name in (name for name in ours if name.startswith(("embeddings", "encoder"))):
         assert torch.equal(ours[name], theirs[name])
-    anew = {"pooler.", "lm_head.", "classifier."} - {
+    new_parts = {"pooler.", "lm_head.", "classifier."} - {
         "pooler." if "pooler.dense.bias" in theirs else ""
     }
     warned = "newly initialized" in caplog.text
@@ -122,8 +122,8 @@ def test_from_any_model_into_any(tmp_path, caplog, source, target):
         return
     assert warned
     for name, tensor in ours.items():
-        if name.startswith(tuple(anew)) and not name.endswith("decoder.weight"):
-            # norms start at 1, biases at 0, matrices are drawn
+        if name.startswith(tuple(new_parts)) and not name.endswith("decoder.weight"):
+            # norms are 1, biases are 0, and matrices are random
             if name.endswith("bias"):
                 assert not tensor.any(), name
             elif "norm" in name:
@@ -165,7 +165,7 @@ def test_tied_weights_are_read_by_either_name(tmp_path, left_out):
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_tied_weights_that_differ(tmp_path, name):
+def test_tied_weights_that_differ_are_refused(tmp_path, name):
     file = {n: t.clone() for n, t in make(RobertaForMaskedLM).state_dict().items()}
     file[name][0] += 1
     with fails(CheckpointError, f"{name} differs from {TIED[name]}") as caught:
@@ -191,7 +191,7 @@ def test_save_and_load(tmp_path, safe, model_class, settings):
     assert loaded.config.apply_lora == bool(settings)
 
 
-def test_saving_replaces_the_weights_of_another_form(tmp_path):
+def test_saving_replaces_the_weights_of_another_format(tmp_path):
     old, new = make(RobertaModel), make(RobertaModel)
     new.pooler.dense.bias.data += 1
     for format in FORMATS:
@@ -204,7 +204,7 @@ def test_saving_replaces_the_weights_of_another_form(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "stay"
 
 
-def test_weights_without_settings_and_by_another_function(tmp_path):
+def test_saving_without_a_config_and_with_another_function(tmp_path):
     model, written = make(RobertaModel), []
     model.save_pretrained(tmp_path, save_config=False)
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
@@ -311,7 +311,7 @@ def test_fingerprint_is_the_bases(tmp_path):
         assert of(changed, "changed") != expected
 
 
-def test_adapter_of_a_model(tmp_path):
+def test_a_models_adapter_has_its_tensors_and_metadata(tmp_path):
     folder = write(tmp_path / "base", make(RobertaModel).state_dict())
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, **LORA, id2label={0: "no", 1: "yes"}, finetuning_task="rte"
@@ -337,7 +337,7 @@ def test_an_adapted_checkpoint_remembers_its_base(tmp_path):
     assert again.config.name_or_path == str(tmp_path / "tuned")
 
 
-def test_a_full_model_of_the_release_is_warned_of(tmp_path, caplog):
+def test_a_full_model_of_the_release_gives_a_warning(tmp_path, caplog):
     model = make(RobertaForSequenceClassification, **LORA)
     for name, settings in {"theirs": LORA, "plain": {}}.items():
         tensors = {n: t for n, t in model.state_dict().items() if settings or "lora_" not in n}

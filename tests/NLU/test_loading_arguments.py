@@ -1,4 +1,4 @@
-"""What every `from_pretrained` can be told; nothing is taken and forgotten."""
+"""Arguments of every `from_pretrained`: each has an effect, or is refused."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SHAPE = {
 CONFIGS = (RobertaConfig, AutoConfig)
 MODELS = (RobertaForSequenceClassification, AutoModelForSequenceClassification)
 TOKENIZERS = (RobertaTokenizerFast, AutoTokenizer)
-EVERY = pytest.mark.parametrize("owner", [*CONFIGS, *MODELS, *TOKENIZERS])
+EVERY_CLASS = pytest.mark.parametrize("owner", [*CONFIGS, *MODELS, *TOKENIZERS])
 LETTERS = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefghijklmno", "<mask>"]
 
 
@@ -56,8 +56,8 @@ def same(model, state):
 
 # ---- what would have no effect ----
 
-# What is asked for, what would have to be as well, and what is said.
-IDLE = [
+# The arguments, those that they need, and the message without these.
+WITHOUT_EFFECT = [
     (
         {"lora_r": 8, "lora_alpha": 16},
         {"apply_lora": True},
@@ -78,9 +78,9 @@ IDLE = [
 
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
-@pytest.mark.parametrize(("asked", "lacking", "message"), IDLE)
-def test_settings_of_lora_without_lora(folder, owner, asked, lacking, message):
-    """The model would be trained in full, and nothing would say so."""
+@pytest.mark.parametrize(("asked", "lacking", "message"), WITHOUT_EFFECT)
+def test_settings_of_lora_without_lora_are_refused(folder, owner, asked, lacking, message):
+    """The model would silently be trained in full."""
     with pytest.raises(ValueError, match=message):
         owner.from_pretrained(folder, **asked)
     loaded = owner.from_pretrained(folder, **{**asked, **lacking})
@@ -89,8 +89,8 @@ def test_settings_of_lora_without_lora(folder, owner, asked, lacking, message):
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
 @pytest.mark.parametrize("switch", [{"apply_lora": False}, {"apply_lora": None}, {}])
-def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, owner, switch):
-    """The release's scripts give all of them always, and its files hold what was given."""
+def test_settings_of_lora_in_a_file_or_with_lora_off_are_accepted(folder, caplog, owner, switch):
+    """The release's scripts always give all of them, and its files contain them."""
     given = {"lora_r": 8, "lora_alpha": 16, "adapter_type": "houlsby", "adapter_size": 64}
     path = folder / "config.json"
     values = json.loads(path.read_text())
@@ -115,8 +115,8 @@ def test_settings_of_lora_beside_a_no_or_in_a_file_are_no_fault(folder, caplog, 
 
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
-def test_settings_that_ask_for_nothing_are_no_fault(folder, owner):
-    """Callers give all that they have, with the values that these have by default."""
+def test_settings_at_their_defaults_are_accepted_without_lora(folder, owner):
+    """Some callers give all settings, at their default values."""
     patterns = {"lora_rank_pattern": {}, "lora_alpha_pattern": {}, "lora_layers": None}
     values = {"lora_targets": ["query", "value"], "lora_dropout": 0.0, "lora_freeze_A": False}
     kinds = {"lora_variant": "lora", "lora_init": "default", "adapter_type": "houlsby"}
@@ -125,7 +125,7 @@ def test_settings_that_ask_for_nothing_are_no_fault(folder, owner):
 
 
 @pytest.mark.parametrize("asked", [{"lora_r": 8, "lora_alpha": 16}, {"lora_alpha": 16}])
-def test_a_new_config_with_a_rank_and_without_lora(asked):
+def test_a_new_config_with_a_rank_and_without_lora_is_refused(asked):
     with pytest.raises(ValueError, match=r"lora_alpha without apply_lora=True would have no eff"):
         RobertaConfig(**SHAPE, **asked)
     assert not RobertaConfig(**SHAPE, **asked, apply_lora=False).apply_lora
@@ -133,10 +133,10 @@ def test_a_new_config_with_a_rank_and_without_lora(asked):
         RobertaConfig.from_dict(SHAPE, lora_r=4)
 
 
-# ---- what nobody knows ----
+# ---- unknown arguments ----
 
 
-@EVERY
+@EVERY_CLASS
 @pytest.mark.parametrize(
     ("name", "near"),
     [
@@ -156,19 +156,19 @@ def test_an_unknown_argument_is_refused(folder, owner, name, near):
 
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
-def test_a_setting_that_is_misspelt(folder, owner):
+def test_a_misspelled_setting_is_refused_with_a_suggestion(folder, owner):
     with pytest.raises(TypeError, match=r"hiden_dropout_prob, nmu_labels .*did you mean hidden_dr"):
         owner.from_pretrained(folder, hiden_dropout_prob=0.5, nmu_labels=3)
 
 
 @pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
-def test_a_file_s_word_of_itself_is_no_setting(folder, owner):
+def test_fields_that_describe_a_file_are_not_settings(folder, owner):
     with pytest.raises(TypeError, match="has no setting model_type, transformers_version"):
         owner.from_pretrained(folder, transformers_version="5", model_type="roberta")
 
 
 @pytest.mark.parametrize("owner", MODELS)
-def test_beside_a_config_as_well(folder, owner):
+def test_settings_next_to_a_config_are_refused(folder, owner):
     config = RobertaConfig(**SHAPE)
     with pytest.raises(TypeError, match="has no setting any_typo"):
         owner.from_pretrained(folder, config=config, any_typo=1)
@@ -177,7 +177,7 @@ def test_beside_a_config_as_well(folder, owner):
 
 
 @pytest.mark.parametrize("owner", CONFIGS)
-def test_what_the_file_has_is_kept_and_can_be_set(folder, owner):
+def test_a_setting_that_only_the_file_has_is_kept_and_can_be_set(folder, owner):
     assert owner.from_pretrained(folder).note == "kept"
     assert owner.from_pretrained(folder, note="other").note == "other"
     config, unused = owner.from_pretrained(
@@ -190,7 +190,7 @@ def test_what_the_file_has_is_kept_and_can_be_set(folder, owner):
 # ---- what upstream can do, and this fork cannot ----
 
 
-@EVERY
+@EVERY_CLASS
 @pytest.mark.parametrize(
     ("name", "harmless", "asks", "advice"),
     [
@@ -204,7 +204,9 @@ def test_what_the_file_has_is_kept_and_can_be_set(folder, owner):
         ("local_files_only", True, None, None),
     ],
 )
-def test_what_is_not_to_be_had(folder, owner, name, harmless, asks, advice):
+def test_unsupported_arguments_are_refused_unless_they_ask_for_nothing(
+    folder, owner, name, harmless, asks, advice
+):
     plain, told = owner.from_pretrained(folder), owner.from_pretrained(folder, **{name: harmless})
     if isinstance(plain, torch.nn.Module):
         same(told, plain.state_dict())
@@ -280,7 +282,7 @@ def test_loading_info(tmp_path, saved, read, missing, unexpected):
     model, info = read.from_pretrained(tmp_path, output_loading_info=True)
     assert isinstance(model, read)
     assert not model.training
-    extra = {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # tied: of the file's, one is left
+    extra = {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # tied: a file has one of two names
     info["unexpected_keys"] = [name for name in info["unexpected_keys"] if name not in extra]
     assert info == {"missing_keys": missing, "unexpected_keys": unexpected, "error_msgs": []}
 
@@ -299,7 +301,7 @@ def test_loading_info_through_an_auto_class_and_with_upstream_s_position_ids(fol
 
 
 @pytest.mark.parametrize("owner", [RobertaModel, AutoModel])
-def test_what_the_constructor_takes(folder, owner):
+def test_the_constructor_s_arguments_are_accepted(folder, owner):
     assert owner.from_pretrained(folder).pooler is not None
     assert owner.from_pretrained(folder, add_pooling_layer=False).pooler is None
     assert owner.from_pretrained(folder, False).pooler is None
@@ -313,7 +315,7 @@ def test_what_the_constructor_takes(folder, owner):
 
 @pytest.mark.parametrize("owner", MODELS)
 @pytest.mark.parametrize("as_file", [True, False])
-def test_settings_from_elsewhere(folder, tmp_path, owner, as_file):
+def test_settings_from_another_config(folder, tmp_path, owner, as_file):
     RobertaConfig(**SHAPE, hidden_act="relu").save_pretrained(tmp_path / "c")
     path = tmp_path / "c" / "config.json" if as_file else str(tmp_path / "c")
     model = owner.from_pretrained(folder, config=path, hidden_dropout_prob=0.25)
@@ -323,7 +325,7 @@ def test_settings_from_elsewhere(folder, tmp_path, owner, as_file):
         owner.from_pretrained(folder, config=path, any_typo=1)
 
 
-def test_settings_from_elsewhere_are_those_it_was_trained_with(tmp_path):
+def test_another_config_has_to_match_an_adapted_checkpoint(tmp_path):
     lora = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
     random_model(**lora).save_pretrained(tmp_path / "m")
     for name, settings in (("plain", {}), ("other", {**lora, "lora_alpha": 8})):
@@ -360,14 +362,14 @@ def test_local_files_only_and_force_download(hub_server, folder, tmp_path):
     (hub_server.root / "org").mkdir()
     folder.rename(hub_server.root / "org" / "tiny")
 
-    local, either, anew = "local_files_only=True", "", "force_download=True"
-    asked = (local, either, local, either, anew)
+    local, either, forced = "local_files_only=True", "", "force_download=True"
+    asked = (local, either, local, either, forced)
     code = "mark()\n".join(
         "".join(f"show({owner}, 'org/tiny', {arguments})\n" for owner in CLASSES)
         for arguments in asked
     )
     shown = run_on_hub(hub_server, tmp_path / "home", PRELUDE + code)
-    # What each of the five asked the hub for, and what it fetched.
+    # What each of the five rounds requested from the hub, and what it downloaded.
     paths, fetched = [[]], [set()]
     for request in hub_server.requests:
         if request.path == "/mark":

@@ -1,4 +1,4 @@
-"""Folders and settings that do not fit a model: one line that names what is wrong."""
+"""Folders and settings that do not fit a model are refused with a line that says what is wrong."""
 
 import json
 import pickle
@@ -86,7 +86,7 @@ MISFITS = [
 @pytest.mark.parametrize("format", ["bin", "safetensors"])
 @pytest.mark.parametrize(("change", "settings", "parts"), [m[1:] for m in MISFITS],
                          ids=[m[0] for m in MISFITS])  # fmt: skip
-def test_misfits(tmp_path, tuned, format, change, settings, parts):
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path, tuned, format, change, settings, parts):
     folder = write(tmp_path / "m", change(tuned), format)
     with fails(CheckpointError, str(folder), *parts) as caught:
         AutoModelForSequenceClassification.from_pretrained(folder, **settings)
@@ -111,7 +111,7 @@ def test_a_model_that_refuses_a_checkpoint_is_untouched(tuned):
         ({"apply_lora": False}, "was trained with apply_lora True, not False"),
     ],
 )
-def test_other_lora_settings_than_the_checkpoints(tmp_path, auto, asked, message):
+def test_other_lora_settings_than_the_checkpoints_are_refused(tmp_path, auto, asked, message):
     make(RobertaForSequenceClassification, **LORA).save_pretrained(tmp_path / "m")
     model_class = AutoModelForSequenceClassification if auto else RobertaForSequenceClassification
     with fails(ValueError, message, str(tmp_path)) as caught:
@@ -132,7 +132,7 @@ def test_lora_settings_that_are_not_given_are_the_checkpoints(tmp_path):
         AutoConfig.from_pretrained(tmp_path / "base", **given)
 
 
-def test_an_adapted_checkpoint_that_lost_its_lora(tmp_path, tuned):
+def test_an_adapted_checkpoint_that_lost_its_lora_is_refused(tmp_path, tuned):
     folder = write(tmp_path / "m", without_lora(tuned), **LORA)
     with fails(
         CheckpointError, str(folder), "sets apply_lora, but it has no LoRA weights"
@@ -141,7 +141,7 @@ def test_an_adapted_checkpoint_that_lost_its_lora(tmp_path, tuned):
     is_one_line(caught)
 
 
-def test_settings_beside_a_config(tmp_path):
+def test_settings_next_to_a_config_are_refused(tmp_path):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict())
     for model_class in (AutoModel, RobertaModel):
         with pytest.raises(TypeError, match="lora_r: set it in the config"):
@@ -153,7 +153,7 @@ def test_settings_beside_a_config(tmp_path):
 
 @pytest.mark.parametrize("format", ["bin", "legacy", "safetensors"])
 @pytest.mark.parametrize("left", [0, 5, 300, -1])
-def test_truncated_weights(tmp_path, format, left):
+def test_truncated_weights_are_refused(tmp_path, format, left):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict(), format)
     path = next(path for path in folder.iterdir() if path.name != "config.json")
     path.write_bytes(path.read_bytes()[:left])
@@ -188,7 +188,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, zipped, beside_tensors):
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {1: torch.zeros(1)}, torch.zeros(2)])
-def test_files_without_named_tensors(tmp_path, content):
+def test_files_without_named_tensors_are_refused(tmp_path, content):
     folder = write(tmp_path / "m", {})
     torch.save(content, folder / "pytorch_model.bin")
     with fails(CheckpointError, "holds something other than named tensors"):
@@ -196,7 +196,7 @@ def test_files_without_named_tensors(tmp_path, content):
 
 
 @pytest.mark.parametrize("format", ["sharded bin", "sharded safetensors"])
-def test_broken_shards(tmp_path, format):
+def test_broken_and_missing_shards_are_refused(tmp_path, format):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict(), format)
     second = next(folder.glob("*-00002-of-00003.*"))
     content = second.read_bytes()
@@ -211,7 +211,7 @@ def test_broken_shards(tmp_path, format):
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "{}/model.safetensors", "a/b.bin"])
 def test_shards_elsewhere_are_not_read(tmp_path, shard):
-    """An index that was downloaded has no business with other files."""
+    """A downloaded index must not have other files read."""
     for folder in (tmp_path, tmp_path / "m" / "a"):
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"x": torch.ones(1)}, folder / "model.safetensors")
@@ -224,7 +224,7 @@ def test_shards_elsewhere_are_not_read(tmp_path, shard):
         read_weights(str(tmp_path / "m"))
 
 
-def test_shards_that_lack_what_the_index_promises(tmp_path):
+def test_shards_that_lack_tensors_of_the_index_are_refused(tmp_path):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict(), "sharded safetensors")
     shard = next(folder.glob("*-00002-of-00003.*"))
     tensors = load_file(shard)
@@ -248,7 +248,7 @@ BROKEN_INDEXES = (
 
 
 @pytest.mark.parametrize("index", BROKEN_INDEXES)
-def test_broken_index(tmp_path, index):
+def test_a_broken_index_is_refused(tmp_path, index):
     folder = write(tmp_path / "m", {})
     (folder / "pytorch_model.bin").unlink()
     (folder / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
@@ -256,7 +256,7 @@ def test_broken_index(tmp_path, index):
         AutoModel.from_pretrained(folder)
 
 
-def test_folders_that_are_no_models(tmp_path):
+def test_folders_without_weights_or_a_config_are_refused(tmp_path):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict())
     (folder / "pytorch_model.bin").unlink()
     with fails(OSError, f"'{folder}' has no weights", "model.safetensors", "pytorch_model.bin"):
@@ -297,7 +297,7 @@ def test_folders_that_are_no_models(tmp_path):
         ),
     ],
 )
-def test_broken_config(tmp_path, content, error, parts):
+def test_a_broken_or_unsupported_config_is_refused(tmp_path, content, error, parts):
     folder = write(tmp_path / "m", make(RobertaModel).state_dict())
     (folder / "config.json").write_bytes(
         content if isinstance(content, bytes) else content.encode()
@@ -308,7 +308,7 @@ def test_broken_config(tmp_path, content, error, parts):
         is_one_line(caught)
 
 
-def test_a_model_of_another_type(tmp_path):
+def test_a_model_of_another_type_is_refused(tmp_path):
     folder = write(tmp_path / "m", {}, config={"model_type": "bert"})
     with fails(ValueError, f"'{folder}' is a bert model, not roberta"):
         RobertaModel.from_pretrained(folder)
@@ -324,7 +324,7 @@ def test_a_model_of_another_type(tmp_path):
         ),
     ],
 )
-def test_names_that_cannot_be_on_the_hub(name, reason):
+def test_names_that_cannot_be_on_the_hub_are_refused(name, reason):
     with fails(OSError, f"'{name}'{reason}") as caught:
         AutoModel.from_pretrained(name)
     is_one_line(caught)
@@ -332,7 +332,7 @@ def test_names_that_cannot_be_on_the_hub(name, reason):
 
 @pytest.mark.parametrize("switch", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 @pytest.mark.parametrize("value", ["1", "true", "ON"])
-def test_offline_without_a_cached_copy(monkeypatch, tmp_path, switch, value):
+def test_offline_mode_needs_a_cached_copy(monkeypatch, tmp_path, switch, value):
     monkeypatch.setenv(switch, value)
     with fails(OSError, "'org/tiny'", "offline mode is on and it is not in the cache") as caught:
         AutoModel.from_pretrained("org/tiny", cache_dir=str(tmp_path))
@@ -404,11 +404,11 @@ class TestConfig:
             ({"lora_r": "8", "lora_alpha": 1}, "lora_r must be a positive integer or null"),
         ],
     )
-    def test_lora_settings(self, settings, message):
+    def test_bad_lora_settings_are_refused(self, settings, message):
         with pytest.raises(ValueError, match=re.escape(message)):
             RobertaConfig(**SHAPE, apply_lora=True, **settings)
 
-    def test_a_name_that_is_no_class(self):
+    def test_auto_classes_cannot_be_instantiated(self):
         for auto in (AutoConfig, AutoModel):
             with pytest.raises(TypeError, match="from_pretrained"):
                 auto()
@@ -419,8 +419,8 @@ class TestConfig:
             AutoConfig.for_model("gpt2")
 
 
-def test_labels_that_are_numbers(tmp_path):
-    """As Transformers writes them of a model of data whose labels are numbers."""
+def test_labels_that_are_numbers_become_strings(tmp_path):
+    """Transformers writes such a config if the labels of the data are numbers."""
     names = {"id2label": {"0": 0, "1": 1, "2": 2}, "label2id": {"0": 0, "1": 1, "2": 2}}
     text = json.dumps({"model_type": "roberta", **SHAPE, **names})
     (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,4 @@
-"""The package's loggers: levels, the environment's, handlers, formats."""
+"""The package's loggers: levels, TRANSFORMERS_VERBOSITY, handlers and formats."""
 
 import io
 import logging
@@ -13,7 +13,7 @@ from transformers import logging as package_logging
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """Puts back level, handlers, formats and propagation."""
+    """Restores level, handlers, formats and propagation after a test."""
     logger = package_logging.get_logger()
     level, handlers, propagates = logger.level, list(logger.handlers), logger.propagate
     yield
@@ -25,7 +25,7 @@ def as_before():
 
 @pytest.fixture
 def shown():
-    """What a handler of the package shows."""
+    """The text that a handler of the package has written."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     package_logging.add_handler(handler)
@@ -54,7 +54,7 @@ def test_levels(shown, name, level):
     assert shown.getvalue().splitlines() == expected
 
 
-def test_explicit_format(shown):
+def test_the_explicit_format_names_level_and_file(shown):
     package_logging.enable_explicit_format()
     package_logging.get_logger("transformers.x").warning("a message")
     assert shown.getvalue().startswith("[WARNING|test_logging.py:")
@@ -73,7 +73,7 @@ def test_propagation(caplog):
 
 
 def test_the_default_handler_leaves_messages_to_the_roots(capsys):
-    """pytest's are there."""
+    """pytest has added handlers to the root logger."""
     package_logging.get_logger().warning("once")
     assert capsys.readouterr().err == ""
     package_logging.disable_propagation()
@@ -101,7 +101,7 @@ def test_the_default_handler_leaves_messages_to_the_roots(capsys):
         ),
     ],
 )
-def test_the_environments_level(verbosity, lines):
+def test_the_environment_sets_the_level(verbosity, lines):
     environment = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
     if verbosity is not None:
         environment["TRANSFORMERS_VERBOSITY"] = verbosity

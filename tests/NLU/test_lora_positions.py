@@ -1,7 +1,7 @@
-"""DeBERTa-v2's two kinds of LoRA: on contents alone, as the release's, and on positions, as PEFT's.
+"""LoRA that reaches DeBERTa-v2's positions, as PEFT's does, or contents alone, as the release's.
 
-What each computes is held against the literal formulas in test_modeling_deberta_v2.py; in banks, in
-test_bank.py. Here is what keeps one from being taken for the other, and how they merge.
+These tests check that neither kind is mistaken for the other, and how both are merged. For what
+they compute, see test_modeling_deberta_v2.py; for banks, test_bank.py.
 """
 
 import copy
@@ -41,7 +41,7 @@ def build(make_classifier):
 
 @pytest.fixture
 def adapter_file(build, tmp_path):
-    """``adapter_file(reached)``: a file of one kind."""
+    """``adapter_file(reached)`` writes an adapter that reaches positions, or does not."""
 
     def write(reached, name="a.safetensors", **settings):
         model = build(**LORA, lora_positions=reached, **settings)
@@ -68,11 +68,11 @@ def base_of(model, build):
     return plain
 
 
-# ---- which of the two it is ----
+# ---- whether positions are reached ----
 
 
 @KINDS
-def test_an_adapter_says_it(adapter_file, reached):
+def test_an_adapter_records_whether_it_reaches_positions(adapter_file, reached):
     assert read_adapter(adapter_file(reached)).metadata.positions is reached
 
 
@@ -88,7 +88,7 @@ def test_an_adapter_says_it(adapter_file, reached):
     ],
     ids=str,
 )
-def test_models_in_which_it_makes_no_difference(build, batch, adapter_file, settings):
+def test_nothing_is_recorded_if_it_makes_no_difference(build, batch, adapter_file, settings):
     assert read_adapter(adapter_file(False, **settings)).metadata.positions is None
     one, other = (build(**LORA, **settings, lora_positions=way) for way in (False, True))
     assert torch.equal(logits(one, batch), logits(other, batch))
@@ -111,24 +111,24 @@ def test_an_adapter_of_the_other_kind_is_refused(build, adapter_file, reached):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(CheckpointError) as caught:
         model.load_adapters([adapter])
-    said = f"was trained with lora_positions {reached}, the model was built with {not reached}"
-    assert str(caught.value).endswith(said)
+    expected = f"was trained with lora_positions {reached}, the model was built with {not reached}"
+    assert str(caught.value).endswith(expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_one_that_does_not_say_it_is_refused(build, adapter_file):
+def test_an_adapter_that_does_not_record_it_is_refused(build, adapter_file):
     adapter = read_adapter(adapter_file(True))
-    unsaid = replace(adapter, metadata=replace(adapter.metadata, positions=None))
+    unrecorded = replace(adapter, metadata=replace(adapter.metadata, positions=None))
     for refuse in (
-        lambda: build(**LORA).load_adapters([unsaid]),
-        lambda: build(**LORA, lora_positions=True).load_adapters([unsaid]),
-        lambda: merge_into(build(), unsaid),
+        lambda: build(**LORA).load_adapters([unrecorded]),
+        lambda: build(**LORA, lora_positions=True).load_adapters([unrecorded]),
+        lambda: merge_into(build(), unrecorded),
     ):
         with pytest.raises(CheckpointError, match=r"does not record .*lora_positions"):
             refuse()
 
 
-def test_the_releases_file_is_the_releases_kind(build, adapter_file, tmp_path):
+def test_a_file_in_the_releases_format_does_not_reach_positions(build, adapter_file, tmp_path):
     write_adapter(tmp_path / "lora.bin", read_adapter(adapter_file(False)))
     for alpha in (12, None):
         adapter = read_adapter(tmp_path / "lora.bin", lora_alpha=alpha)
@@ -138,7 +138,7 @@ def test_the_releases_file_is_the_releases_kind(build, adapter_file, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["yes", 1, [True]])
-def test_damaged_metadata(adapter_file, value, tmp_path):
+def test_damaged_metadata_is_refused(adapter_file, value, tmp_path):
     adapter = read_adapter(adapter_file(True))
     damaged = replace(adapter, metadata=replace(adapter.metadata, positions=value))
     with pytest.raises(CheckpointError, match=r"positions .* in its metadata"):
@@ -152,12 +152,12 @@ def test_damaged_metadata(adapter_file, value, tmp_path):
 def test_a_merged_model_computes_the_same(build, batch, reached):
     model = build(**LORA, lora_positions=reached, lora_targets=["query", "key", "value"])
     expected, frozen = logits(model, batch), copy.deepcopy(model.state_dict())
-    kept_apart = set() if reached else shared_projections(model)
+    unshared = set() if reached else shared_projections(model)
     merged = lora.merge(model)
     assert not lora_layers(merged)
     close(logits(merged, batch), expected)
     assert merged.config.share_att_key is reached
-    for name in kept_apart:
+    for name in unshared:
         own = merged.get_submodule(name.replace("self.", "self.pos_"))
         assert torch.equal(own.weight, frozen[f"{name}.weight"])
 
@@ -173,12 +173,12 @@ def test_a_merged_model_is_saved_and_read(make_classifier, batch, tmp_path, fami
     again = type(model).from_pretrained(tmp_path)
     assert not again.adapted_by
     close(logits(again, batch), expected)
-    # Another model of the same config is what it was.
+    # Another model with the same config object has not changed.
     assert other.config.apply_lora
     assert getattr(other.config, "share_att_key", True)
 
 
-def test_merging_one_attention_alone(build, batch):
+def test_attentions_can_be_merged_one_by_one(build, batch):
     model = build(**LORA)
     expected = logits(model, batch)
     for layer in model.deberta.encoder.layer:
@@ -188,7 +188,7 @@ def test_merging_one_attention_alone(build, batch):
 
 
 @KINDS
-def test_folding_into_a_plain_model(build, batch, adapter_file, reached):
+def test_merging_into_a_plain_model(build, batch, adapter_file, reached):
     adapted = build(**LORA, lora_positions=reached)
     plain = base_of(adapted, build)
     before = logits(plain, batch)
@@ -212,7 +212,7 @@ def test_positions_get_projections_of_their_own_once(build, batch, tmp_path):
     assert torch.equal(logits(again, batch), expected)
 
 
-def test_lora_of_other_families_is_no_question(make_classifier):
+def test_adapters_of_other_families_do_not_record_it(make_classifier):
     model = make_classifier("roberta", **LORA)
     assert lora_reaches_positions(model) is None
     assert model.adapter().metadata.positions is None
@@ -234,11 +234,13 @@ def deberta_run(glue, tiny_deberta_base, tiny_glue, tmp_path):
 
 
 @KINDS
-def test_a_run_of_either_kind(deberta_run, glue, tiny_deberta_base, tiny_glue, tmp_path, reached):
+def test_a_run_saves_and_evaluates_either_kind(
+    deberta_run, glue, tiny_deberta_base, tiny_glue, tmp_path, reached
+):
     out = deberta_run("out", *(["--lora_positions"] if reached else []))
     assert read_adapter(out).metadata.positions is reached
     assert json.loads((out / "config.json").read_text())["lora_positions"] is reached
-    # A file of the release's would be taken for one that does not reach positions.
+    # In the release's format, the adapter would be read as one that does not reach positions.
     assert (out / "pytorch_model_lora.bin").exists() is not reached
     assert (out / "checkpoint-4" / "pytorch_model_lora.bin").exists() is not reached
     evaluate = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
@@ -258,7 +260,7 @@ def test_the_flag_has_to_fit_the_file(
     assert "was trained with lora_positions False, the model was built with True" in line
 
 
-def test_the_flag_is_for_models_that_have_it(
+def test_the_flag_is_refused_for_models_without_the_setting(
     run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch, capsys
 ):
     flags = [*on_rte(tiny_glue, tmp_path / "out"), *LORA_FLAGS, "--lora_positions"]
@@ -278,7 +280,7 @@ def test_resuming_with_the_other_kind_is_refused(
 
 
 @KINDS
-def test_split_lora_says_it(deberta_run, split_lora, tmp_path, reached):
+def test_split_lora_records_it(deberta_run, split_lora, tmp_path, reached):
     out = deberta_run("out", *(["--lora_positions"] if reached else []))
     split_lora.main([str(out / "checkpoint-4"), str(tmp_path / "lora.safetensors")])
     assert read_adapter(tmp_path / "lora.safetensors").metadata.positions is reached

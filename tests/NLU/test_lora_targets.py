@@ -1,4 +1,4 @@
-"""Which projections LoRA adapts: where it sits, what it computes, what its files say."""
+"""Which projections LoRA adapts, what it computes there, and what its files record."""
 
 import json
 
@@ -52,7 +52,7 @@ def module_of(family, target):
     return MODULES[target] + suffix
 
 
-# ---- where it sits, and what it computes ----
+# ---- where LoRA is, and what it computes ----
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +70,7 @@ def test_lora_is_where_it_is_asked_for(build, family, targets):
     assert {f"{family}.{n.rpartition('.lora_')[0]}" for n in inside} == expected
 
 
-def folded(model, plain, scaling):
+def merged_by_hand(model, plain, scaling):
     """`plain` with the model's weights, W + scaling · B A where there is LoRA."""
     state = model.state_dict()
     for name in plain.state_dict():
@@ -84,11 +84,11 @@ def folded(model, plain, scaling):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", CHOICES, ids="+".join)
-def test_the_model_is_one_with_w_plus_b_a(build, batch, family, targets):
-    # DeBERTa's positions see the same weight as contents; see test_lora_positions.py.
+def test_the_model_computes_with_w_plus_the_delta(build, batch, family, targets):
+    # So that DeBERTa's positions use the adapted weight too; see test_lora_positions.py.
     everywhere = {"lora_positions": True} if family == "deberta" else {}
     model = build(family, **LORA, lora_targets=targets, **everywhere)
-    plain = folded(model, build(family), 12 / 3)
+    plain = merged_by_hand(model, build(family), 12 / 3)
     expected = plain(**batch).logits
     without = build(family)
     without.load_state_dict({n: model.state_dict()[n] for n in without.state_dict()})
@@ -120,7 +120,7 @@ def test_the_default_is_the_release_s(build, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_on_the_update_s_input(build, batch, family):
+def test_lora_dropout_acts_in_training_alone(build, batch, family):
     model = build(family, **LORA, lora_dropout=0.5, lora_targets=ALL)
     assert {layer.lora_dropout.p for layer in lora_layers(model).values()} == {0.5}
     evaluated = model(**batch).logits
@@ -137,7 +137,7 @@ def test_dropout_on_the_update_s_input(build, batch, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_in_files_are_clear(build, family):
+def test_metadata_names_the_modules_of_all_targets(build, family):
     model = build(family, **LORA, lora_targets=ALL)
     suffix = "_proj" if family == "deberta" else ""
     self_attention = {f"{name}{suffix}" for name in ("query", "key", "value")}
@@ -147,7 +147,7 @@ def test_names_in_files_are_clear(build, family):
     assert targets_of_modules(info.targets) == ALL
 
 
-def test_names_of_modules():
+def test_short_names_of_modules():
     names = ["h.0.attn.c_attn", "e.layer.3.output.dense", "e.layer.11.attention.output.dense"]
     assert lora_targets(names) == ("attention.output.dense", "c_attn", "output.dense")
     assert lora_targets(["dense", "a.dense"]) == ("a.dense", "dense")
@@ -156,7 +156,7 @@ def test_names_of_modules():
         targets_of_modules(("c_attn",))
 
 
-def test_choices_are_kept_in_one_order(tmp_path):
+def test_targets_are_stored_in_one_order(tmp_path):
     config = RobertaConfig(**LORA, lora_targets=("output", "key", "output"))
     assert config.lora_targets == ["key", "output"]
     config.save_pretrained(tmp_path)
@@ -177,7 +177,7 @@ def test_choices_are_kept_in_one_order(tmp_path):
         ({"lora_dropout": 1.0}, r"lora_dropout must lie in \[0, 1\), not 1.0"),
     ],
 )
-def test_settings_that_are_none(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RobertaConfig(**LORA, **settings)
 
@@ -188,7 +188,7 @@ def test_settings_that_are_none(settings, message):
 @pytest.mark.parametrize("format", [".bin", ".safetensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", CHOICES, ids="+".join)
-def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, format):
+def test_a_file_restores_the_model(build, batch, tmp_path, family, targets, format):
     settings = {**LORA, "lora_targets": targets}
     model, fresh = build(family, **settings), build(family, **settings)
     for name, parameter in model.named_parameters():
@@ -200,7 +200,7 @@ def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_library_s_functions_say_how_such_a_model_is_built(build, batch, tmp_path, family):
+def test_the_library_s_functions_on_models_built_with_lora(build, batch, tmp_path, family):
     model, again, path = build(family, **LORA), build(family, **LORA), tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match=r"of the base is trained, and no adapter holds it"):
         lora.save_adapter(model, path)
@@ -228,7 +228,7 @@ def test_the_library_s_functions_say_how_such_a_model_is_built(build, batch, tmp
     assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
-def test_what_a_file_says(build, tmp_path):
+def test_a_file_records_targets_and_dropout(build, tmp_path):
     model = build("roberta", **LORA, lora_targets=["key", "output"], lora_dropout=0.1)
     write_adapter(tmp_path / "x.safetensors", model.adapter())
     metadata = read_tensors(tmp_path / "x.safetensors")[1]
@@ -237,7 +237,7 @@ def test_what_a_file_says(build, tmp_path):
     assert "dropout" not in build("roberta", **LORA).adapter().metadata.to_metadata()
 
 
-@pytest.mark.parametrize("said", [True, False], ids=["info", "no info"])
+@pytest.mark.parametrize("has_metadata", [True, False], ids=["metadata", "no metadata"])
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
@@ -248,8 +248,8 @@ def test_what_a_file_says(build, tmp_path):
         (["intermediate"], ["output"], "intermediate.dense"),
     ],
 )
-def test_other_targets_are_refused(build, tmp_path, said, theirs, ours, message):
-    name = tmp_path / ("x.safetensors" if said else "x.bin")
+def test_other_targets_are_refused(build, tmp_path, has_metadata, theirs, ours, message):
+    name = tmp_path / ("x.safetensors" if has_metadata else "x.bin")
     write_adapter(name, build("roberta", **LORA, lora_targets=theirs).adapter())
     model = build("roberta", **LORA, lora_targets=ours)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -259,8 +259,8 @@ def test_other_targets_are_refused(build, tmp_path, said, theirs, ours, message)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-def test_an_adapter_says_each_module_s_rank_and_alpha(build):
-    """What is usual is what the settings say, also where most modules have something else."""
+def test_an_adapter_records_each_module_s_rank_and_alpha(build):
+    """The common rank and alpha are the config's, even if most modules have others."""
     most = {
         "lora_rank_pattern": {"value": 2, "key": 2},
         "lora_alpha_pattern": {"value": 5, "key": 5},
@@ -272,8 +272,8 @@ def test_an_adapter_says_each_module_s_rank_and_alpha(build):
         assert (metadata.rank_of(name), metadata.alpha_of(name)) == (layer.r, layer.lora_alpha)
 
 
-def test_files_from_before_there_was_a_choice(build, tmp_path):
-    """Their metadata and their config.json know of no dropout, and name query and value."""
+def test_files_from_before_targets_could_be_chosen(build, tmp_path):
+    """Their metadata and config.json have no dropout, and their targets are query and value."""
     model = build("deberta", **LORA)
     old = LoraMetadata(rank=3, alpha=12, targets=("query_proj", "value_proj"))
     metadata = {name: old.to_metadata()[name] for name in ("rank", "alpha", "targets")}
@@ -294,12 +294,12 @@ def test_files_from_before_there_was_a_choice(build, tmp_path):
         type(model).from_pretrained(tmp_path, lora_targets=["key"])
 
 
-def test_a_whole_checkpoint_keeps_its_choice(build, batch, tmp_path):
+def test_a_whole_checkpoint_keeps_its_targets_and_dropout(build, batch, tmp_path):
     model = build("roberta", **LORA, lora_targets=["intermediate", "output"], lora_dropout=0.2)
     model.save_pretrained(tmp_path)
     again = RobertaForSequenceClassification.from_pretrained(tmp_path, lora_dropout=None)
     assert again.config.lora_targets == ["intermediate", "output"]
     assert again.config.lora_dropout == 0.2
     close(again(**batch).logits, model(**batch).logits)
-    # Dropout is a matter of training, not of the model.
+    # Dropout concerns training alone, so it may differ from the checkpoint's.
     assert RobertaConfig.from_pretrained(tmp_path, lora_dropout=0.0).lora_dropout == 0.0

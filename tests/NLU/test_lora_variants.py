@@ -1,4 +1,4 @@
-"""LoRA's variants in the encoders: how a model starts, what training changes, what files say."""
+"""LoRA's variants in the encoders: how a model starts, what training changes, what files record."""
 
 import json
 
@@ -26,8 +26,8 @@ KINDS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
 }
-EACH = pytest.mark.parametrize("family", FAMILIES)
-IN_ALL = pytest.mark.parametrize("name", VARIANTS)
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_VARIANT = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +38,20 @@ def bases(tmp_path_factory):
 
 @pytest.fixture
 def made(bases):
-    """``made(family, name)``: a model with this variant on the family's base, as it starts."""
+    """``made(family, name)``: a new model with this variant on the family's base."""
     return lambda family, name, **more: build(bases[family], **settings_of(name), **more)
 
 
 def close(ours, theirs):
-    # Beside W's products there are those of B A, and DoRA's norms.
+    # W's products round, and so do B A's products and DoRA's norms.
     assert_close_to_rounding(ours, theirs, 3 * TERMS)
 
 
 # ---- the start, training, merging ----
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_a_model_starts_as_its_base(made, bases, family, name):
     model, base = made(family, name), build(bases[family])
     base.load_state_dict({n: model.state_dict()[n] for n in base.state_dict()})
@@ -61,9 +61,9 @@ def test_a_model_starts_as_its_base(made, bases, family, name):
         close(model.train()(**BATCH).logits, logits_of(base))
 
 
-@EACH
-@IN_ALL
-def test_training_moves_what_it_trains_and_the_logits(made, family, name):
+@EACH_FAMILY
+@EACH_VARIANT
+def test_training_changes_the_trained_parameters_and_the_logits(made, family, name):
     model = made(family, name)
     before = {n: tensor.clone() for n, tensor in model.state_dict().items()}
     start = logits_of(model)
@@ -76,9 +76,9 @@ def test_training_moves_what_it_trains_and_the_logits(made, family, name):
     assert (logits_of(model) - start).abs().max() > 1e-3
 
 
-@EACH
-@IN_ALL
-def test_merged_logits(made, family, name):
+@EACH_FAMILY
+@EACH_VARIANT
+def test_a_merged_model_gives_the_same_logits(made, family, name):
     model = train(made(family, name))
     expected = logits_of(model)
     merged = lora.merge(model)
@@ -86,8 +86,8 @@ def test_merged_logits(made, family, name):
     close(logits_of(merged), expected)
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 def test_gradient_checkpointing_gives_the_same_gradients(made, family, name):
     gradients = []
     for recompute in (False, True):
@@ -98,8 +98,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(made, family, name):
 
 
 @pytest.mark.parametrize("name", ["dora", "pissa"])
-def test_where_positions_share_the_projection(bases, name):
-    """On contents alone, positions see the frozen weight; on both, the adapted one."""
+def test_variants_that_reach_positions_or_contents_alone(bases, name):
+    """If LoRA reaches contents alone, positions use the frozen weight, else the adapted one."""
     settings = {**settings_of(name), "lora_targets": ["query", "key"]}
     models = [
         build(bases["deberta"], **settings, lora_positions=reached) for reached in (False, True)
@@ -114,10 +114,10 @@ def test_where_positions_share_the_projection(bases, name):
 # ---- files ----
 
 
-@EACH
-@IN_ALL
+@EACH_FAMILY
+@EACH_VARIANT
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
-def test_files_bring_the_model_back_to_the_bit(made, bases, tmp_path, family, name, full):
+def test_files_restore_the_model_bit_exactly(made, bases, tmp_path, family, name, full):
     model = train(made(family, name))
     if full:
         model.save_pretrained(tmp_path / "full", safe_serialization=True)
@@ -131,27 +131,30 @@ def test_files_bring_the_model_back_to_the_bit(made, bases, tmp_path, family, na
     assert torch.equal(logits_of(again), logits_of(model))
 
 
-@EACH
-def test_what_a_file_says(made, family):
-    said = {
+@EACH_FAMILY
+def test_metadata_of_variants(made, family):
+    recorded = {
         name: made(family, name).adapter().metadata
         for name in ("lora", "pissa, dora", "frozen A", "patterns")
     }
-    plain = said["lora"]
+    plain = recorded["lora"]
     assert (plain.variant, plain.initialization, plain.freeze_A) == (None, None, None)
     assert (plain.rank_pattern, plain.alpha_pattern) == (None, None)
-    assert (said["pissa, dora"].variant, said["pissa, dora"].initialization) == ("dora", "pissa")
-    assert said["frozen A"].freeze_A is True
+    assert (recorded["pissa, dora"].variant, recorded["pissa, dora"].initialization) == (
+        "dora",
+        "pissa",
+    )
+    assert recorded["frozen A"].freeze_A is True
     layers = lora_layers(made(family, "patterns"))
-    metadata = said["patterns"]
+    metadata = recorded["patterns"]
     assert {n: metadata.rank_of(n) for n in layers} == {n: each.r for n, each in layers.items()}
     assert {n: metadata.alpha_of(n) for n in layers} == {
         n: each.lora_alpha for n, each in layers.items()
     }
 
 
-@EACH
-def test_config_json_says_it_and_keeps_it(made, tmp_path, family):
+@EACH_FAMILY
+def test_config_json_records_the_settings_of_variants(made, tmp_path, family):
     model = made(family, "patterns", lora_init="olora", lora_freeze_A=True)
     model.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -163,7 +166,7 @@ def test_config_json_says_it_and_keeps_it(made, tmp_path, family):
     assert again.to_dict() == model.config.to_dict()
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
@@ -175,7 +178,7 @@ def test_config_json_says_it_and_keeps_it(made, tmp_path, family):
         ("layers", {"lora_layers": [0]}, "was trained with lora_layers 1, not 0"),
     ],
 )
-def test_a_full_checkpoint_is_read_as_it_was_trained(made, tmp_path, family, name, asked, message):
+def test_a_full_checkpoint_refuses_other_settings(made, tmp_path, family, name, asked, message):
     model = made(family, name)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
@@ -183,7 +186,7 @@ def test_a_full_checkpoint_is_read_as_it_was_trained(made, tmp_path, family, nam
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_say_the_same_in_other_words(made, tmp_path):
+def test_other_patterns_are_accepted_if_they_mean_the_same(made, tmp_path):
     model = made("roberta", "patterns")
     model.save_pretrained(tmp_path)
     words = {f"attention.self.{name}": 2 for name in ("query", "key", "value")}
@@ -195,7 +198,7 @@ def test_settings_that_say_the_same_in_other_words(made, tmp_path):
     assert again.config == model.config
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -218,7 +221,7 @@ def test_an_adapter_of_other_settings_is_refused(made, family, theirs, ours):
     assert_same_bits(model.state_dict(), before)
 
 
-@EACH
+@EACH_FAMILY
 def test_ranks_of_another_pattern_are_refused_by_module(made, bases, family):
     adapter = made(family, "patterns").adapter()
     other = {**settings_of("patterns"), "lora_rank_pattern": {"layer.0.attention.*": 2}}
@@ -226,9 +229,9 @@ def test_ranks_of_another_pattern_are_refused_by_module(made, bases, family):
         build(bases[family], **other).load_adapters([adapter])
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize("name", ["dora", "rslora", "pissa", "patterns"])
-def test_the_release_s_format_cannot_hold_them(made, tmp_path, family, name):
+def test_the_release_s_format_cannot_hold_variants(made, tmp_path, family, name):
     with pytest.raises(NeedsMergingError) as caught:
         write_adapter(tmp_path / "x.bin", made(family, name).adapter())
     assert "\n" not in str(caught.value)
@@ -238,10 +241,10 @@ def test_the_release_s_format_cannot_hold_them(made, tmp_path, family, name):
 # ---- new models ----
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize("name", ["dora", "pissa", "olora"])
-def test_a_new_model_starts_from_its_own_weights(family, name):
-    """One that is initialized, not read: what depends on weights depends on these."""
+def test_a_new_model_s_lora_starts_from_the_model_s_own_weights(family, name):
+    """The model is initialized, not read: magnitudes and factors follow from its new weights."""
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     kind, of_model = KINDS[family]
     model = of_model(kind(**shape, vocab_size=40, intermediate_size=24, **settings_of(name)))
@@ -253,7 +256,7 @@ def test_a_new_model_starts_from_its_own_weights(family, name):
             assert torch.equal(layer.lora_A.detach(), layer.lora_A_start)
             assert torch.equal(layer.lora_B.detach(), layer.lora_B_start)
             product = layer.scaling * layer.lora_B_start @ layer.lora_A_start
-            # The best approximation of rank 4, or a part of W's: nothing that W is far from.
+            # The best approximation of rank 4, or a part of W's: subtracting it makes W smaller.
             assert 0 < (layer.weight - product).norm() < layer.weight.norm()
 
 
@@ -274,7 +277,7 @@ def modules_of(family, **settings):
     }
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -292,13 +295,13 @@ def modules_of(family, **settings):
           "2.attention.output.dense", "2.intermediate.dense", "2.output.dense"]),
     ],
 )  # fmt: skip
-def test_targets_and_layers(family, settings, expected):
+def test_lora_is_in_the_targets_of_the_given_layers(family, settings, expected):
     found = modules_of(family, **settings)
     assert [name.removesuffix("_proj") for name in found] == expected
     assert set(found.values()) == {(4, 6)}
 
 
-@EACH
+@EACH_FAMILY
 def test_the_first_pattern_that_matches_counts(family):
     settings = {"lora_targets": ["value", "output"], "lora_layers": [0, 1]}
     pattern = {"layer.0.*": 2, "value": 3}
@@ -330,9 +333,9 @@ BAD = [
 ]  # fmt: skip
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize(("settings", "message"), BAD)
-def test_settings_that_no_model_can_have(family, bases, settings, message):
+def test_invalid_settings_are_refused(family, bases, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         build(bases[family], **{**LORA, **settings})
     assert "\n" not in str(caught.value)

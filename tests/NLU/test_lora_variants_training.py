@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 pytestmark = pytest.mark.slow
 
-IN_ALL = pytest.mark.parametrize("name", VARIANTS)
+EACH_VARIANT = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def make(make_trainer, make_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_only", [False, True], ids=["full", "LoRA alone"])
-@IN_ALL
+@EACH_VARIANT
 def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, name, lora_only):
     settings = {"save_strategy": "steps", "save_steps": 3, "save_lora_only": lora_only}
     settings |= {"lora_plus_ratio": 4.0, "logging_steps": 1}
@@ -47,7 +47,7 @@ def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, name, lora_only):
 
 
 @pytest.mark.slow
-@IN_ALL
+@EACH_VARIANT
 def test_in_bfloat16_an_adapter_stays_in_float32(make, tmp_path, name):
     trainer = make(name, bf16=True, save_strategy="steps", save_steps=3)
     trainer.train()
@@ -76,7 +76,7 @@ def test_in_bfloat16_an_adapter_stays_in_float32(make, tmp_path, name):
         ("lora", {}, {"lora_plus_ratio": 2.0}, "with --lora_plus_ratio 1.0, but this run has 2.0"),
     ],
 )
-def test_a_run_is_resumed_with_its_own_settings(make, tmp_path, before, model, settings, message):
+def test_resuming_with_other_settings_is_refused(make, tmp_path, before, model, settings, message):
     make(before, save_strategy="steps", save_steps=5).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-5")
     other = make(model=model, output_dir=str(tmp_path / "second"), **settings)
@@ -86,7 +86,7 @@ def test_a_run_is_resumed_with_its_own_settings(make, tmp_path, before, model, s
 
 
 @pytest.mark.slow
-def test_a_checkpoint_whose_settings_know_no_variants(make, tmp_path):
+def test_a_checkpoint_from_before_variants_is_resumed(make, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 5}
     whole = make(**settings)
     whole.train()
@@ -95,8 +95,8 @@ def test_a_checkpoint_whose_settings_know_no_variants(make, tmp_path):
     new = [name for name in values if name.startswith(("lora_layers", "lora_variant", "lora_init"))]
     new += ["lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"]
     assert len(new) == 6
-    kept = {name: value for name, value in values.items() if name not in new}
-    (folder / "config.json").write_text(json.dumps(kept))
+    old_values = {name: value for name, value in values.items() if name not in new}
+    (folder / "config.json").write_text(json.dumps(old_values))
     resumed = make(output_dir=str(tmp_path / "second"), **settings)
     resumed.train(str(folder))
     assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
@@ -106,7 +106,7 @@ def test_a_checkpoint_whose_settings_know_no_variants(make, tmp_path):
 
 
 class Rates(TrainerCallback):
-    """Notes every group's rate, and which parameters are in it."""
+    """Records the learning rate of every group at each step."""
 
     def __init__(self):
         self.rates = []
@@ -142,12 +142,12 @@ def test_lora_plus_keeps_its_ratio_at_every_step(make, schedule, settings):
         assert group["weight_decay"] in (0.0, settings.get("weight_decay", 0.0))
         if kinds == {True}:
             assert group["weight_decay"] == settings.get("weight_decay", 0.0)
-    # What is logged is the rate that --learning_rate names.
+    # The rate that is logged is that of --learning_rate.
     assert recorder.rates == [rates[is_B.index({False})] for rates in callback.rates]
 
 
-def test_lora_plus_is_the_update_of_another_rate(make):
-    """One step: B moves `ratio` times as far, everything else as far as before."""
+def test_lora_plus_multiplies_only_the_update_of_b(make):
+    """In one step, B moves `ratio` times as far, and everything else as far as without."""
     runs = {}
     for ratio in (1.0, 4.0):
         trainer = make(
@@ -155,7 +155,7 @@ def test_lora_plus_is_the_update_of_another_rate(make):
             lora_plus_ratio=ratio,
             max_steps=1,
             lr_scheduler_type="constant",
-            max_grad_norm=0,  # whose sum would have another order
+            max_grad_norm=0,  # the norm would be summed in another order
         )
         before = trained(trainer.model)
         trainer.train()
@@ -181,7 +181,7 @@ def test_a_ratio_of_one_is_plain_training(make):
 
 
 @pytest.mark.parametrize("ratio", [0.0, -2.0, float("inf"), float("nan")])
-def test_a_ratio_that_is_none(make, ratio):
+def test_an_invalid_ratio_is_refused(make, ratio):
     rule = "finite" if ratio == float("inf") else "above 0"
     with pytest.raises(ValueError, match=f"--lora_plus_ratio must be {rule}, not"):
         make(lora_plus_ratio=ratio)

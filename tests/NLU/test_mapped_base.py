@@ -1,4 +1,4 @@
-"""A base in bfloat16, trained with --bf16: its frozen weights are the file's own memory."""
+"""With --bf16, the frozen weights of a base in bfloat16 are mapped from its file, not copied."""
 
 import shutil
 
@@ -19,7 +19,7 @@ LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.1}
 
 @pytest.fixture
 def make_base(tiny_base, tmp_path):
-    """Writes numbers of bfloat16 in a dtype, and gives the file."""
+    """Writes weights, rounded to bfloat16, in a given dtype, and returns the file."""
 
     def make(name, dtype):
         folder = tmp_path / f"{name} {dtype}"
@@ -43,8 +43,8 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("adapted", ADAPTED)
-def test_what_is_going_to_be_frozen_is_not_copied(make_base, adapted):
-    """Neither are its numbers others than those of a file in float32."""
+def test_weights_that_will_be_frozen_are_not_copied(make_base, adapted):
+    """The values are the same as from a file in float32."""
     path, others = (make_base("model.safetensors", t) for t in (torch.bfloat16, torch.float32))
     models = []
     for file in (path, others):
@@ -67,7 +67,7 @@ def test_what_is_going_to_be_frozen_is_not_copied(make_base, adapted):
     assert {p.dtype for p in copied.parameters()} == {torch.float32}
 
 
-def test_what_is_held_in_its_precision_already_is_not_read(make_base, monkeypatch):
+def test_weights_in_their_final_dtype_are_not_compared_with_the_file(make_base, monkeypatch):
     path, compared = make_base("model.safetensors", torch.bfloat16), []
     model = RobertaForSequenceClassification.from_pretrained(
         path.parent, held_in=torch.bfloat16, **LORA
@@ -78,7 +78,7 @@ def test_what_is_held_in_its_precision_already_is_not_read(make_base, monkeypatc
     assert compared == []
 
 
-def test_a_state_dict_that_is_given_stays_the_callers(make_base):
+def test_a_given_state_dict_is_loaded_into_float32(make_base):
     path = make_base("model.safetensors", torch.bfloat16)
     given = read_weights(path.parent)
     config = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA).config
@@ -88,7 +88,7 @@ def test_a_state_dict_that_is_given_stays_the_callers(make_base):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_without_being_asked_weights_are_float32(make_base):
+def test_weights_are_float32_by_default(make_base):
     path = make_base("model.safetensors", torch.bfloat16)
     model = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -96,7 +96,7 @@ def test_without_being_asked_weights_are_float32(make_base):
 
 @pytest.fixture
 def train(make_trainer, tmp_path):
-    """Trains LoRA on the base in a file, and gives the Trainer."""
+    """Trains LoRA on the base in a file, and returns the Trainer."""
 
     def run(path, **settings):
         torch.manual_seed(0)
@@ -144,10 +144,10 @@ def test_a_weight_that_was_changed_is_not_the_file_s(make_base, make_trainer):
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-def test_the_tasks_scripts_copy_nothing_that_is_frozen(
+def test_run_glue_does_not_copy_frozen_weights(
     tiny_base, tiny_glue, run_glue, tmp_path, monkeypatch, adapted
 ):
-    """Without LoRA, all of it is trained, in float32."""
+    """Without LoRA, all weights are trained, in float32."""
     base = shutil.copytree(tiny_base, tmp_path / "base")
     halves = {name: t.bfloat16() for name, t in read_weights(base).items()}
     (path,) = base.glob("pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""What a model returns: a dictionary, a tuple and an object in one."""
+"""ModelOutput, which models return, is a dictionary, a tuple and an object in one."""
 
 import copy
 import operator
@@ -25,7 +25,7 @@ class TestModelOutput:
     logits = torch.ones(2)
     loss = torch.tensor(3.0)
 
-    def test_names_entries_and_items_are_one(self):
+    def test_attributes_keys_and_indices_give_the_same_values(self):
         output = SequenceClassifierOutput(logits=self.logits)
         assert list(output) == ["logits"]
         assert output.loss is None
@@ -37,7 +37,7 @@ class TestModelOutput:
             output[1]
 
     @pytest.mark.parametrize("by_item", [True, False])
-    def test_what_is_set_later_takes_its_declared_place(self, by_item):
+    def test_a_field_that_is_set_later_takes_its_declared_place(self, by_item):
         output = SequenceClassifierOutput(logits=self.logits)
         if by_item:
             output["loss"] = self.loss
@@ -52,7 +52,7 @@ class TestModelOutput:
     @pytest.mark.parametrize(
         "clone", [copy.copy, copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))]
     )
-    def test_copies(self, clone):
+    def test_copies_are_equal_and_of_the_same_type(self, clone):
         copied = clone(SequenceClassifierOutput(self.loss, self.logits))
         assert type(copied) is SequenceClassifierOutput
         assert list(copied) == ["loss", "logits"]
@@ -61,8 +61,8 @@ class TestModelOutput:
         assert copied.hidden_states is None
 
     @staticmethod
-    def in_step(output):
-        """The names that are set, after a check that all ways to ask agree."""
+    def consistent_names(output):
+        """Checks that all views of an output agree, and returns the names that are set."""
         assert output.to_tuple() == tuple(output.values()) == output[:]
         assert all(output[name] is getattr(output, name) for name in output)
         declared = [name for name in output.__dataclass_fields__ if name in output]
@@ -80,7 +80,7 @@ class TestModelOutput:
                 setattr(output, name, value)
 
         output = SequenceClassifierOutput()
-        assert self.in_step(output) == []
+        assert self.consistent_names(output) == []
         for name, value, names in (
             ("hidden_states", (self.logits,), ["hidden_states"]),
             ("own", self.loss, ["hidden_states", "own"]),
@@ -92,7 +92,7 @@ class TestModelOutput:
             ("own", None, ["loss", "hidden_states"]),
         ):
             put(output, name, value)
-            assert self.in_step(output) == names
+            assert self.consistent_names(output) == names
             assert getattr(output, name) is value
 
     @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ class TestModelOutput:
         output = SequenceClassifierOutput(self.loss, self.logits)
         with pytest.raises(TypeError, match=r"SequenceClassifierOutput has no .*: set its fields"):
             change(output)
-        assert self.in_step(output) == ["loss", "logits"]
+        assert self.consistent_names(output) == ["loss", "logits"]
         assert output[0] is self.loss
 
-    def test_what_makes_another_dict(self):
+    def test_operations_that_make_another_dict(self):
         output = SequenceClassifierOutput(self.loss, self.logits)
         assert output | {"loss": 1} == {"loss": 1, "logits": self.logits}
         assert {"loss": 1, "x": 2} | output == {"loss": self.loss, "x": 2, "logits": self.logits}
         again = output.copy()
         again.loss = None
-        assert self.in_step(output) == ["loss", "logits"]
-        assert self.in_step(again) == ["logits"]
+        assert self.consistent_names(output) == ["loss", "logits"]
+        assert self.consistent_names(again) == ["logits"]
 
     @pytest.mark.parametrize(
         "given", [{"a": 3, "c": 1}, [("a", 3), ("c", 1)], (["a", 3], ["c", 1])]
@@ -134,10 +134,10 @@ class TestModelOutput:
         output = Numbers(given)
         assert output == Numbers(3, c=1)
         assert (output.a, output.b, output.c, output[1:]) == (3, None, 1, (1,))
-        assert self.in_step(output) == ["a", "c"]
+        assert self.consistent_names(output) == ["a", "c"]
 
     @pytest.mark.parametrize("given", [[1, 2], ((1, 2), (3, 4)), [], {}, "ab", 0])
-    def test_first_fields_that_are_no_names(self, given):
+    def test_a_first_field_without_names_is_a_value(self, given):
         output = Numbers(given)
         assert output.a == given
         assert Numbers({"a": 1}, 2).a == {"a": 1}

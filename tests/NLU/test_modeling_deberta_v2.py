@@ -1,4 +1,4 @@
-"""DeBERTa-v2: upstream's numbers, a plain reference with gradients, LoRA, padding, loading."""
+"""DeBERTa-v2: upstream's numbers, the literal formulas with gradients, padding, LoRA, precision."""
 
 import copy
 import importlib
@@ -47,7 +47,7 @@ def real(tensor, arguments):
 
 @pytest.fixture(params=["rows", "padded"])
 def path(request, monkeypatch):
-    """Attention by either path."""
+    """Makes attention take either path."""
     cheap = request.param == "padded"
     monkeypatch.setattr(ATTENTION, "padding_is_cheap", lambda *_: cheap)
     return request.param
@@ -70,7 +70,7 @@ def test_logits_are_upstreams(variant, path):
     assert UPSTREAM[f"{variant}/classifier/padded/logits"].std() > 0.1
 
 
-def test_the_crossed_options_tell():
+def test_upstreams_logits_differ_between_options():
     padded = {
         variant: UPSTREAM[f"{variant}/classifier/padded/logits"]
         for variant in VARIANTS
@@ -163,7 +163,7 @@ ADAPTED = {
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", LITERAL)
 @pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
-def test_losses_and_gradients_of_the_literal_formulas(is_off, variant, adapted, path):
+def test_losses_and_gradients_are_the_literal_formulas(is_off, variant, adapted, path):
     settings = {**adapted, **NO_DROPOUT, **LITERAL[variant]}
     model = build("classifier", variant, **settings).double()
     reference = copy.deepcopy(model)
@@ -173,7 +173,7 @@ def test_losses_and_gradients_of_the_literal_formulas(is_off, variant, adapted, 
     case = {**CASES["holes" if path == "padded" else "padded"], "token_type_ids": INPUTS["types"]}
     with fast_paths_off(is_off):
         loss = model(**case, labels=INPUTS["classes"]).loss
-    # The model takes its loss in float32, so gradients are exact to that.
+    # The model computes its loss in float32, so gradients are no more exact than that.
     expected = F.cross_entropy(literal_logits(reference, case).float(), INPUTS["classes"])
     close(loss, expected, 1)
     loss.backward()
@@ -191,8 +191,8 @@ def test_losses_and_gradients_of_the_literal_formulas(is_off, variant, adapted, 
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", ["xxlarge", "own both buckets conv norm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant, adapted):
-    """Logits and all gradients, the last layer's with one query a row."""
+def test_training_gives_the_plain_path_s_logits_and_gradients(monkeypatch, dtype, variant, adapted):
+    """In the last layer, each row has one query."""
     calls, attend = [], ATTENTION.attend_rows
     monkeypatch.setattr(
         ATTENTION, "attend_rows", lambda *a, **b: calls.append(a) or attend(*a, **b)
@@ -211,7 +211,7 @@ def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant,
         assert len(calls) == (0 if is_off else model.config.num_hidden_layers)
     theirs, ours = found
     assert ours.keys() == theirs.keys()
-    # Forward and backward; what small gradients are summed from is as large as the large ones.
+    # Rounding forward and backward; small gradients are sums of terms as large as large gradients.
     terms, largest = 2 * ENCODER_TERMS, max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name], tensor, terms, dtype, largest)
@@ -219,7 +219,7 @@ def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant,
 
 @pytest.mark.parametrize("is_off", [True, False], ids=["plain", "fast"])
 def test_attention_drops_probabilities_in_training_on_every_path(path, is_off):
-    """Of a share p dropped, scaled by 1 / (1 - p): the mean is what an evaluation gives."""
+    """The rest is scaled by 1 / (1 - p), so that the mean is the result in evaluation."""
     model = build("backbone", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
     attention = model.encoder.layer[0].attention.self
     rows = PackedRows(INPUTS["mask"])
@@ -256,15 +256,15 @@ def test_distances_have_the_projections_of_their_terms(terms, shared, relative):
     model = build("backbone", **settings)
     attention = model.encoder.layer[0].attention.self
     of_terms = {"key_proj": "c2p", "query_proj": "p2c"}
-    there_are = (terms or "").split("|") if relative else ()
-    used = {name for name, term in of_terms.items() if term in there_are}
+    active = (terms or "").split("|") if relative else ()
+    used = {name for name, term in of_terms.items() if term in active}
     own = {name for name in of_terms if hasattr(attention, f"pos_{name}")}
     assert (set(attention.shared_with_positions), own) == (
         (used, set()) if shared else (set(), used)
     )
 
 
-def test_projections_that_are_no_longer_shared_are_apart():
+def test_unshared_projections_are_copies():
     model = build("classifier", share_att_key=True)
     expected = model(**CASES["padded"]).logits
     for layer in model.deberta.encoder.layer:
@@ -279,7 +279,7 @@ def test_projections_that_are_no_longer_shared_are_apart():
     assert torch.equal(model(**CASES["padded"]).logits, expected)
 
 
-def test_texts_longer_than_the_distances_known(path):
+def test_texts_longer_than_the_known_distances(path):
     model = build("classifier", **NO_DROPOUT)
     ids = torch.randint(3, 48, (2, 50), generator=torch.Generator().manual_seed(1))
     close(model(ids).logits, literal_logits(model, {"input_ids": ids}))
@@ -297,14 +297,14 @@ def test_first_token_alone_gives_the_full_paths_logits(variant, kind):
     assert output.hidden_states[-1].shape == (4, 18, 32)
 
 
-def test_padded_batch_gives_what_its_rows_give(path):
+def test_a_padded_batch_gives_each_row_its_logits(path):
     model = build("classifier", **LORA)
     batch = model(**CASES["padded"]).logits
     for row in range(4):
         close(batch[row], model(**CASES[f"row{row}"]).logits[0])
 
 
-def test_what_stands_at_padding_does_not_matter(path):
+def test_padding_does_not_matter(path):
     model, given = build("classifier", "everything"), dict(CASES["padded"])
     expected = model(**given).logits
     given["input_ids"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, 7)
@@ -313,7 +313,7 @@ def test_what_stands_at_padding_does_not_matter(path):
     close(model(**wider).logits, expected)
 
 
-def test_rows_with_much_padding_are_taken_one_by_one():
+def test_rows_with_much_padding_are_computed_one_by_one():
     def by_row(lengths, columns=None, holes=False):
         columns = torch.arange(columns or max(lengths))
         mask = (columns < torch.tensor(lengths)[:, None]).long()
@@ -323,7 +323,7 @@ def test_rows_with_much_padding_are_taken_one_by_one():
     assert by_row([9, 200, 3])
     assert by_row([40] * 8, columns=512)
     assert not by_row([30] * 16)
-    # Their distances are not those of tokens laid end to end.
+    # With holes, distances are not those of packed tokens.
     assert not by_row([9, 200, 3], holes=True)
 
 
@@ -344,7 +344,7 @@ def test_rows_of_one_token(path):
         ({"position_ids": torch.zeros(1, 2).long()}, r"the batch is \(1, 2\)"),
     ],
 )
-def test_batches_that_do_not_fit(changed, message):
+def test_inputs_of_mismatched_shapes_are_refused(changed, message):
     with pytest.raises(ValueError, match=message) as error:
         build("classifier", "everything")(input_ids=torch.tensor([[1, 5, 2]]), **changed)
     assert "\n" not in str(error.value)
@@ -376,7 +376,7 @@ def test_types_and_positions_that_a_model_does_not_have_change_nothing():
 
 
 @pytest.mark.slow
-def test_lora_where_the_release_has_it_and_as_many():
+def test_lora_is_where_the_release_has_it_with_as_many_parameters():
     config = DebertaV2Config(**XXLARGE, apply_lora=True, lora_r=16, lora_alpha=32)
     with torch.device("meta"):
         model = DebertaV2ForSequenceClassification(config)
@@ -391,7 +391,7 @@ def test_lora_where_the_release_has_it_and_as_many():
     }
 
 
-def test_lora_is_not_merged_and_can_be(path):
+def test_lora_is_merged_on_request_alone(path):
     model, given = build("classifier", **LORA, **NO_DROPOUT), CASES["padded"]
     assert not torch.allclose(build("classifier")(**given).logits, model(**given).logits, atol=0.1)
     query = model.deberta.encoder.layer[0].attention.self.query_proj
@@ -407,7 +407,7 @@ def test_lora_is_not_merged_and_can_be(path):
     close(merged(**given).logits, evaluated)
 
 
-def test_seed_gives_the_weights_and_lora_those_of_the_release():
+def test_the_seed_determines_weights_of_the_release_s_distribution():
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -449,7 +449,7 @@ def test_frozen_weights_in_bfloat16(variant, mode, autocast, path):
 
 
 @pytest.mark.parametrize("dropout", [{}, NO_DROPOUT], ids=["dropout", "none"])
-def test_biases_can_be_trained_beside_half_precision(dropout):
+def test_biases_can_be_trained_with_frozen_weights_in_half_precision(dropout):
     model = build("classifier", **LORA, **dropout)
     model.train_only(("lora", "bias"))
     model.train()
@@ -462,7 +462,7 @@ def test_biases_can_be_trained_beside_half_precision(dropout):
             assert parameter.grad.dtype == torch.float32
 
 
-def test_all_in_half():
+def test_all_in_half_restores_the_logits():
     model, given = build("classifier", **LORA), CASES["padded"]
     logits = model(**given).logits
     with all_in_half(model):

@@ -32,7 +32,7 @@ from transformers import (
 
 
 def record_masks(monkeypatch):
-    """The list that every dropout mask drawn from here on goes to: what elements are scaled by."""
+    """Returns a list to which every later dropout mask is added: p, and each element's factor."""
     module, drawn = importlib.import_module("loralib.nn.dropout"), []
     draw = module.keep_mask
 
@@ -46,7 +46,7 @@ def record_masks(monkeypatch):
 
 
 class Replayed:
-    """Drops by masks that were drawn."""
+    """Applies dropout masks that were recorded."""
 
     def __init__(self, drawn):
         self.drawn = iter(drawn)
@@ -58,13 +58,13 @@ class Replayed:
 
     def __call__(self, x, p):
         keep = self.mask(p)
-        if len(keep) != len(x):  # the distances that occur are some of those there are
+        if len(keep) != len(x):  # not all distances occur in this batch
             keep = F.pad(keep, (0, 0, (len(x) - len(keep) + 1) // 2, (len(x) - len(keep)) // 2))
         return x * keep
 
 
 def test_every_dropout_is_where_the_formula_has_it(monkeypatch):
-    """One training forward, computed again by the plain formulas with the masks that were drawn."""
+    """Recomputes a forward pass in training by the plain formulas, with the masks that it drew."""
     settings = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.4}
     model = build("classifier", **settings, pooler_dropout=0.3, cls_dropout=0.5)
     drawn, given = record_masks(monkeypatch), CASES["row2"]
@@ -81,7 +81,7 @@ def test_dropout_before_the_classifier(cls_dropout, expected):
     assert build("classifier", cls_dropout=cls_dropout).dropout.p == expected
 
 
-def test_dropout_follows_the_seed_and_keeps_out_of_evaluation():
+def test_dropout_follows_the_seed_and_is_off_in_evaluation():
     model, given = build("classifier", **LORA), CASES["padded"]
     assert torch.equal(model(**given).logits, model(**given).logits)
     model.train()
@@ -114,7 +114,7 @@ FAMILIES = {
 
 
 def training_step(model, seed=4):
-    """Loss and gradients of a step with dropout, and how often layers were computed."""
+    """A step's loss and gradients, the RNG state after it, and how often layers were computed."""
     calls = []
     for module in model.modules():
         if type(module).__name__ == "Intermediate":
@@ -130,7 +130,7 @@ def training_step(model, seed=4):
 @pytest.mark.parametrize("adapted", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_steps_keep_every_bit(family, autocast, adapted):
+def test_recomputed_steps_are_bit_exact(family, autocast, adapted):
     steps = []
     for recompute in (False, True):
         model = FAMILIES[family](**LORA, gradient_checkpointing=recompute)
@@ -175,7 +175,7 @@ def test_evaluation_is_not_recomputed():
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "expected"),
     [
         ("p2c|c2p", ["p2c", "c2p"]),
         (" C2P | p2c", ["c2p", "p2c"]),
@@ -186,14 +186,14 @@ def test_evaluation_is_not_recomputed():
         (None, []),
     ],
 )
-def test_spellings_of_the_position_terms(given, kept, tmp_path):
+def test_spellings_of_the_position_terms(given, expected, tmp_path):
     config = DebertaV2Config(pos_att_type=given)
-    assert config.pos_att_type == kept
+    assert config.pos_att_type == expected
     config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).pos_att_type == kept
+    assert AutoConfig.from_pretrained(tmp_path).pos_att_type == expected
 
 
-def test_settings_of_published_files(tmp_path):
+def test_settings_of_published_files_are_read(tmp_path):
     published = {
         "model_type": "deberta-v2",
         "attention_head_size": 64,
@@ -229,7 +229,7 @@ def test_settings_of_published_files(tmp_path):
         ({"position_buckets": 1}, "at least 2 and below 1022 for 512 .*, not 1"),
     ],
 )
-def test_settings_that_no_model_can_have(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message) as error:
         DebertaV2Config(**settings)
     assert "\n" not in str(error.value)
@@ -249,7 +249,7 @@ def test_auto_classes():
 
 
 def write(folder, tensors, **settings):
-    """A model folder as others make it."""
+    """Writes a model folder as other programs do."""
     folder.mkdir(exist_ok=True)
     values = {**maker.CONFIG, **maker.XXLARGE, "model_type": "deberta-v2", **settings}
     (folder / "config.json").write_text(json.dumps(values))
@@ -265,7 +265,7 @@ def test_save_and_load(tmp_path, kind, settings, safe):
     model = build(kind, **settings)
     model.save_pretrained(tmp_path, safe_serialization=safe)
     loaded = type(model).from_pretrained(tmp_path)
-    # Only an adapted model's settings say what it was loaded from.
+    # Only an adapted model's config names its base.
     base = {"base_name_or_path": loaded.config.base_name_or_path} if settings else {}
     assert loaded.config.to_dict() == {**model.config.to_dict(), **base}
     for name, tensor in model.state_dict().items():
@@ -324,7 +324,7 @@ def published(model):
 
 
 @pytest.mark.parametrize("kind", ["backbone", "mlm", "classifier"])
-def test_published_files(tmp_path, kind, caplog):
+def test_published_files_are_read(tmp_path, kind, caplog):
     source = build("mlm")
     folder = write(tmp_path, published(source))
     assert "lm_predictions.lm_head.dense.weight" in torch.load(folder / "pytorch_model.bin")
@@ -351,7 +351,7 @@ def test_published_files(tmp_path, kind, caplog):
         "classifier.weight",
     ],
 )
-def test_a_tensor_that_is_missing(tmp_path, gone):
+def test_a_missing_tensor_is_refused(tmp_path, gone):
     tensors = build("classifier").state_dict()
     del tensors[gone]
     with pytest.raises(CheckpointError, match=f"lacks 1 tensor: {gone}"):
@@ -366,7 +366,7 @@ def test_a_tensor_that_is_missing(tmp_path, gone):
         ({"norm_rel_ebd": "none"}, r"deberta\.encoder\.LayerNorm\.bias"),
     ],
 )
-def test_tensors_that_the_settings_know_nothing_of(tmp_path, settings, unknown):
+def test_tensors_that_the_config_does_not_allow_are_refused(tmp_path, settings, unknown):
     tensors = build("classifier", "own both buckets conv norm").state_dict()
     folder = write(tmp_path, tensors, share_att_key=False, conv_act="tanh")
     assert DebertaV2ForSequenceClassification.from_pretrained(folder)
@@ -376,7 +376,7 @@ def test_tensors_that_the_settings_know_nothing_of(tmp_path, settings, unknown):
         DebertaV2ForSequenceClassification.from_pretrained(folder)
 
 
-def test_absolute_positions_are_no_mere_leftover_where_the_model_has_them(tmp_path):
+def test_absolute_positions_are_read_if_the_model_has_them(tmp_path):
     tensors = build("classifier", "everything").state_dict()
     settings = {"position_biased_input": True, "type_vocab_size": 2}
     model = DebertaV2ForSequenceClassification.from_pretrained(write(tmp_path, tensors, **settings))
@@ -388,7 +388,7 @@ def test_absolute_positions_are_no_mere_leftover_where_the_model_has_them(tmp_pa
 
 
 @pytest.mark.parametrize("names", ["new", "old"])
-def test_adapters(tmp_path, names):
+def test_adapters_are_loaded_with_new_and_old_names(tmp_path, names):
     model = build("classifier", **LORA)
     adapter = model.adapter()
     assert (adapter.metadata.rank, adapter.metadata.alpha) == (2, 6)

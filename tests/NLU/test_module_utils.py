@@ -1,4 +1,4 @@
-"""What models say of themselves, and the masks that upstream's attention is made with."""
+"""Parameter counts, device and dtype of models, and upstream's functions for attention masks."""
 
 import make_plain_fixture as maker
 import pytest
@@ -9,7 +9,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_counts(family):
+def test_counts_of_parameters(family):
     model = maker.build(family, "mlm")
     numbers = {name: p.numel() for name, p in model.named_parameters()}
     embeddings = sum(n for name, n in numbers.items() if "embeddings.weight" in name)
@@ -23,7 +23,7 @@ def test_counts(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_and_what_a_model_is(family):
+def test_device_and_dtype_of_a_model(family):
     model = maker.build(family, "classifier")
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
     moved = maker.build(family, "classifier").to("meta", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Batches of questions with several choices."""
+"""The collator for multiple choice, and the lengths of its examples."""
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -40,12 +40,12 @@ def test_padding_as_for_other_collators(tokenizer):
     assert "labels" not in collate(tokenizer)(rows)
 
 
-def test_examples_of_several_numbers_of_choices(tokenizer):
+def test_examples_with_different_numbers_of_choices_are_refused(tokenizer):
     with pytest.raises(ValueError, match="examples of 1 to 2 choices cannot be batched"):
         DataCollatorForMultipleChoice(tokenizer)([example([5]), example([5], [6])])
 
 
-def test_an_example_is_as_long_as_all_its_choices():
+def test_an_example_is_as_long_as_its_choices_together():
     """For batches of about one length, and for estimates."""
     from datasets import Dataset
 

@@ -61,7 +61,7 @@ def test_a_schedule_by_its_name_has_the_defaults(kind):
             schedule.step()
 
 
-def test_an_end_that_is_no_end():
+def test_a_final_rate_above_the_learning_rate_is_refused():
     with pytest.raises(
         ValueError, match=r"ends at 0\.5, which is not below the learning rate 0\.3"
     ):
@@ -95,7 +95,7 @@ def test_adafactors_relative_steps():
         ({"lr": 0.1, "relative_step": False, "warmup_init": True}, "needs relative_step=True"),
     ],
 )
-def test_adafactor_without_a_rate_or_with_two(settings, message):
+def test_adafactor_without_a_rate_or_with_two_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Adafactor([torch.nn.Parameter(torch.zeros(1))], **settings)
 
@@ -124,6 +124,6 @@ def test_activations_by_name():
 
 
 @pytest.mark.parametrize("name", ["bogus", None])
-def test_activations_that_are_not_there(name):
+def test_unknown_activations_are_refused(name):
     with pytest.raises(KeyError, match=f"unknown activation function '{name}'"):
         get_activation(name)

@@ -1,4 +1,4 @@
-"""Logits and losses of the release's own code, recorded on small models with random weights."""
+"""Logits and losses are those that the release's own code gave on small random models."""
 
 import csv
 import json
@@ -57,14 +57,14 @@ def evaluate(family, adapter, settings, rows):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_loss(case, recorded, rows):
+def test_logits_and_loss_are_the_releases(case, recorded, rows):
     family, file, kind, settings = CASES[case]
     adapter = read_adapter(ORACLE / family / file, kind)
     logits, loss = evaluate(family, adapter, settings, rows)
     expected = torch.tensor(recorded[case]["logits"])
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert loss == pytest.approx(recorded[case]["loss"], abs=5e-5)
-    # What is compared depends on the adapter: with its second matrices at half, it is far off.
+    # The logits depend on the adapter: with its second matrices halved, they are far off.
     halved = {
         name: tensor / 2 if name.endswith(("lora_B", "adapter_B.weight")) else tensor
         for name, tensor in adapter.tensors.items()
@@ -74,13 +74,13 @@ def test_logits_and_loss(case, recorded, rows):
 
 
 def flags_of(settings):
-    """A model's settings as run_glue.py's flags; one that is on or off has no value."""
+    """A model's settings as run_glue.py's flags; a switch has no value."""
     pairs = ((f"--{name}", value) for name, value in settings.items())
     return [word for flag, value in pairs for word in ((flag,) if value is True else (flag, value))]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_script_s_evaluation(case, recorded, run_glue, tmp_path):
+def test_run_glue_evaluates_as_the_release_does(case, recorded, run_glue, tmp_path):
     """run_glue.py's loss and accuracy, with the adapter's own flags, in batches of eight."""
     family, file, kind, settings = CASES[case]
     rows = str(ORACLE / "rows.csv")

@@ -1,6 +1,6 @@
-"""Training losses against those that the release's own code logged, in data beside the project.
+"""Training losses are those that the release's own code logged, in data next to the project.
 
-They were recorded with ten updates of one batch of 40 rows, in four decimals.
+The logged losses have four decimals, and are of ten updates on one batch of 40 rows.
 """
 
 import json
@@ -30,13 +30,13 @@ def test_losses_are_the_releases_to_the_last_logged_digit(
     losses: list[float] = []
     compute_loss = Trainer.compute_loss
 
-    def keep(self, *given, **named) -> torch.Tensor:
+    def record(self, *given, **named) -> torch.Tensor:
         loss = compute_loss(self, *given, **named)
         losses.append(loss.item())
         return loss
 
-    # Before they are rounded: a loss in the middle between two decimals is then no matter of luck.
-    monkeypatch.setattr(Trainer, "compute_loss", keep)
+    # Losses before rounding: one halfway between two decimals could be rounded either way.
+    monkeypatch.setattr(Trainer, "compute_loss", record)
     monkeypatch.chdir(tmp_path)
     rows, base = ORACLE / "rows.csv", ORACLE / "deberta" / "base"
     arguments = [
@@ -49,5 +49,5 @@ def test_losses_are_the_releases_to_the_last_logged_digit(
     ]
     run_glue.main([*map(str, arguments), *map(str, flags)])
     released = json.loads((ORACLE / "release_losses.json").read_text())[name]
-    # Half of the last digit, and what ten updates in float32 may add to it.
+    # Half of the last digit, and the rounding of ten updates in float32.
     assert losses == pytest.approx(released, abs=0.5e-4 + 2e-6)

@@ -1,4 +1,4 @@
-"""Batches that say themselves where their tokens are: the same bits, and nobody else's loss."""
+"""Batches with `packed_rows` give the same bits, and only models that know these rows get them."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def step(model, **inputs):
 
 @pytest.mark.parametrize("mask", ["padded", "holes", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_bits_with_and_without(make_classifier, batch, family, mask):
+def test_packed_rows_do_not_change_a_bit(make_classifier, batch, family, mask):
     model = make_classifier(family, num_labels=3, pad_token_id=1).train()
     if mask == "none":
         del batch["attention_mask"]
@@ -55,7 +55,7 @@ def test_the_same_bits_with_and_without(make_classifier, batch, family, mask):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_states_and_the_backbone(make_classifier, batch, family):
+def test_packed_rows_do_not_change_hidden_states(make_classifier, batch, family):
     model = make_classifier(family)
     del batch["labels"]
     rows = PackedRows(batch["attention_mask"])
@@ -69,7 +69,7 @@ def test_all_states_and_the_backbone(make_classifier, batch, family):
 
 
 @pytest.mark.parametrize("settings", [{"reg_loss_wgt": 1.0}, {"masking_prob": 0.4}])
-def test_two_passes(make_classifier, batch, settings):
+def test_packed_rows_do_not_change_consistency_training(make_classifier, batch, settings):
     settings |= {"unk_token_id": 3, "special_token_ids": [0, 1, 2]}
     model = make_classifier("roberta", num_labels=3, **settings).train()
     assert consistency.is_on(model)
@@ -78,7 +78,7 @@ def test_two_passes(make_classifier, batch, settings):
 
 
 @pytest.mark.parametrize("targets_only", [None, False])
-def test_masked_language_models_take_the_targets(mlm_batch, targets_only):
+def test_packed_rows_with_targets_do_not_change_masked_language_models(mlm_batch, targets_only):
     model, batch = mlm_batch
     rows = PackedRows(batch["attention_mask"]).with_targets(batch["labels"] != -100)
     given = {**batch, "targets_only": targets_only}
@@ -102,8 +102,8 @@ def mlm_batch(request, batch):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_value_of_a_tensor_is_asked_for(make_classifier, batch, family, training):
-    """On the meta device there are none, so that any waiting for a device would be an error."""
+def test_a_forward_pass_reads_no_value_of_a_tensor(make_classifier, batch, family, training):
+    """The meta device has no values, so that waiting for a device would be an error."""
     settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
     model = make_classifier(family, **settings).train(training).base_model.to("meta")
     rows = PackedRows(batch.pop("attention_mask"))
@@ -115,7 +115,7 @@ def test_no_value_of_a_tensor_is_asked_for(make_classifier, batch, family, train
     assert all(p.grad.is_meta for n, p in model.named_parameters() if "lora_" in n)
 
 
-def test_rows_of_another_batch(make_classifier, batch):
+def test_rows_of_another_batch_are_refused(make_classifier, batch):
     rows = PackedRows(batch["attention_mask"][:, :10])
     with pytest.raises(ValueError, match=r"mask is \(4, 10\), the batch is \(4, 11\)"):
         make_classifier("roberta", num_labels=3)(**batch, packed_rows=rows)
@@ -124,7 +124,7 @@ def test_rows_of_another_batch(make_classifier, batch):
 # ---- the collator ----
 
 
-def test_a_collator_s_batch_and_its_rows(tokenizer):
+def test_the_collator_adds_packed_rows_to_the_batch(tokenizer):
     features = [{"input_ids": [0] * n, "attention_mask": [1] * n, "label": 1} for n in (3, 5)]
     plain = DataCollatorWithPadding(tokenizer)
     packed = PackedCollator(plain)(features)
@@ -151,7 +151,7 @@ def test_a_batch_of_embeddings_stays_as_it_is():
     assert_same_bits(packed, default_data_collator(features))
 
 
-def test_targets_are_the_labels(tokenizer):
+def test_targets_are_where_there_are_labels(tokenizer):
     torch.manual_seed(0)
     collator = PackedCollator(DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5))
     batch = collator([list(range(5, 5 + n)) for n in (9, 4, 7)])
@@ -171,8 +171,8 @@ def test_padding_on_the_left(tokenizer):
 # ---- the Trainer ----
 
 
-class Around(nn.Module):
-    """A module that passes to a classifier what it knows."""
+class Wrapper(nn.Module):
+    """A module around a classifier that has no argument `packed_rows`."""
 
     def __init__(self, model):
         super().__init__()
@@ -182,8 +182,8 @@ class Around(nn.Module):
         return self.model(input_ids, attention_mask, labels=labels)
 
 
-def noted(model) -> list[dict]:
-    """What a model's forward is called with from here on, by name."""
+def recorded_calls(model) -> list[dict]:
+    """Returns a list to which the keyword arguments of each later forward pass are added."""
     calls = []
     model.register_forward_pre_hook(
         lambda module, given, named: calls.append(named), with_kwargs=True
@@ -199,9 +199,9 @@ def use_both_loops(trainer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_trainer_s_batches_bring_their_rows(make_trainer, workers):
+def test_the_trainer_s_batches_have_packed_rows(make_trainer, workers):
     trainer = make_trainer(max_steps=2, dataloader_num_workers=workers)
-    calls = noted(trainer.model)
+    calls = recorded_calls(trainer.model)
     use_both_loops(trainer)
     assert len(calls) == 2 + 2 + 1
     for named in calls:
@@ -210,7 +210,7 @@ def test_the_trainer_s_batches_bring_their_rows(make_trainer, workers):
 
 @pytest.mark.slow
 def test_embeddings_train_as_their_ids_do(make_trainer, make_model):
-    """Of frozen words, batch after batch."""
+    """With frozen word embeddings."""
     ids = [{"input_ids": row["input_ids"][:5], "labels": row["label"]} for row in make_data(8)]
     words = make_model().get_input_embeddings().weight.detach()
     embedded = [{"inputs_embeds": words[row["input_ids"]], "labels": row["labels"]} for row in ids]
@@ -228,12 +228,12 @@ def test_embeddings_train_as_their_ids_do(make_trainer, make_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}])
-def test_training_has_the_same_bits_without(make_trainer, monkeypatch, settings):
+def test_training_gives_the_same_bits_without_packed_rows(make_trainer, monkeypatch, settings):
     runs = []
     for takes in (takes_packed_rows, lambda model: False):
         monkeypatch.setattr("transformers.trainer_evaluation.takes_packed_rows", takes)
         trainer = make_trainer(dropout=0.1, logging_steps=1, **settings)
-        calls = noted(trainer.model)
+        calls = recorded_calls(trainer.model)
         trainer.train()
         assert ("packed_rows" in calls[0]) == (takes is takes_packed_rows)
         trainer.evaluate()
@@ -244,7 +244,7 @@ def test_training_has_the_same_bits_without(make_trainer, monkeypatch, settings)
 
 
 def twice_as_many_rows(kind):
-    """A Trainer that does something of its own with every entry of a batch, in one of its steps."""
+    """A Trainer that overrides one of its steps to double every tensor of a batch."""
 
     class Doubling(Trainer):
         pass
@@ -276,9 +276,9 @@ def twice_as_many_rows(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["training_step", "prediction_step", "compute_loss"])
-def test_whoever_changes_batches_gets_tensors_alone(make_trainer, kind):
+def test_trainers_that_override_steps_get_tensors_alone(make_trainer, kind):
     trainer = make_trainer(kind=twice_as_many_rows(kind), max_steps=2, prediction_loss_only=True)
-    calls = noted(trainer.model)
+    calls = recorded_calls(trainer.model)
     trainer.train()
     trainer.evaluate()
     assert {len(named["labels"]) for named in calls} & {8, 16, 18}
@@ -286,7 +286,7 @@ def test_whoever_changes_batches_gets_tensors_alone(make_trainer, kind):
 
 
 @pytest.mark.slow
-def test_a_method_of_one_trainer_counts_too(make_trainer):
+def test_a_method_set_on_one_trainer_is_an_override_too(make_trainer):
     trainer = make_trainer(max_steps=1)
     whole = trainer.compute_loss
 
@@ -299,10 +299,10 @@ def test_a_method_of_one_trainer_counts_too(make_trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [Around, nn.DataParallel])
-def test_other_modules_get_what_they_know(make_model, tokenizer, tmp_path, wrap):
+@pytest.mark.parametrize("wrap", [Wrapper, nn.DataParallel])
+def test_other_modules_do_not_get_packed_rows(make_model, tokenizer, tmp_path, wrap):
     model = make_model()
-    calls = noted(model)
+    calls = recorded_calls(model)
     args = TrainingArguments(
         str(tmp_path), report_to=["none"], disable_tqdm=True, max_steps=2, save_strategy="no"
     )

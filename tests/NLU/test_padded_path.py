@@ -1,7 +1,6 @@
-"""What packed tokens cannot give: attention's probabilities, padding anywhere, masks of heads.
+"""The padded path: attention probabilities, padding anywhere, head masks, embeddings for ids.
 
-And embeddings in the place of ids.
-Numbers are those of upstream 4.4.2, and where both paths can compute, they give the same.
+Numbers are those of upstream 4.4.2. Where the packed path applies as well, it gives the same.
 """
 
 import make_plain_fixture as maker
@@ -18,7 +17,7 @@ FAMILIES = tuple(maker.FAMILIES)
 CASES = [(family, case) for family, cases in maker.CASES.items() for case in cases]
 LABELS = {"mlm": torch.tensor([[-100, 5, 6, -100, 7, 8, 9]] * 3), "classifier": torch.arange(3)}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SHOW = {"output_attentions": True, "output_hidden_states": True}
+ALL_OUTPUTS = {"output_attentions": True, "output_hidden_states": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def model_and_batch(family, kind="classifier", case="right", **settings):
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-def test_backbones(upstream, family, case):
+def test_backbones_give_upstreams_numbers(upstream, family, case):
     given = maker.draw_inputs(family, case)
     theirs = {
         name.removeprefix(f"{family}/{case}/backbone/"): tensor
@@ -52,7 +51,7 @@ def test_backbones(upstream, family, case):
         if name.startswith(f"{family}/{case}/backbone/")
     }
     model, real = maker.build(family, "backbone"), is_real(given)
-    output = model(**given, **SHOW)
+    output = model(**given, **ALL_OUTPUTS)
     assert len(output.attentions) == 2
     for layer, probabilities in enumerate(output.attentions):
         close(probabilities, theirs[f"attentions.{layer}"])
@@ -69,8 +68,8 @@ def test_backbones(upstream, family, case):
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-@pytest.mark.parametrize("asked", [{}, SHOW])
-def test_heads(upstream, family, case, asked):
+@pytest.mark.parametrize("asked", [{}, ALL_OUTPUTS])
+def test_heads_give_upstreams_logits(upstream, family, case, asked):
     given = maker.draw_inputs(family, case)
     logits = maker.build(family, "classifier")(**given, **asked).logits
     close(logits, upstream[f"{family}/{case}/classifier/logits"])
@@ -85,11 +84,11 @@ def test_heads(upstream, family, case, asked):
 @pytest.mark.parametrize("case", ["right", "left"])
 @pytest.mark.parametrize("kind", ["mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_and_its_gradients_are_the_same_whatever_is_shown(family, kind, case):
-    """With padding on the right, by the fast path where no attentions are."""
+def test_loss_and_gradients_do_not_depend_on_the_outputs_asked_for(family, kind, case):
+    """With padding on the right, only attentions need the padded path."""
     model, given = model_and_batch(family, kind, case, **NO_DROPOUT)
     steps = []
-    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, SHOW):
+    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, ALL_OUTPUTS):
         model.train().zero_grad()
         output = model(**given, labels=LABELS[kind], **asked)
         output.loss.backward()
@@ -104,7 +103,7 @@ def test_the_loss_and_its_gradients_are_the_same_whatever_is_shown(family, kind,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_drops_probabilities_in_training(family):
-    """Of a share p dropped, scaled by 1 / (1 - p): the mean is what an evaluation gives."""
+    """The rest is scaled by 1 / (1 - p), so that the mean is the result in evaluation."""
     settings = {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.0}
     model, given = model_and_batch(family, case="left", num_hidden_layers=1, **settings)
     gathered = []
@@ -121,7 +120,7 @@ def test_attention_drops_probabilities_in_training(family):
     assert ((found.mean(dim=0) - expected).abs() < 6 * found.std(dim=0) / 10 + 1e-6).all()
 
 
-def test_a_mask_of_pairs_counts_beside_what_a_batch_says_of_its_tokens():
+def test_a_mask_of_pairs_is_used_next_to_packed_rows():
     model, given = model_and_batch("roberta")
     given["attention_mask"] = torch.ones(3, 7, 7).tril()
     rows = PackedRows(torch.ones(3, 7))
@@ -131,7 +130,7 @@ def test_a_mask_of_pairs_counts_beside_what_a_batch_says_of_its_tokens():
 @pytest.mark.parametrize("case", ["left", "holes"])
 @pytest.mark.parametrize("kind", ["mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches_that_say_where_their_tokens_are(family, kind, case):
+def test_packed_rows_do_not_change_a_bit(family, kind, case):
     model, given = model_and_batch(family, kind, case)
     labels, mask = LABELS[kind], given["attention_mask"]
     rows = PackedRows(mask)
@@ -144,7 +143,7 @@ def test_batches_that_say_where_their_tokens_are(family, kind, case):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_on_the_left_is_as_on_the_right_to_a_masked_lm(family):
+def test_a_masked_lm_gives_the_same_with_padding_on_either_side(family):
     """RoBERTa counts tokens, not columns; DeBERTa-v2 here has no absolute positions."""
     model, right = model_and_batch(family, "mlm", position_biased_input=False)
     shifts = (right["attention_mask"] == 0).sum(1).tolist()
@@ -158,12 +157,12 @@ def test_padding_on_the_left_is_as_on_the_right_to_a_masked_lm(family):
 
 @pytest.mark.parametrize("of", [torch.bool, torch.float32, lambda mask: 3 * mask])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masks_of_any_type(family, of):
+def test_masks_may_have_any_dtype_and_nonzero_value(family, of):
     model, given = model_and_batch(family, "backbone", "left")
-    expected = dict(enumerate(model(**given, **SHOW).hidden_states))
+    expected = dict(enumerate(model(**given, **ALL_OUTPUTS).hidden_states))
     mask = given["attention_mask"]
     given["attention_mask"] = mask.to(of) if isinstance(of, torch.dtype) else of(mask)
-    assert_same_bits(dict(enumerate(model(**given, **SHOW).hidden_states)), expected)
+    assert_same_bits(dict(enumerate(model(**given, **ALL_OUTPUTS).hidden_states)), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,13 +177,13 @@ def test_a_row_of_padding_alone_changes_no_other_row(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointed_layers_show_the_same(family):
+def test_recomputed_layers_give_the_same_outputs_and_gradients(family):
     outputs = []
     for recompute in (False, True):
         settings = {"gradient_checkpointing": recompute, **NO_DROPOUT}
         model, given = model_and_batch(family, **settings)
-        output = model.train()(**given, labels=LABELS["classifier"], **SHOW)
-        # Of something that depends on a layer's probabilities as well.
+        output = model.train()(**given, labels=LABELS["classifier"], **ALL_OUTPUTS)
+        # This loss depends on a layer's attention probabilities, too.
         (output.loss + output.attentions[1].square().sum()).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         shown = {str(i): x for i, x in enumerate((*output.attentions, *output.hidden_states))}
@@ -194,9 +193,9 @@ def test_checkpointed_layers_show_the_same(family):
 
 @pytest.mark.parametrize("case", ["right", "holes"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_shown_has_a_gradient(family, case):
+def test_hidden_states_and_attentions_get_gradients(family, case):
     model, given = model_and_batch(family, "backbone", case)
-    output = model(**given, **SHOW)
+    output = model(**given, **ALL_OUTPUTS)
     shown = (output.hidden_states[0], output.attentions[0])
     for tensor in shown:
         tensor.retain_grad()
@@ -205,15 +204,15 @@ def test_what_is_shown_has_a_gradient(family, case):
         assert tensor.grad[0].any()
 
 
-# ---- what is asked for ----
+# ---- outputs and arguments ----
 
 
 @pytest.mark.parametrize("kind", ["backbone", "mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_places_in_the_tuple(family, kind):
+def test_hidden_states_and_attentions_are_last_in_the_tuple(family, kind):
     model, given = model_and_batch(family, kind, "left")
-    output = model(**given, **SHOW)
-    as_tuple = model(**given, **SHOW, return_dict=False)
+    output = model(**given, **ALL_OUTPUTS)
+    as_tuple = model(**given, **ALL_OUTPUTS, return_dict=False)
     assert isinstance(as_tuple, tuple)
     assert len(as_tuple) == len(output) == (4 if hasattr(output, "pooler_output") else 3)
     assert [len(each) for each in as_tuple[-2:]] == [3, 2]
@@ -223,7 +222,7 @@ def test_places_in_the_tuple(family, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_the_settings_say(family, tmp_path):
+def test_the_config_can_ask_for_attentions_and_tuples(family, tmp_path):
     model, given = model_and_batch(family, output_attentions=True)
     assert len(model(**given).attentions) == 2
     assert model(**given, output_attentions=False).attentions is None
@@ -236,7 +235,7 @@ def test_as_the_settings_say(family, tmp_path):
     assert model(**given, return_dict=True).logits.shape == (3, 3)
 
 
-def test_heads_that_are_masked_for_all_layers_alike():
+def test_one_head_mask_for_all_layers():
     model, given = model_and_batch("roberta", case="holes")
     mask = torch.tensor([0.0, 1.0, 1.0, 0.5])
     shown = model(**given, head_mask=mask, output_attentions=True)
@@ -258,8 +257,8 @@ def test_one_row_of_positions_and_types_for_all(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_of_the_ids_are_the_ids(family):
-    """Without padding: RoBERTa's positions count ids that are not padding's, or all columns."""
+def test_embeddings_of_the_ids_give_the_same_logits(family):
+    """Without padding, since RoBERTa's positions skip it only if there are ids."""
     model = maker.build(family, "classifier")
     ids = maker.draw_inputs(family, "right")["input_ids"][:1]
     embeds = model.base_model.embeddings.word_embeddings(ids)
@@ -267,10 +266,10 @@ def test_embeddings_of_the_ids_are_the_ids(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_passes_of_embeddings(family):
-    """R-Drop has the loss of the batch twice; Cutoff hides ids, of which there are none."""
+def test_consistency_training_on_embeddings(family):
+    """R-Drop gives twice the batch's loss; Cutoff is refused, as there are no ids to hide."""
     model, given = model_and_batch(family, case="embeds", reg_loss_wgt=1.0, **NO_DROPOUT)
-    output = model.train()(**given, labels=LABELS["classifier"], **SHOW)
+    output = model.train()(**given, labels=LABELS["classifier"], **ALL_OUTPUTS)
     once = model.eval()(**given, labels=LABELS["classifier"])
     close(output.loss, 2 * once.loss)
     assert [len(x) for x in (output.logits, *output.attentions, *output.hidden_states)] == [3] * 6
@@ -280,11 +279,11 @@ def test_two_passes_of_embeddings(family):
         model.train()(**given, labels=LABELS["classifier"])
 
 
-def test_a_backbone_without_a_pooler_leaves_its_place():
+def test_a_backbone_without_a_pooler_has_none_in_its_place():
     model, given = model_and_batch("roberta", "mlm", "left")
-    output = model.roberta(**given, **SHOW)
+    output = model.roberta(**given, **ALL_OUTPUTS)
     assert output.pooler_output is None
-    last, pooled, states, attentions = model.roberta(**given, **SHOW, return_dict=False)
+    last, pooled, states, attentions = model.roberta(**given, **ALL_OUTPUTS, return_dict=False)
     assert pooled is None
     assert torch.equal(last, output.last_hidden_state)
     assert (len(states), len(attentions)) == (3, 2)
@@ -293,14 +292,14 @@ def test_a_backbone_without_a_pooler_leaves_its_place():
 # ---- what is refused ----
 
 
-def test_relative_positions_of_roberta():
+def test_relative_positions_of_roberta_are_refused():
     with pytest.raises(ValueError, match="position_embedding_type is 'relative_key'"):
         maker.build("roberta", "backbone", position_embedding_type="relative_key")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_labels_a_text(family):
-    """Upstream's pipelines give such a model's labels a sigmoid each."""
+def test_several_labels_per_text_are_refused(family):
+    """Upstream's pipelines apply a sigmoid to each label of such a model."""
     with pytest.raises(ValueError, match="problem_type is 'multi_label_classification'"):
         maker.build(family, "classifier", problem_type="multi_label_classification")
 
@@ -316,7 +315,7 @@ def test_several_labels_a_text(family):
         ({"attention_mask": torch.zeros(3, 6)}, ValueError, r"is \(3, 6\), the batch is \(3, 7\)"),
     ],
 )
-def test_wrong_arguments(family, changed, error, message):
+def test_wrong_arguments_are_refused(family, changed, error, message):
     model, given = model_and_batch(family)
     with pytest.raises(error, match=message) as raised:
         model(**{**given, **changed})
@@ -330,13 +329,13 @@ def test_wrong_arguments(family, changed, error, message):
         (torch.ones(2, 3), "head_mask is for 3 heads, a layer has 4"),
     ],
 )
-def test_wrong_masks_of_heads(mask, message):
+def test_wrong_masks_of_heads_are_refused(mask, message):
     model, given = model_and_batch("roberta")
     with pytest.raises(ValueError, match=message):
         model(**given, head_mask=mask)
 
 
-def test_what_deberta_does_not_take_upstream_either():
+def test_deberta_refuses_head_masks_and_masks_of_pairs():
     model, given = model_and_batch("deberta")
     with pytest.raises(TypeError, match="DeBERTa-v2 has no head_mask"):
         model(**given, head_mask=torch.ones(2, 4))

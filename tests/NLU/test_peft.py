@@ -44,7 +44,7 @@ def bases(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def backbones(bases, tmp_path_factory):
-    """The same without their heads, which are then newly initialized."""
+    """The same folders without heads, which are then newly initialized."""
     root = tmp_path_factory.mktemp("backbones")
     for family, base in bases.items():
         shutil.copytree(base, root / family)
@@ -56,7 +56,7 @@ def backbones(bases, tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """``folder(case, **changed)``: PEFT's own folder of a case."""
+    """``folder(case, **changed)``: PEFT's own folder of a case, with these settings changed."""
 
     def write(case="roberta_query_value", **changed):
         return PEFT.write_adapter(tmp_path / "peft" / case, case, **changed)
@@ -85,7 +85,7 @@ def open_with_layers(base, adapter):
 
 @pytest.fixture
 def with_layers(bases):
-    """``with_layers(case, adapter)``: a model with LoRA layers that took the adapter."""
+    """``with_layers(case, adapter)``: a model with LoRA layers that the adapter was loaded into."""
 
     def load(case, adapter):
         model = open_with_layers(bases[maker.family_of(case)], adapter)
@@ -96,8 +96,8 @@ def with_layers(bases):
 
 
 @pytest.fixture
-def folded(bases):
-    """``folded(case, adapter)``: a plain model that the adapter was folded into."""
+def merged_base(bases):
+    """``merged_base(case, adapter)``: a plain model into which the adapter was merged."""
 
     def load(case, adapter):
         model = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
@@ -123,7 +123,7 @@ def refusal():
 
 
 def logits_of(model):
-    """Without gradients, where models may merge, and with them."""
+    """A model's logits, after a check that they are the same with and without gradients."""
     with torch.no_grad():
         merged = model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits
     close(model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits, merged)
@@ -141,15 +141,15 @@ def test_layers_give_pefts_logits(folder, with_layers, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_folding_gives_pefts_logits(folder, folded, case):
-    model = folded(case, read_adapter(folder(case)))
+def test_merging_gives_pefts_logits(folder, merged_base, case):
+    model = merged_base(case, read_adapter(folder(case)))
     assert not lora_layers(model)
     close(logits_of(model), PEFT.logits(case))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_logits_tell(folder, folded, bases, case):
-    """The base's are others, and so are those of twice the alpha or of exchanged layers."""
+def test_wrong_adapters_do_not_give_pefts_logits(folder, merged_base, bases, case):
+    """The base's logits differ, and so do those with twice the alpha, or with layers exchanged."""
     theirs = PEFT.logits(case)
     base = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
     assert (logits_of(base) - theirs).abs().max() > 0.1
@@ -157,25 +157,27 @@ def test_the_logits_tell(folder, folded, bases, case):
     alphas = {name: 2 * alpha for name, alpha in (adapter.metadata.alpha_pattern or {}).items()}
     twice = replace(adapter.metadata, alpha=2 * adapter.metadata.alpha, alpha_pattern=alphas)
     doubled = replace(adapter, metadata=twice)
-    assert (logits_of(folded(case, doubled)) - theirs).abs().max() > 0.1
+    assert (logits_of(merged_base(case, doubled)) - theirs).abs().max() > 0.1
     tensors = dict(adapter.tensors)
     names = [n for n in tensors if re.search(r"(query|value)(_proj)?\.lora_B", n)]
     pairs = itertools.combinations(names, 2)
     first, second = next(pair for pair in pairs if len({tensors[n].shape for n in pair}) == 1)
     tensors[first], tensors[second] = tensors[second], tensors[first]
     exchanged = replace(adapter, tensors=tensors)
-    assert (logits_of(folded(case, exchanged)) - theirs).abs().max() > 0.01
+    assert (logits_of(merged_base(case, exchanged)) - theirs).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("given", [None, CONFIG_NAME, WEIGHTS])
-def test_a_folder_or_a_file_in_it(folder, folded, given):
+def test_a_folder_or_a_file_in_it_can_be_read(folder, merged_base, given):
     path = folder() / given if given else folder()
     adapter = read_adapter(path)
     assert adapter.format == "peft"
-    close(logits_of(folded("roberta_query_value", adapter)), PEFT.logits("roberta_query_value"))
+    close(
+        logits_of(merged_base("roberta_query_value", adapter)), PEFT.logits("roberta_query_value")
+    )
 
 
-def test_weights_as_a_torch_file(folder):
+def test_weights_in_a_torch_file_are_read(folder):
     path = folder()
     expected = read_adapter(path)
     torch.save(load_file(path / WEIGHTS), path / "adapter_model.bin")
@@ -186,10 +188,12 @@ def test_weights_as_a_torch_file(folder):
         assert_same_bits(adapter.tensors, expected.tensors)
 
 
-def test_what_the_settings_say(folder):
+def test_metadata_from_pefts_settings(folder):
     case = "roberta_query_value"
-    said = read_adapter(folder(case, base_model_name_or_path="some/base", revision="v2")).metadata
-    assert said == LoraMetadata(
+    metadata = read_adapter(
+        folder(case, base_model_name_or_path="some/base", revision="v2")
+    ).metadata
+    assert metadata == LoraMetadata(
         rank=4,
         alpha=10,
         targets=("query", "value"),
@@ -203,14 +207,14 @@ def test_what_the_settings_say(folder):
     assert read_adapter(folder("roberta_bias_lora_only")).metadata.bias == "lora_only"
 
 
-def test_an_alpha_that_is_given(folder, refusal):
+def test_a_given_alpha_has_to_be_the_recorded_one(folder, refusal):
     assert read_adapter(folder(), lora_alpha=10).metadata.alpha == 10
     message = refusal(folder("roberta_bias_all"), lora_alpha=16)
     assert "trained with alpha 10, but lora_alpha is 16" in message
 
 
 def test_ranks_and_alphas_by_module(folder):
-    """As PEFT matches its patterns: of those that fit, the first."""
+    """As in PEFT, the first pattern that fits a module counts."""
     metadata = read_adapter(folder("roberta_patterns")).metadata
     layer = "roberta.encoder.layer.{}.attention.self.{}"
     own = {(0, "query"): (10, 2), (0, "value"): (3, 5), (1, "query"): (5, 4), (1, "value"): (7, 5)}
@@ -225,7 +229,7 @@ def test_ranks_and_alphas_by_module(folder):
     ("pattern", "layers"),
     [
         (r"layer\.0\..*", {0}),
-        (r".*\.1\..*query|value", {1}),  # and every value, which is looked for here below
+        (r".*\.1\..*query|value", {1}),  # and every value, which this test does not look at
         ("query", {0, 1}),
         (r"encoder.layer.[01].attention.self.query", {0, 1}),
         ("uery", set()),
@@ -244,7 +248,7 @@ def test_a_pattern_is_an_expression_for_the_end_of_a_name(folder, pattern, layer
 
 
 @pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
-def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
+def test_a_head_that_only_the_adapter_has_is_loaded(folder, backbones, case):
     adapter = read_adapter(folder(case))
     model = open_with_layers(backbones[maker.family_of(case)], adapter)
     assert model.load_adapters([adapter]) == []
@@ -252,7 +256,7 @@ def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
 
 
 def refused(model, adapter):
-    """The one line with which a model refuses an adapter, without a change."""
+    """The one-line message with which a model, left unchanged, refuses an adapter."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         model.load_adapters([adapter])
@@ -262,13 +266,13 @@ def refused(model, adapter):
     return message
 
 
-def test_a_pooler_that_nobody_brings(folder, backbones):
+def test_a_pooler_that_neither_file_has_is_refused(folder, backbones):
     adapter = read_adapter(folder("deberta_no_pooler"))
     message = refused(open_with_layers(backbones["deberta"], adapter), adapter)
     assert message.endswith("lacks 2 tensors: pooler.dense.bias, pooler.dense.weight")
 
 
-def test_layers_without_an_update(folder, bases):
+def test_layers_that_the_adapter_does_not_have_are_refused(folder, bases):
     adapter = read_adapter(folder("roberta_one_layer"))
     message = refused(open_with_layers(bases["roberta"], adapter), adapter)
     assert "lacks 4 tensors: roberta.encoder.layer.0.attention.self.query.lora_A, " in message
@@ -284,7 +288,7 @@ def adapted_modules(tensors):
 
 
 def modules_that(config, names):
-    """PEFT's rule: target_modules are modules' names or ends of them; nothing within a head is."""
+    """PEFT's rule: target_modules are modules' names, or ends of them; none are in a head."""
     heads, wanted = set(config["modules_to_save"] or ()), config["target_modules"]
     ends = tuple(f".{name}" for name in wanted)
     layers = config.get("layers_to_transform")
@@ -299,12 +303,12 @@ def modules_that(config, names):
 
 
 def pefts_own_copies(name):
-    """A head's biases under its wrapper's names, which PEFT writes beside the own with "all"."""
+    """Whether a name is that of a copy of a head's bias, which PEFT writes if bias is "all"."""
     return ".original_module." in name or ".modules_to_save." in name
 
 
 def by_module(config, setting, modules):
-    """PEFT's rule: the first pattern counts that fits the end of a name, after a dot."""
+    """PEFT's rule: the first pattern that fits the end of a name, after a dot, counts."""
     patterns = config[{"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[setting]].items()
     return {
         name: next(
@@ -316,7 +320,7 @@ def by_module(config, setting, modules):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
+def test_an_adapter_is_written_as_peft_wrote_it(folder, tmp_path, case):
     theirs, path = PEFT.config(case), tmp_path / "out"
     write_adapter(path, read_adapter(folder(case)), "peft")
     assert {file.name for file in path.iterdir()} == {CONFIG_NAME, WEIGHTS}
@@ -334,7 +338,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
         assert by_module(ours, name, modules) == by_module(theirs, name, modules)
         if case not in PATTERNS:
             assert ours[name] == theirs[name]
-    if case not in ("roberta_all_targets", "roberta_one_layer"):  # whose names are longer
+    if case not in ("roberta_all_targets", "roberta_one_layer"):  # their names are longer here
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
     head = {name for name in expected if "lora_" not in name and name.endswith("weight")}
     assert set(ours["modules_to_save"]) <= set(theirs["modules_to_save"])
@@ -353,14 +357,14 @@ def test_written_settings_name_the_adapted_modules(folder, tmp_path, bases, case
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
+def test_conversions_through_all_formats_are_bit_exact(folder, tmp_path, case):
     first = read_adapter(folder(case))
     write_adapter(tmp_path / "1.safetensors", first)
     lora = read_adapter(tmp_path / "1.safetensors")
     assert (lora.format, lora.metadata) == ("lora", first.metadata)
     release, metadata = lora, first.metadata
     by_module = metadata.rank_pattern or metadata.alpha_pattern
-    # Else it computes something else there.
+    # Other adapters would compute something else in the release's format.
     if metadata.positions is None and metadata.variant is None and not by_module:
         write_adapter(tmp_path / "2.bin", lora)
         assert read_adapter(tmp_path / "2.bin").metadata is None
@@ -372,12 +376,12 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
     last = read_adapter(tmp_path / "4.safetensors")
     for adapter in (lora, release, peft, last):
         assert_same_bits(adapter.tensors, first.tensors)
-    # The release's format loses the rest.
+    # The release's format does not hold the rest.
     for name in ("rank", "alpha", "rank_pattern", "alpha_pattern", "variant", "targets", "bias"):
         assert getattr(last.metadata, name) == getattr(first.metadata, name)
 
 
-def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
+def test_pefts_folder_keeps_all_metadata(folder, tmp_path):
     adapter = read_adapter(folder(base_model_name_or_path="a/base", revision="v1"))
     info = replace(
         adapter.metadata, task="mnli", labels=("a", "b", "c"), base_fingerprint="0123456789abcdef"
@@ -429,7 +433,7 @@ def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
-def test_settings_that_are_refused(folder, refusal, changed, message):
+def test_unsupported_settings_are_refused(folder, refusal, changed, message):
     assert message in refusal(folder(**changed))
 
 
@@ -445,19 +449,19 @@ def test_settings_that_are_refused(folder, refusal, changed, message):
     ],
     ids=json.dumps,
 )
-def test_settings_without_effect(folder, folded, changed):
+def test_settings_without_effect_are_accepted(folder, merged_base, changed):
     case = "roberta_query_value"
-    close(logits_of(folded(case, read_adapter(folder(case, **changed)))), PEFT.logits(case))
+    close(logits_of(merged_base(case, read_adapter(folder(case, **changed)))), PEFT.logits(case))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"LORA"', "[" * 100_000, "\x00"])
-def test_settings_that_are_none(folder, refusal, text):
+def test_files_that_are_not_settings_are_refused(folder, refusal, text):
     path = folder()
     (path / CONFIG_NAME).write_text(text)
     assert f"{CONFIG_NAME}: not PEFT's settings" in refusal(path)
 
 
-def test_files_that_are_missing(folder, refusal):
+def test_missing_and_renamed_files_are_refused(folder, refusal):
     path = folder()
     (path / CONFIG_NAME).rename(path / "other.json")
     assert refusal(path / WEIGHTS).endswith("PEFT's adapter_config.json is missing next to it")
@@ -513,7 +517,7 @@ def put(name, tensor):
     ],
     ids=["half", "shapes", "nan", "name", "twice", "dora", "embedding", "head alone"],
 )
-def test_tensors_that_are_refused(folder, refusal, change, message):
+def test_bad_tensors_are_refused(folder, refusal, change, message):
     path = folder()
     tensors = load_file(path / WEIGHTS)
     change(tensors)
@@ -521,7 +525,7 @@ def test_tensors_that_are_refused(folder, refusal, change, message):
     assert message in refusal(path)
 
 
-def test_a_tensor_s_byte_that_changed(folder, refusal, tmp_path):
+def test_a_changed_byte_of_a_tensor_is_refused(folder, refusal, tmp_path):
     """PEFT's files have no checksum; those that this project wrote have one."""
     path = tmp_path / "out"
     write_adapter(path, read_adapter(folder()), "peft")

@@ -32,7 +32,7 @@ from transformers.pipelines import (
 )
 from transformers.pipelines.token_classification import Tokens
 
-# SentencePiece's sign for an unknown piece is upstream's word of several tokens; ours is the token.
+# In words of several tokens, upstream writes SentencePiece's sign for an unknown piece, not [UNK].
 FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8").replace(r" \u2047 ", "[UNK]"))["pipelines"]
 FAMILIES = tuple(maker.FAMILIES)
 RECORDED = [(family, name) for family in FAMILIES for name in maker.calls_of(family)]
@@ -41,7 +41,7 @@ QUESTION, CONTEXT = maker.QUESTION, maker.CONTEXT
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """By family; the fast one."""
+    """The fast tokenizers, by family."""
     folder = tmp_path_factory.mktemp("tokenizers")
     kinds = {"roberta": RobertaTokenizerFast, "deberta": DebertaV2TokenizerFast}
     return {
@@ -58,7 +58,7 @@ def slow_deberta(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models():
-    """By family and task."""
+    """The models, by family and task."""
     return {
         (family, task): maker.build_model(family, task)
         for family in FAMILIES
@@ -77,7 +77,7 @@ def make(tokenizers, models):
 
 
 def same(ours, theirs):
-    """Equal, numbers to float32's rounding of a probability."""
+    """Whether answers are equal, with numbers up to float32's rounding of a probability."""
     if isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=2e-4, abs_tol=1e-6)
     if isinstance(theirs, dict):
@@ -92,14 +92,14 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize(("family", "name"), RECORDED)
 def test_answers_are_upstreams(models, tokenizers, slow_deberta, family, name):
-    """With the tokenizers that 4.4.2 has: of DeBERTa-v2 none that knows places."""
+    """With 4.4.2's tokenizers: it has none of DeBERTa-v2 that gives offsets."""
     tokenizer = tokenizers[family] if family == "roberta" else slow_deberta
     ours = maker.answer(name, models[family, maker.CALLS[name][0]], tokenizer)
     assert same(ours, FIXTURE[family][name])
 
 
-def test_the_recorded_answers_say_something():
-    """Several labels, groups of several tokens, answers in several places."""
+def test_the_recorded_answers_are_not_trivial():
+    """They have several labels, groups of several tokens, and answers in several places."""
     entities = [e for row in FIXTURE["roberta"]["every label"] for e in row]
     assert len({entity["entity"] for entity in entities}) >= 3
     assert len([e for row in FIXTURE["roberta"]["groups of every label"] for e in row]) < len(
@@ -109,8 +109,8 @@ def test_the_recorded_answers_say_something():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_places_are_those_of_the_text(make, family):
-    """But for the space before a word, which DeBERTa's may have in a token of its own."""
+def test_offsets_are_those_of_the_text(make, family):
+    """DeBERTa's space before a word may be a token of its own."""
     sentence = maker.SENTENCES[1]
     for entity in make(family, "ner", ignore_labels=[])(sentence):
         word, found = entity["word"].lstrip("Ġ▁"), sentence[entity["start"] : entity["end"]]
@@ -133,8 +133,8 @@ def test_answers_are_whole_words_of_the_text(make, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_impossible_answer_has_the_least_score_of_its_parts(make, family, tokenizers, models):
-    """Of the first token: in each part, its share of all starts times that of all ends."""
+def test_no_answer_has_the_least_score_of_all_parts(make, family, tokenizers, models):
+    """In each part, it is the first token's probability as the start times that as the end."""
     tokenizer, model = tokenizers[family], models[family, "question-answering"]
     limits = {"max_seq_len": 32, "doc_stride": 8}
     answers = make(family, "question-answering")(
@@ -164,8 +164,8 @@ def test_an_impossible_answer_has_the_least_score_of_its_parts(make, family, tok
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_an_answer_competes_with(make, family, tokenizers, models):
-    """The first token, which stands for "no answer", where its id is not 0; not the question's."""
+def test_answers_compete_with_the_context_and_with_no_answer(make, family, tokenizers, models):
+    """The first token, for "no answer", takes part if its id is not 0; the question does not."""
     tokenizer, model = tokenizers[family], models[family, "question-answering"]
     answers = make(family, "question-answering")(QUESTION, CONTEXT, topk=10**6, max_answer_len=1)
     encoded = tokenizer(QUESTION, CONTEXT, return_tensors="pt")
@@ -177,7 +177,7 @@ def test_what_an_answer_competes_with(make, family, tokenizers, models):
     assert sum(a["score"] for a in answers) == pytest.approx(float(start @ end), rel=1e-3)
 
 
-def test_what_is_nothing_but_space_keeps_its_place(make):
+def test_tokens_of_nothing_but_space_keep_their_offsets(make):
     found = make("roberta", "ner", ignore_labels=[])("\n Ann")
     assert (found[0]["word"], found[0]["start"], found[0]["end"]) == ("Ċ", 0, 1)
     ask = make("roberta", "question-answering")
@@ -187,7 +187,7 @@ def test_what_is_nothing_but_space_keeps_its_place(make):
 
 
 def test_the_likeliest_spans():
-    """All products of a start and an end that is not before it, nor too far from it."""
+    """Scores are products of a start and an end that is not before it, nor too far from it."""
     rng = np.random.default_rng(0)
     start, end = rng.random(9), rng.random(9)
     decode = QuestionAnsweringPipeline.decode
@@ -234,7 +234,7 @@ def groups_of(make, **settings):
     return [(g["entity_group"], g["word"], g["start"], g["end"], g["score"]) for g in found]
 
 
-def test_groups(make):
+def test_groups_of_entities(make):
     assert groups_of(make) == [
         ("PER", "An", 0, 2, 0.9),
         ("LOC", "na", 2, 4, 0.5),
@@ -246,7 +246,7 @@ def test_groups(make):
 
 
 def test_groups_without_subwords(make):
-    """A word's later token is its first one's, and does not count."""
+    """A word's later tokens belong to the first one's group, and do not count in its score."""
     found = groups_of(make, ignore_subwords=True)
     assert found[:2] == [
         ("PER", "Anna", 0, 4, 0.9),
@@ -271,8 +271,8 @@ def test_subwords_are_later_tokens_of_a_word(make, family, tokenizers):
 @pytest.mark.parametrize(
     ("ignore_subwords", "found"), [(True, [("PER", 0, 4)]), (False, [("PER", 0, 2), ("LOC", 7, 8)])]
 )
-def test_later_tokens_have_the_label_of_their_words_first_one(make, ignore_subwords, found):
-    """An entity goes to its word's end, and a word without a label has no part with one."""
+def test_ignore_subwords_gives_words_the_label_of_their_first_token(make, ignore_subwords, found):
+    """An entity ends with its word, and a later token does not make one of an unlabeled word."""
     settings = {"grouped_entities": True, "ignore_subwords": ignore_subwords}
     pipe = make("roberta", "ner", **settings)
     places = [(0, 0), (0, 2), (2, 4), (5, 7), (7, 8), (0, 0)]
@@ -284,7 +284,7 @@ def test_later_tokens_have_the_label_of_their_words_first_one(make, ignore_subwo
     assert [(each["entity_group"], each["start"], each["end"]) for each in groups] == found
 
 
-def test_a_slow_tokenizer_knows_no_places(models, tmp_path):
+def test_a_slow_tokenizer_gives_no_offsets(models, tmp_path):
     slow = RobertaTokenizer.from_pretrained(maker.write_tokenizer("roberta", tmp_path))
     model = models["roberta", "ner"]
     (first, *_) = pipeline("ner", model, tokenizer=slow, ignore_labels=[])("a song")
@@ -339,12 +339,12 @@ def test_questions_in_every_form():
         ((), ValueError, "a question and a context are needed"),
     ],
 )
-def test_bad_questions(given, error, message):
+def test_bad_questions_are_refused(given, error, message):
     with pytest.raises(error, match=message):
         QuestionAnsweringArgumentHandler()(*given)
 
 
-def test_offsets_that_are_given():
+def test_given_offsets_have_to_match_the_texts():
     handle = TokenClassificationArgumentHandler()
     one = [(0, 1), (1, 2)]
     assert handle("ab") == (["ab"], None)
@@ -357,18 +357,18 @@ def test_offsets_that_are_given():
 
 @pytest.mark.parametrize("task", ["sentiment-analysis", "ner", "fill-mask"])
 @pytest.mark.parametrize("inputs", [None, [], 5, ["a", 5], {"text": "a"}])
-def test_what_is_no_text(make, task, inputs):
+def test_inputs_that_are_not_texts_are_refused(make, task, inputs):
     with pytest.raises(ValueError, match=r"not a text|a text or a list of texts"):
         make("roberta", task)(inputs)
 
 
-def test_a_text_among_pairs(make):
+def test_a_text_among_pairs_is_refused(make):
     with pytest.raises(ValueError, match="input 1 is 'a', not a pair of texts"):
         make("roberta", "sentiment-analysis")([["a", "b"], "a"])
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_model_that_was_trained_for_something_else(tmp_path, tiny_base, adapted):
+def test_a_model_that_was_trained_for_something_else_is_refused(tmp_path, tiny_base, adapted):
     """It would answer at random."""
     how = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4} if adapted else {}
     model = AutoModelForTokenClassification.from_pretrained(tiny_base, **how)
@@ -389,7 +389,7 @@ def test_a_model_that_was_trained_for_something_else(tmp_path, tiny_base, adapte
         (["premise", "claim"], [["a", "b"], ["c", "d"]], ["a", "b"]),
     ],
 )
-def test_texts_where_a_model_was_trained_on_pairs_and_the_reverse(
+def test_single_texts_for_a_model_of_pairs_and_the_reverse_are_refused(
     make, monkeypatch, columns, right, wrong
 ):
     classify = make("roberta", "sentiment-analysis")
@@ -401,14 +401,14 @@ def test_texts_where_a_model_was_trained_on_pairs_and_the_reverse(
 
 
 @pytest.mark.parametrize(("text", "found"), [("no mask", "no mask"), ("<mask> <mask>", "2 masks")])
-def test_one_mask(make, text, found):
+def test_texts_without_exactly_one_mask_are_refused(make, text, found):
     with pytest.raises(PipelineException, match=f"a text has {found}: write <mask> once") as caught:
         make("roberta", "fill-mask")(["a <mask>", text])
     assert caught.value.task == "fill-mask"
 
 
 @pytest.mark.parametrize("targets", [[], [""], ""])
-def test_targets_that_are_none(make, targets):
+def test_empty_targets_are_refused(make, targets):
     with pytest.raises(ValueError, match="targets needs at least one word"):
         make("roberta", "fill-mask")("a <mask>", targets=targets)
 
@@ -422,12 +422,12 @@ def test_a_target_of_several_tokens_is_its_first_one(make, tokenizers, caplog):
 
 
 @pytest.mark.parametrize("name", ["topk", "max_answer_len"])
-def test_numbers_that_are_too_small(make, name):
+def test_numbers_that_are_too_small_are_refused(make, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
         make("roberta", "question-answering")(QUESTION, CONTEXT, **{name: 0})
 
 
-def test_a_question_that_leaves_no_room(make):
+def test_a_question_that_leaves_no_room_is_refused(make):
     with pytest.raises(ValueError, match=r"question 1 has \d+ tokens, which leaves no room"):
         make("roberta", "question-answering")(["who", QUESTION * 9], CONTEXT)
 
@@ -435,8 +435,8 @@ def test_a_question_that_leaves_no_room(make):
 # ---- long texts, batches ----
 
 
-def test_a_question_is_answered_the_same_beside_a_longer_one(make):
-    """However little room that has left for its own text."""
+def test_a_question_is_answered_the_same_next_to_a_longer_one(make):
+    """The longer one leaves less room for its own context."""
     ask = make("roberta", "question-answering")
     both = ask(["who", "where is the dog of Ben Lee"], CONTEXT, max_seq_len=48)
     assert same(both[0], ask("who", CONTEXT, max_seq_len=48))
@@ -475,12 +475,12 @@ def test_batches_change_no_answer(make, tokenizers, family, task, monkeypatch):
     texts = [f"{'the film ' * (index % 4)}{mask} good {'s' * index}" for index in range(7)]
     lengths = []
 
-    def note(rows):
+    def record_lengths(rows):
         lengths.append([len(row["input_ids"]) for row in rows])
         return forward_batch(rows)
 
     forward_batch = pipe._forward_batch
-    monkeypatch.setattr(pipe, "_forward_batch", note)
+    monkeypatch.setattr(pipe, "_forward_batch", record_lengths)
     together = pipe(texts)
     flat = [length for batch in lengths for length in batch]
     assert flat == sorted(flat, reverse=True)
@@ -490,7 +490,7 @@ def test_batches_change_no_answer(make, tokenizers, family, task, monkeypatch):
         assert same(answer, alone[0] if task == "sentiment-analysis" else alone)
 
 
-def test_a_model_in_training_is_asked_in_evaluation(make, models):
+def test_a_model_in_training_mode_answers_in_evaluation_mode(make, models):
     model = models["roberta", "sentiment-analysis"]
     before = make("roberta", "sentiment-analysis")(maker.TEXTS)
     model.train()
@@ -510,7 +510,7 @@ def test_a_regressors_score(tokenizers):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("task", maker.TASKS)
-def test_models_by_their_folder(tokenizers, models, tmp_path, family, task):
+def test_a_saved_pipeline_gives_the_same_answers(tokenizers, models, tmp_path, family, task):
     pipe = pipeline(task, models[family, task], tokenizer=tokenizers[family])
     pipe.save_pretrained(tmp_path)
     opened = pipeline(task, str(tmp_path))
@@ -528,7 +528,7 @@ def test_question_answering_opens_a_fast_tokenizer(make, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_in_effect(tokenizers, family):
-    """LoRA in the model that is given; the same as its logits."""
+    """The scores are those of the given model's logits, with LoRA."""
     model = maker.build_model(family, "ner", **settings_of(["lora"]))
     answers = pipeline("ner", model, tokenizer=tokenizers[family], ignore_labels=[])("a song")
     with torch.no_grad():
@@ -541,7 +541,7 @@ def test_adapters_are_in_effect(tokenizers, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_text_with_an_adapter_of_its_own(tokenizers, family):
-    """A bank's, named in the texts' order, which their lengths do not change."""
+    """A bank's adapters are listed in the order of the texts, not of their lengths."""
     base_model = maker.build_model(family, "sentiment-analysis")
     bank = AdapterBank(base_model)
     for seed, name in enumerate("ab"):
@@ -561,7 +561,7 @@ def test_each_text_with_an_adapter_of_its_own(tokenizers, family):
     assert not same(classify(maker.TEXTS), alone)
 
 
-def test_tasks_that_are_not_here(models):
+def test_unknown_tasks_and_missing_arguments_are_refused(models):
     with pytest.raises(KeyError, match="no pipeline for 'summarization' here"):
         pipeline("summarization")
     with pytest.raises(ValueError, match="needs a model"):
@@ -573,7 +573,7 @@ def test_tasks_that_are_not_here(models):
         pipeline("ner", model, framework="tf")
 
 
-def test_another_head(models, tokenizers):
+def test_a_model_with_another_head_is_refused(models, tokenizers):
     model = models["roberta", "question-answering"]
     with pytest.raises(PipelineException, match="RobertaForQuestionAnswering has no head for"):
         TokenClassificationPipeline(model, tokenizers["roberta"])

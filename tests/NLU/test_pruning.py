@@ -1,4 +1,4 @@
-"""Heads that are taken out: the layer computes what it did with them masked by zero."""
+"""Pruned heads: a layer computes what it did with these heads masked by zero."""
 
 import copy
 
@@ -21,7 +21,7 @@ def close(ours, theirs):
 
 
 def shapes(model):
-    """Of each layer the outputs of its query, key and value, and the inputs of what follows."""
+    """Each layer's sizes: outputs of query, key and value, and inputs of the output projection."""
     layers = model.base_model.encoder.layer
     return [
         [len(getattr(each.attention.self, name).weight) for name in ("query", "key", "value")]
@@ -40,7 +40,7 @@ def shapes(model):
         {**LORA, "lora_variant": "dora"},
     ],
 )
-def test_as_with_the_heads_masked(settings, trains, tmp_path):
+def test_pruned_heads_give_the_logits_of_masked_heads(settings, trains, tmp_path):
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = maker.build("roberta", "classifier", **settings, **no_dropout).train(trains)
     expected = model(**GIVEN, head_mask=MASK).logits
@@ -57,7 +57,7 @@ def test_as_with_the_heads_masked(settings, trains, tmp_path):
     close(again(**GIVEN).logits, expected)
 
 
-def test_again_and_by_the_numbers_of_the_whole_layer():
+def test_pruning_again_counts_heads_of_the_whole_layer():
     model = maker.build("roberta", "classifier")
     mask = MASK.clone()
     mask[0, 3] = 0
@@ -66,12 +66,12 @@ def test_again_and_by_the_numbers_of_the_whole_layer():
     query = model.roberta.encoder.layer[1].attention.self.query
     weight = query.weight
     model.prune_heads({0: [0, 3], 1: [1]})
-    assert query.weight is weight  # nothing was left to be taken out
+    assert query.weight is weight  # its heads had all been pruned before
     assert model.config.pruned_heads == {0: [0, 2, 3], 1: [1]}
     close(model(**GIVEN).logits, expected)
 
 
-def test_a_model_that_is_built_pruned():
+def test_a_model_can_be_built_pruned():
     whole = maker.build("roberta", "classifier")
     settings = {"pruned_heads": {"0": [0, 2], -1: [1]}}
     model = maker.build("roberta", "classifier", **settings)
@@ -80,7 +80,7 @@ def test_a_model_that_is_built_pruned():
     whole.prune_heads(PRUNED)
     model.load_state_dict(whole.state_dict())
     assert torch.equal(model(**GIVEN).logits, whole(**GIVEN).logits)
-    # LoRA that is added afterwards starts without effect, also where it is made of the weight.
+    # LoRA that is added later starts without effect, even if initialized from the weight.
     folder_state = whole.state_dict()
     for variant in ({}, {"lora_variant": "dora"}, {"lora_init": "pissa"}):
         lora = {**LORA, **variant, "lora_targets": ["query", "attention_output"]}
@@ -103,7 +103,7 @@ def _config(model, **settings):
         ({1: [0], 0: [0, 1, 2, 3]}, "layer 0 would have no head left"),
     ],
 )
-def test_heads_that_cannot_be_taken_out(heads, message):
+def test_heads_that_cannot_be_pruned_are_refused(heads, message):
     model = maker.build("roberta", "classifier")
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f"^prune_heads: {message}$"):
@@ -112,13 +112,13 @@ def test_heads_that_cannot_be_taken_out(heads, message):
     assert model.config.pruned_heads == {}
 
 
-def test_dora_that_cannot_follow():
+def test_pruning_inputs_of_dora_is_refused():
     settings = {**LORA, "lora_variant": "rslora+dora", "lora_targets": ["attention_output"]}
     with pytest.raises(ValueError, match=r"merge LoRA first \(loralib.merge\)"):
         maker.build("roberta", "classifier", **settings).prune_heads(PRUNED)
 
 
-def test_deberta_s_stay_as_upstream_s_do():
+def test_pruning_deberta_is_refused_as_upstream():
     with pytest.raises(NotImplementedError, match="DeBERTa-v2's heads cannot be pruned"):
         maker.build("deberta", "classifier").prune_heads(PRUNED)
     with pytest.raises(NotImplementedError, match="DeBERTa-v2's heads cannot be pruned"):

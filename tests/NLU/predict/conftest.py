@@ -1,4 +1,4 @@
-"""predict.py in this process, adapters for it, and the answers that are right."""
+"""predict.py as a module, adapters for it, and the expected answers."""
 
 import shutil
 from functools import cache
@@ -62,7 +62,7 @@ def expected(bases):
 
 @pytest.fixture(scope="session")
 def bad(bases, make_classifier, tmp_path_factory) -> Path:
-    """A folder with the files of `BAD_ARGUMENTS`."""
+    """A folder with the files that `BAD_ARGUMENTS` names."""
     folder, rte = tmp_path_factory.mktemp("bad"), ADAPTERS["rte"]
     (folder / "in.jsonl").write_text(GOOD)
     (folder / "texts.bin").write_text("a dog")

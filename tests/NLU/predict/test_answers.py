@@ -1,4 +1,4 @@
-"""predict.py: each line is answered as its adapter's own model does, in batches of several."""
+"""predict.py answers each line as its adapter's own model would, in mixed batches too."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, RobertaForSequenceC
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_settings_of_the_device(predict, bases, adapters, tmp_path, device_settings, asked):
+def test_tf32_follows_its_flag(predict, bases, adapters, tmp_path, device_settings, asked):
     device_settings.write(not asked, not asked, True, False)
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     more = ["--tf32"] if asked else []
@@ -26,14 +26,14 @@ def test_settings_of_the_device(predict, bases, adapters, tmp_path, device_setti
 
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_line_as_its_own_model_answers_it(
+def test_each_line_is_answered_as_by_its_adapter_s_own_model(
     predict, bases, adapters, expected, tmp_path, family, batch_size
 ):
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     arguments = [*common(bases[family], given, out), "--batch_size", str(batch_size)]
     predict.main([*arguments, *named(adapters[family])])
     assert_close(read(out), expected(family))
-    # The answers tell the adapters apart, and the labels.
+    # The expected answers differ between adapters, and between labels.
     answers = expected(family)
     assert {line["adapter"] for line in answers} == set(ADAPTERS)
     assert len({line.get("label") for line in answers}) > 2
@@ -41,7 +41,7 @@ def test_each_line_as_its_own_model_answers_it(
 
 @pytest.fixture
 def loaded(monkeypatch) -> list:
-    """The models that are loaded from here on."""
+    """A list of the models that are loaded during the test."""
     models, load = [], AutoModelForSequenceClassification.from_pretrained
 
     def recorded(*args, **kwargs):
@@ -53,10 +53,10 @@ def loaded(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [(["--bf16"], torch.bfloat16), ([], torch.float32)])
-def test_the_base_is_read_in_the_precision_that_it_is_held_in(
+def test_the_base_is_loaded_in_its_final_dtype(
     predict, bases, adapters, tmp_path, monkeypatch, flags, dtype
 ):
-    """Where the file has it, it is mapped; see tests/NLU/test_mapped_base.py."""
+    """Weights that a file has in this dtype are then mapped; see tests/NLU/test_mapped_base.py."""
     asked, load = [], AutoModelForSequenceClassification.from_pretrained
 
     def recorded(*args, held_in, **kwargs):
@@ -71,7 +71,9 @@ def test_the_base_is_read_in_the_precision_that_it_is_held_in(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch):
+def test_bf16_answers_differ_by_rounding_alone(
+    predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch
+):
     answers, chosen = expected(family), []
     loaded.clear()
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
@@ -83,15 +85,15 @@ def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monk
         for ours, theirs in zip(read(out), answers, strict=True)
         for label, share in theirs.get("probabilities", {}).items()
     ]
-    # Steps of bfloat16 are 2^-8: a few of them in the mean, more where a logit is steep.
+    # bfloat16 has steps of 2^-8: the mean error is a few of them, and more at some logits.
     assert 1e-6 < fmean(differences) < 4 * 2**-8
-    # As in training: the base is held in half precision, heads are not.
+    # As in training, the base is in half precision, and heads are not.
     (model,) = loaded
     assert {parameter.dtype for parameter in model.base_model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.classifier.parameters()} == {torch.float32}
 
 
-def test_one_base_and_batches_of_several_adapters(
+def test_one_base_computes_batches_of_several_adapters(
     predict, bases, adapters, tmp_path, loaded, monkeypatch
 ):
     shapes, compute = [], RobertaForSequenceClassification.forward
@@ -112,7 +114,7 @@ def test_one_base_and_batches_of_several_adapters(
 
 
 def test_answers_of_a_row(predict):
-    """Numbers are written with the digits that float32 has; padding on the right is no label."""
+    """Numbers have the digits of float32; columns of padding get no label."""
     logits = np.array([1, 2.5, 0, -np.inf], "float32")
     found = predict.answer(logits, ("a", "b", "c"))
     assert found["label"] == "b"
@@ -125,7 +127,7 @@ def test_answers_of_a_row(predict):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40])
-def test_batches(predict, size):
+def test_batches_hold_rows_of_similar_length_grouped_by_adapter(predict, size):
     chance = random.Random(size)
     lengths = [chance.randint(1, 9) for _ in range(23)]
     adapters = [chance.choice("abc") for _ in lengths]
@@ -148,26 +150,28 @@ def test_adapters_may_stand_anywhere_among_the_flags(predict):
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "expected_warnings"),
     [
         ([{"text": ""}, {"text": "a"}, {"text": " "}], ["2 of 3 rows have an empty text, row 1"]),
         ([{"text": "a", "text_pair": ""}], ["1 of 1 rows have an empty text_pair, row 1 first"]),
         ([{"text": "a"}], []),
     ],
 )
-def test_empty_texts_are_counted(predict, bases, adapters, tmp_path, caplog, lines, said):
+def test_empty_texts_are_counted(
+    predict, bases, adapters, tmp_path, caplog, lines, expected_warnings
+):
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     predict.main([*common(bases["roberta"], given, out), f"rte={adapters['roberta']['rte']}"])
     assert len(read(out)) == len(lines)
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warned) == len(said)
-    for message, part in zip(warned, said, strict=True):
+    assert len(warned) == len(expected_warnings)
+    for message, part in zip(warned, expected_warnings, strict=True):
         assert f"in.jsonl: {part}" in message
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no such files")
-def test_an_input_that_is_no_ordinary_file(predict, bases, adapters, tmp_path):
-    """Such as what a shell makes of <(…), and one that is always empty."""
+def test_an_input_may_be_a_pipe_or_a_device(predict, bases, adapters, tmp_path):
+    """A pipe is what a shell makes of <(…); the device is always empty."""
     (tmp_path / "link").symlink_to(os.devnull)
     out = tmp_path / "out.jsonl"
     given = f"rte={adapters['roberta']['rte']}"
@@ -175,7 +179,7 @@ def test_an_input_that_is_no_ordinary_file(predict, bases, adapters, tmp_path):
     assert out.read_bytes() == b""
     os.mkfifo(tmp_path / "pipe")
     write_line = partial((tmp_path / "pipe").write_text, '{"text": "a dog"}\n')
-    writer = threading.Thread(target=write_line, daemon=True)  # which nobody may read
+    writer = threading.Thread(target=write_line, daemon=True)  # blocks until the pipe is read
     writer.start()
     predict.main([*common(bases["roberta"], tmp_path / "pipe", out), given])
     writer.join(60)

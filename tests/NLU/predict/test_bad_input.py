@@ -1,4 +1,4 @@
-"""predict.py on bad lines and arguments: one line of error, and nothing is written."""
+"""On bad lines and arguments, predict.py prints one line of error and writes nothing."""
 
 import pytest
 from predictions import (
@@ -19,7 +19,7 @@ from loralib.adapters.formats import write_adapter
 BAD_LINES = {
     "no JSON": ("a dog", "line 2: is not JSON (Expecting value"),
     "blank": ("", "line 2: is blank; only lines at the end may be blank"),
-    "half": (
+    "half a line": (
         '{"adapter": "rte", "text": "a',
         "line 2: is not JSON (Unterminated string starting at); a line looks like "
         '{"adapter": "rte", ',
@@ -66,7 +66,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_line_is_one_line(predict, bases, adapters, tmp_path, capsys, line, message):
+def test_a_bad_line_is_a_one_line_error(predict, bases, adapters, tmp_path, capsys, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     given = tmp_path / "in.jsonl"
     given.write_bytes(b"\n".join([GOOD.encode(), line, GOOD.encode(), b""]))
@@ -81,17 +81,17 @@ BAD_ARGUMENTS = {
     "no name and no =": ("{rte}", "is not NAME=ADAPTER"),
     "an empty name": ("={rte}", "is not NAME=ADAPTER"),
     "an empty adapter": ("rte=", "'rte=' is not NAME=ADAPTER"),
-    "two named": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
+    "a name twice": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
     "no such adapter": ("rte={tmp}/none.bin", "none.bin: no such checkpoint file"),
     "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
     "another family": ("rte={deberta}", "deberta_rte.safetensors: "),
     "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
-    "another alpha than theirs": (
+    "another alpha than recorded": (
         "rte={rte} mnli={mnli} --lora_alpha 8",
         "was trained with alpha 6, but lora_alpha is 8: give 6, or leave lora_alpha out (--lora_a",
     ),
-    "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
+    "an alpha of 0": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
     "a model as an adapter": (
         "rte={base}",
         "is a model without LoRA, not an adapter",
@@ -120,7 +120,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_one_line(
+def test_bad_arguments_are_a_one_line_error(
     predict, bases, adapters, bad, tmp_path, capsys, arguments, message
 ):
     files = {name: adapters["roberta"][name] for name in ("rte", "mnli")}
@@ -134,18 +134,18 @@ def test_bad_arguments_are_one_line(
     ("step", "calls", "output"),
     [("answer", 0, "file"), ("answer", 5, "stdout"), ("_encoded", 20, "file")],
 )
-def test_an_error_on_the_way_leaves_nothing(
+def test_an_error_midway_leaves_no_output(
     predict, bases, adapters, tmp_path, monkeypatch, capsys, step, calls, output
 ):
-    """The 14 lines are encoded when they are read, and when they are written."""
+    """Each of the 14 lines is encoded once when read, and once when written."""
     given = write(tmp_path / "in.jsonl", some_lines())
-    right, made = getattr(predict, step), []
+    original, made = getattr(predict, step), []
 
     def fails(*args):
         if len(made) == calls:
             raise OSError("the disk is full")
         made.append(args)
-        return right(*args)
+        return original(*args)
 
     monkeypatch.setattr(predict, step, fails)
     arguments = [*common(bases["roberta"], given), *named(adapters["roberta"])]
@@ -156,21 +156,21 @@ def test_an_error_on_the_way_leaves_nothing(
     assert "the disk is full" in line
 
 
-def test_an_output_that_is_the_input(predict, bases, adapters, tmp_path, capsys):
+def test_an_output_that_is_the_input_is_refused(predict, bases, adapters, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", some_lines(1))
     arguments = [*common(bases["roberta"], given, given), *named(adapters["roberta"])]
     assert "in.jsonl: is an input as well" in failure(predict, arguments, capsys)
     assert len(read(given)) == 1
 
 
-def test_an_output_that_is_a_folder(predict, bases, adapters, tmp_path, capsys):
+def test_an_output_that_is_a_folder_is_refused(predict, bases, adapters, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", some_lines(1))
     (tmp_path / "out").mkdir()
     arguments = [*common(bases["roberta"], given, tmp_path / "out"), *named(adapters["roberta"])]
     assert "out is a folder" in failure(predict, arguments, capsys)
 
 
-def test_the_output_s_folder_is_made(predict, bases, adapters, tmp_path):
+def test_the_output_s_folder_is_created(predict, bases, adapters, tmp_path):
     given, out = write(tmp_path / "in.jsonl", some_lines(2)), tmp_path / "new" / "out.jsonl"
     predict.main([*common(bases["roberta"], given, out), *named(adapters["roberta"])])
     assert len(read(out)) == 2
@@ -187,7 +187,7 @@ def test_the_output_s_folder_is_made(predict, bases, adapters, tmp_path):
         (("review",), 1, "has a text_pair, but {} was trained on rows of review"),
     ],
 )
-def test_texts_where_an_adapter_was_trained_on_pairs_and_the_reverse(
+def test_single_texts_for_an_adapter_of_pairs_and_the_reverse_are_refused(
     predict, bases, tmp_path, capsys, columns, line, message
 ):
     path = tmp_path / "rte.safetensors"

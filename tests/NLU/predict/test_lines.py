@@ -1,4 +1,4 @@
-"""predict.py: lines, their texts, and adapters of other formats."""
+"""How predict.py reads lines, truncates texts, and uses adapters without an alpha or a head."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def test_a_single_adapter_need_not_be_named(predict, bases, adapters, expected, 
 
 @pytest.mark.slow
 def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_server, tmp_path):
-    """stdout has the answers and nothing else; the hub's adapter is PEFT's format."""
+    """stdout has the answers and nothing else; the hub's adapter is in PEFT's format."""
     adapter = adapted(bases["roberta"], ADAPTERS["mnli"], 1).adapter()
     write_adapter(hub_server.root / "someone" / "mnli", adapter, "peft")
     given = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in some_lines())
@@ -64,7 +64,9 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n"])
-def test_no_lines_are_no_answers(predict, bases, adapters, tmp_path, monkeypatch, capsys, content):
+def test_empty_input_gives_empty_output(
+    predict, bases, adapters, tmp_path, monkeypatch, capsys, content
+):
     (tmp_path / "in.jsonl").write_bytes(content)
     arguments = [*common(bases["roberta"]), *named(adapters["roberta"])]
     files = ["--input_file", tmp_path / "in.jsonl", "--output_file", tmp_path / "out.jsonl"]
@@ -75,7 +77,7 @@ def test_no_lines_are_no_answers(predict, bases, adapters, tmp_path, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_blank_lines_at_the_end_are_no_texts(predict, bases, adapters, tmp_path):
+def test_blank_lines_at_the_end_are_ignored(predict, bases, adapters, tmp_path):
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     arguments = [*common(bases["roberta"], given, out), *named(adapters["roberta"])]
     predict.main(arguments)
@@ -86,8 +88,8 @@ def test_blank_lines_at_the_end_are_no_texts(predict, bases, adapters, tmp_path)
     assert out.read_bytes() == before
 
 
-def test_answers_to_cut_texts_are_marked(predict, bases, adapters, tmp_path, caplog):
-    # A text of 8 tokens with RoBERTa's two special ones is whole, one of 9 is not.
+def test_answers_to_truncated_texts_are_marked(predict, bases, adapters, tmp_path, caplog):
+    # A text of 8 tokens, including RoBERTa's two special ones, fits; one of 9 does not.
     tokenizer = AutoTokenizer.from_pretrained(bases["roberta"])
     texts = ["the" + " dog" * count for count in (4, 5, 6, 50)]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
@@ -100,11 +102,13 @@ def test_answers_to_cut_texts_are_marked(predict, bases, adapters, tmp_path, cap
     answers = read(out)
     assert [answer.get("truncated") for answer in answers] == [None, None, True, True, True]
     assert all("label" in answer for answer in answers)
-    said = [record.message for record in caplog.records if "cut to" in record.message]
-    assert said == [f"texts were cut to {lengths[1]} tokens: 3 of 5 in the input"]
+    messages = [record.message for record in caplog.records if "cut to" in record.message]
+    assert messages == [f"texts were cut to {lengths[1]} tokens: 3 of 5 in the input"]
 
 
-def test_the_usual_length_adapts_itself_to_the_base(predict, bases, adapters, tmp_path, caplog):
+def test_the_default_length_is_limited_to_the_base_s_positions(
+    predict, bases, adapters, tmp_path, caplog
+):
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     arguments = common(bases["roberta"], given, out)
     del arguments[2:4]
@@ -122,7 +126,7 @@ def test_long_texts_are_cut(predict, bases, adapters, tmp_path):
     assert answers[0]["probabilities"] == close(answers[1]["probabilities"])
 
 
-def test_an_alpha_that_an_adapter_says_itself(predict, bases, adapters, tmp_path, caplog):
+def test_an_alpha_equal_to_the_recorded_one_is_accepted(predict, bases, adapters, tmp_path, caplog):
     given, out = write(tmp_path / "in.jsonl", [{"text": "a"}]), tmp_path / "out.jsonl"
     arguments = [*common(bases["roberta"], given, out), *named(adapters["roberta"], ["rte"])]
     with caplog.at_level("INFO"):
@@ -131,10 +135,10 @@ def test_an_alpha_that_an_adapter_says_itself(predict, bases, adapters, tmp_path
     assert len(read(out)) == 1
 
 
-def test_alpha_is_for_those_that_do_not_say_theirs(
+def test_alpha_is_for_adapters_that_do_not_record_theirs(
     predict, bases, adapters, expected, tmp_path, capsys, caplog
 ):
-    """Beside one that says another."""
+    """Others, which record another alpha, keep their own."""
     files = dict(adapters["roberta"])
     release = tmp_path / "release.bin"
     tensors = adapted(bases["roberta"], ADAPTERS["mnli"], 1).adapter().tensors
@@ -149,7 +153,7 @@ def test_alpha_is_for_those_that_do_not_say_theirs(
     assert caplog.text.count("does not record its base's fingerprint: cannot check") == 1
     labels = [{**line, "label": "x"} if "label" in line else line for line in expected("roberta")]
     found = [{**line, "label": "x"} if "label" in line else line for line in read(out)]
-    # A file that does not record its alpha does not name its labels either.
+    # A file without metadata does not name its labels either.
     for line in labels:
         if line["adapter"] == "mnli":
             shares = line["probabilities"].values()
@@ -191,8 +195,8 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
     assert_close(read(out), answers)
 
 
-def test_a_pooler_that_nobody_trained(predict, bases, tmp_path, capsys):
-    """PEFT saves DeBERTa's classifier, and not the pooler before it, unless it is told to."""
+def test_an_adapter_that_lacks_the_pooler_is_refused(predict, bases, tmp_path, capsys):
+    """PEFT saves DeBERTa's classifier, but not the pooler before it, unless told to."""
     whole = adapted(bases["deberta"], {"lora_r": 2, "lora_alpha": 4}, 7).adapter()
     left = {name: t for name, t in whole.tensors.items() if not name.startswith("pooler")}
     write_adapter(tmp_path / "lora.safetensors", Adapter(left, whole.metadata))

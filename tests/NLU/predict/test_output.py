@@ -40,7 +40,7 @@ def test_links_devices_and_pipes_stay_what_they_are(predict, tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-def test_what_cannot_be_written_is_found_before_anything_is_computed(predict, tmp_path):
+def test_unwritable_outputs_are_refused_before_anything_is_computed(predict, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "missing" / "file")
     with pytest.raises(OSError, match=r"is a link to .*, there is no folder .*missing"):
         predict.check_output(str(tmp_path / "link"), predict.STANDARD_STREAM)
@@ -48,7 +48,7 @@ def test_what_cannot_be_written_is_found_before_anything_is_computed(predict, tm
         predict.check_output(str(tmp_path), predict.STANDARD_STREAM)
 
 
-def test_closed_streams_are_found_before_anything_is_computed(predict, monkeypatch):
+def test_closed_streams_are_refused_before_anything_is_computed(predict, monkeypatch):
     monkeypatch.setattr(predict.sys, "stdout", None)
     with pytest.raises(OSError, match="stdout is closed: give --output_file"):
         predict.check_output(predict.STANDARD_STREAM, predict.STANDARD_STREAM)

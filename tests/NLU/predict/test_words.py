@@ -1,4 +1,4 @@
-"""predict.py with adapters that tag words: as each adapter's own model tags them."""
+"""predict.py tags words as each adapter's own model would."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def adapted(base, settings, seed, auto=AutoModelForTokenClassification):
 
 @pytest.fixture(scope="module")
 def taggers(bases, tmp_path_factory):
-    """Their models and files, by the base's family."""
+    """The models and files of `TAGGERS`, by the base's family and by name."""
     folder, found = tmp_path_factory.mktemp("taggers"), {}
     for family, base in bases.items():
         for seed, (name, settings) in enumerate(TAGGERS.items()):
@@ -62,7 +62,7 @@ def some_lines(count=9):
 
 
 def alone(model, tokenizer, words):
-    """The tags and their probabilities of a sentence: each word is told by its first token."""
+    """A sentence's tags and their probabilities: each word gets its first token's."""
     start = {"add_prefix_space": True} if hasattr(tokenizer, "add_prefix_space") else {}
     pieces = [tokenizer(f" {word}" if start else word, add_special_tokens=False) for word in words]
     ids, firsts = [tokenizer.cls_token_id], []
@@ -78,7 +78,9 @@ def alone(model, tokenizer, words):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_each_line_as_its_own_model_tags_it(predict, bases, taggers, tmp_path, family, batch_size):
+def test_each_line_is_tagged_as_by_its_adapter_s_own_model(
+    predict, bases, taggers, tmp_path, family, batch_size
+):
     lines, out = some_lines(), tmp_path / "out.jsonl"
     arguments = common(bases[family], write(tmp_path / "in.jsonl", lines), out)
     predict.main([*arguments, "--batch_size", str(batch_size), *files_of(taggers, family)])
@@ -103,9 +105,9 @@ def test_words_that_are_cut_off_have_no_tag(predict, bases, taggers, tmp_path, f
     cut, whole = read(out)
     assert cut["truncated"] is True
     assert "truncated" not in whole
-    kept = [tag for tag in cut["tags"] if tag is not None]
-    assert 0 < len(kept) < len(words) == len(cut["tags"]) == len(cut["probabilities"])
-    assert cut["tags"][len(kept) :] == [None] * (len(words) - len(kept))
+    tags = [tag for tag in cut["tags"] if tag is not None]
+    assert 0 < len(tags) < len(words) == len(cut["tags"]) == len(cut["probabilities"])
+    assert cut["tags"][len(tags) :] == [None] * (len(words) - len(tags))
     assert [share is None for share in cut["probabilities"]] == [tag is None for tag in cut["tags"]]
 
 
@@ -136,7 +138,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_line(predict, bases, taggers, tmp_path, capsys, line, message):
+def test_a_bad_line_is_refused(predict, bases, taggers, tmp_path, capsys, line, message):
     given = tmp_path / "in.jsonl"
     good = {"adapter": "ner", "tokens": ["a", "dog"]}
     given.write_text("".join(f"{json.dumps(each)}\n" for each in (good, line, good)))
@@ -144,7 +146,9 @@ def test_a_bad_line(predict, bases, taggers, tmp_path, capsys, line, message):
     assert message in failed_untouched(predict, capsys, tmp_path, arguments)
 
 
-def test_adapters_of_several_heads(predict, bases, adapters, taggers, tmp_path, capsys):
+def test_adapters_of_different_heads_are_refused(
+    predict, bases, adapters, taggers, tmp_path, capsys
+):
     given = write(tmp_path / "in.jsonl", [{"adapter": "rte", "text": "a dog"}])
     arguments = [*common(bases["roberta"], given), f"rte={adapters['roberta']['rte']}"]
     found = failed_untouched(
@@ -154,7 +158,7 @@ def test_adapters_of_several_heads(predict, bases, adapters, taggers, tmp_path, 
     assert "token_classification" in found
 
 
-def test_words_for_adapters_of_texts(predict, bases, adapters, tmp_path, capsys):
+def test_words_for_an_adapter_of_texts_are_refused(predict, bases, adapters, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", [{"tokens": ["a", "dog"]}])
     arguments = [*common(bases["roberta"], given), f"rte={adapters['roberta']['rte']}"]
     found = failed_untouched(predict, capsys, tmp_path, arguments)
@@ -163,7 +167,7 @@ def test_words_for_adapters_of_texts(predict, bases, adapters, tmp_path, capsys)
     )
 
 
-def test_a_head_that_is_not_predicted(predict, bases, tmp_path, capsys):
+def test_an_adapter_of_an_unsupported_head_is_refused(predict, bases, tmp_path, capsys):
     lora = {"lora_r": 2, "lora_alpha": 4}
     model = adapted(bases["roberta"], lora, 0, AutoModelForQuestionAnswering)
     write_adapter(tmp_path / "qa.safetensors", model.adapter())

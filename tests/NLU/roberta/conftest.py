@@ -20,7 +20,7 @@ def upstream():
 
 @pytest.fixture
 def build(upstream):
-    """Builds a model with the fixture's weights; LoRA's are drawn, B as well."""
+    """Builds a model with the fixture's weights; LoRA's are random, B too."""
 
     def build(kind, **settings):
         backbone = part(upstream, "weights/backbone/")

@@ -14,7 +14,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
 def close_gradients(ours, theirs, magnitude):
-    """Forward and back; `magnitude` is the largest gradient's that they are made from."""
+    """Allows for rounding forward and backward; `magnitude` is that of the largest gradient."""
     assert_close_to_rounding(ours, theirs, 2 * ENCODER_TERMS, magnitude=magnitude)
 
 
@@ -22,7 +22,7 @@ def close_gradients(ours, theirs, magnitude):
 
 
 def merged(model, build, kind):
-    """A model without LoRA whose weights have the update folded in."""
+    """A model without LoRA, whose weights have the deltas merged in."""
     plain = build(kind, **NO_DROPOUT)
     state = {name: t for name, t in model.state_dict().items() if "lora_" not in name}
     plain.load_state_dict(state)
@@ -35,7 +35,7 @@ def merged(model, build, kind):
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_of_lora(upstream, build, arguments, kind, mode):
+def test_losses_and_gradients_are_those_of_merged_weights(upstream, build, arguments, kind, mode):
     model = build(kind, **LORA, **NO_DROPOUT)
     plain = merged(model, build, kind).train(mode)
     model.train_only(("lora",))
@@ -85,7 +85,7 @@ def test_gradients_reach_lora_and_head_alone(upstream, build, arguments, kind):
         assert torch.equal(tensor, before[name])
 
 
-def test_train_only_knows_a_bare_backbone(build):
+def test_train_only_works_on_a_bare_backbone(build):
     model = build("backbone", **LORA)
     model.train_only(("lora",))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +133,7 @@ def test_frozen_weights_in_bfloat16(upstream, build, arguments, mode, autocast):
         assert parameter.grad is None or parameter.grad.dtype == torch.float32
 
 
-def test_biases_can_be_trained_beside_half_precision(upstream, build, arguments):
+def test_biases_can_be_trained_with_frozen_weights_in_half_precision(upstream, build, arguments):
     model = build("classifier", **LORA)
     model.train_only(("lora", "bias"))
     model.train()
@@ -146,7 +146,7 @@ def test_biases_can_be_trained_beside_half_precision(upstream, build, arguments)
             assert parameter.grad.dtype == torch.float32
 
 
-def test_all_in_half_gives_back_every_bit(build, arguments):
+def test_all_in_half_restores_every_bit(build, arguments):
     model = build("classifier", **LORA)
     given = arguments("padded")
     before, logits = copy.deepcopy(model.state_dict()), model(**given).logits

@@ -1,4 +1,4 @@
-"""RoBERTa: upstream's numbers, padding that costs nothing and changes nothing, dropout, outputs."""
+"""RoBERTa: upstream's numbers, padding without effect, dropout, losses, outputs, initialization."""
 
 import importlib
 
@@ -84,10 +84,10 @@ def test_masked_lm_logits_are_those_of_the_targets_alone_in_training(
 # ---- padding ----
 
 
-def test_what_stands_at_padding_does_not_matter(upstream, build, arguments):
+def test_padding_does_not_matter(upstream, build, arguments):
     model, given = build("classifier"), arguments("padded")
     expected = model(**given).logits
-    # Positions count what is no padding token, so the token has to be one after the last.
+    # A position is the number of real ids before it, so only ids after the last token may change.
     given["input_ids"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, 7)
     assert torch.equal(model(**given).logits, expected)
     wider = {name: F.pad(t, (0, 9), value=int(name == "input_ids")) for name, t in given.items()}
@@ -95,7 +95,7 @@ def test_what_stands_at_padding_does_not_matter(upstream, build, arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
-def test_mask_of_any_type(build, arguments, dtype):
+def test_the_mask_may_have_any_dtype(build, arguments, dtype):
     model, given = build("classifier"), arguments("padded")
     expected = model(**given).logits
     given["attention_mask"] = given["attention_mask"].to(dtype)
@@ -137,13 +137,13 @@ def test_first_token_alone_gives_the_full_paths_logits(build, arguments, kind):
         ({"token_type_ids": torch.zeros(1, 2).long()}, r"the batch is \(1, 2\)"),
     ],
 )
-def test_batches_that_do_not_fit(build, changed, message):
+def test_inputs_of_mismatched_shapes_are_refused(build, changed, message):
     with pytest.raises(ValueError, match=message) as error:
         build("classifier")(input_ids=torch.tensor([[0, 5, 2]]), **changed)
     assert "\n" not in str(error.value)
 
 
-def test_too_long_a_text(build):
+def test_a_text_that_is_too_long_is_refused(build):
     model = build("classifier")
     ids = torch.full((2, 30), 1)
     ids[:, :18] = 5
@@ -156,7 +156,7 @@ def test_too_long_a_text(build):
 # ---- attention ----
 
 
-def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
+def test_either_path_of_attention_gives_upstreams_logits(monkeypatch, upstream, build, arguments):
     model, given = build("classifier"), arguments("holes")
     roberta = importlib.import_module("transformers.models.roberta.modeling_roberta")
     for path in (_attend_one_by_one, _attend_padded):
@@ -179,7 +179,7 @@ def plain_attention(q, k, v, heads, keep):
 
 
 def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments):
-    """One training forward, computed again by the plain formula with the masks that were drawn."""
+    """Recomputes a forward pass in training by the plain formula, with the masks that it drew."""
     model = build("classifier", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)
     given = {"input_ids": arguments("row2")["input_ids"]}
     torch.manual_seed(3)
@@ -212,8 +212,10 @@ def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments
     assert not torch.allclose(ours, model.eval()(**given).logits, atol=0.05)
 
 
-def test_training_computes_what_the_plain_path_does(drawn_masks, monkeypatch, build, arguments):
-    """The loss and all gradients, in either way; with dropout, plain draws by PyTorch alone."""
+def test_training_gives_the_plain_path_s_loss_and_gradients(
+    drawn_masks, monkeypatch, build, arguments
+):
+    """With dropout, the plain path draws its masks with PyTorch alone."""
     packing, found = importlib.import_module("loralib.nn.packing"), []
     calls, attend_rows = [], packing.attend_rows
     monkeypatch.setattr(packing, "attend_rows", lambda *a: calls.append(a) or attend_rows(*a))
@@ -247,7 +249,7 @@ def test_in_bfloat16_training_is_as_exact_as_the_plain_path(build, arguments):
     assert_as_exact_as_plain(model, lambda own: own(**given).loss, ratio=2, off=0.02)
 
 
-def test_dropout_follows_the_seed_and_keeps_out_of_evaluation(build, arguments):
+def test_dropout_follows_the_seed_and_is_off_in_evaluation(build, arguments):
     model, given = build("classifier", **LORA), arguments("padded")
     evaluated = model(**given).logits
     assert torch.equal(model(**given).logits, evaluated)
@@ -280,7 +282,7 @@ def test_regression_takes_integer_scores(upstream, build, arguments):
 # ---- outputs ----
 
 
-def test_tuples(upstream, build, arguments):
+def test_outputs_are_tuples_without_return_dict(upstream, build, arguments):
     given = arguments("padded")
     labels = upstream["inputs/classes"]
     model = build("classifier")
@@ -298,7 +300,7 @@ def test_tuples(upstream, build, arguments):
     assert logits.shape == (4, 18, 48)
 
 
-def test_hidden_states_by_the_config(build, arguments):
+def test_the_config_can_ask_for_hidden_states(build, arguments):
     model = build("classifier", output_hidden_states=True)
     assert len(model(**arguments("padded")).hidden_states) == 3
     assert model(**arguments("padded"), output_hidden_states=False).hidden_states is None
@@ -314,7 +316,7 @@ def test_backbone_without_pooler(upstream):
 # ---- building ----
 
 
-def test_seed_gives_the_weights(upstream):
+def test_the_seed_determines_the_weights(upstream):
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
