@@ -211,9 +211,7 @@ def test_an_environment_is_accepted_through_a_symbolic_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     done = subprocess.run(["bash", tmp_path / "link" / script], capture_output=True, text=True)
     assert "another folder" not in done.stderr
-    assert (
-        "constraints.txt" in done.stderr
-    )  # which it needs next, and which is missing here
+    assert "constraints.txt" in done.stderr  # which it needs next, and which is missing here
 
 
 def test_the_fork_requires_this_version_of_loralib():
