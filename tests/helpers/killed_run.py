@@ -4,7 +4,8 @@
 
 MOMENT is JSON: {"rank": 0, "at": "beat" or "sync", "count": 5, "mark": FILE}.
 The process of that rank is killed (by SIGKILL, or "signal") at its fifth batch, of training or
-evaluation, or in its fifth write of a file. It creates FILE before. If FILE exists, nothing is killed.
+evaluation, or in its fifth write of a file. It creates FILE before that, and is not killed if FILE
+exists.
 """
 
 import importlib.util

@@ -246,7 +246,7 @@ class _Operations(TorchDispatchMode):
         return tree_map(on_gpu, compute(func, args, kwargs))
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        # A number that is copied to the device may be Python's; `_copied` handles tensors of the CPU.
+        # A number that is copied to the device may be Python's; `_copied` handles the CPU's.
         is_number = isinstance(target, OnGpu) and source.dim() == 0
         if isinstance(target, OnGpu) != isinstance(source, OnGpu) and not is_number:
             source = self.gpu.move(source.detach(), target.device, non_blocking)
