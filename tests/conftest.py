@@ -178,7 +178,7 @@ def hub_server(tmp_path):
 
 @pytest.fixture
 def drawn_masks(monkeypatch):
-    """A list to which each dropout mask that is drawn is added, as the factors of elements."""
+    """A list of the dropout masks sampled during the test, each as the factors of elements."""
     import torch
 
     module, drawn = importlib.import_module("loralib.nn.dropout"), []

@@ -78,7 +78,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
 
 
 def test_arithmetic_of_a_set(script):
-    """64 rows of 5 tokens but for two of 10; 7.1 M weights in a layer."""
+    """64 rows of 5 tokens, except for two of 10; 7.1 M weights in a layer."""
     lengths = [10, *[5] * 62, 10]
     entry = script.make_entry([(["a", "b"], length) for length in lengths])
 

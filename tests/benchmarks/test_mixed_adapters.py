@@ -120,7 +120,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
 
 
 def test_arithmetic_of_a_batch(script):
-    """32 rows of 5 tokens but for one of 10; 7.1 M weights in a layer."""
+    """32 rows of 5 tokens, except for one of 10; 7.1 M weights in a layer."""
 
     def gflop(name, worker, **fields):
         contestant = script.Contestant(name, worker, **fields)

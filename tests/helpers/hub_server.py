@@ -54,7 +54,7 @@ class Repo:
         return hashlib.sha1(listing.encode()).hexdigest()
 
     def entry(self, path: str) -> dict:
-        """What the tree listing says of a file or folder."""
+        """The entry of a file or folder in the tree listing."""
         if (self.folder / path).is_dir():
             oid = hashlib.sha1(path.encode()).hexdigest()
             return {"type": "directory", "path": path, "oid": oid, "size": 0}
@@ -68,7 +68,7 @@ class Repo:
         return [self.entry(item.relative_to(self.folder).as_posix()) for item in found]
 
     def info(self) -> dict:
-        """What the API says of the repository."""
+        """The API's description of the repository."""
         return {
             "id": self.name,
             "sha": self.commit(),
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Keep quiet: requests are in `HubServer.requests`."""
+        """Logs nothing: requests are in `HubServer.requests`."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -237,7 +237,7 @@ def launch(
     tree: str | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess:
-    """Runs a script under PyTorch's launcher, with a free port of its own.
+    """Runs a script under PyTorch's launcher, on a free port.
 
     Args:
         processes: how many.

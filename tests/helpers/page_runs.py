@@ -73,7 +73,7 @@ def clean_environment(home: Path) -> dict[str, str]:
 
 
 def run_bash(text: str, folder: Path, environment: dict[str, str], name: str) -> None:
-    """Runs a script that ends at its first error, its launchers on a port of their own.
+    """Runs a script up to its first error; its launchers use a free port.
 
     Raises:
         AssertionError: it failed; with all that it printed.
@@ -127,7 +127,7 @@ class _Python:
 def run_page(blocks: list[Block], folder: Path, environment: dict[str, str]) -> None:
     """Runs the blocks of a page, except those that have a reason not to be run.
 
-    What Python prints is compared with what the page says, on pages without the quickstart's files.
+    On pages without the quickstart's files, what Python prints is compared with the page.
 
     Raises:
         AssertionError: one failed, or printed something else; with its line and its output.

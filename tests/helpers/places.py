@@ -13,7 +13,7 @@ SHARED = ROOT.parent / "shared"
 
 
 def load_script(path: str | Path) -> ModuleType:
-    """A script of the project as a module of its own name, without running its `main`.
+    """Imports a script of the project as a module, without running its `main`.
 
     Args:
         path: from the project's root, or absolute.

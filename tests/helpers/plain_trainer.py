@@ -21,7 +21,7 @@ class PlainTrainer:
 
     Args:
         flags: those of gpt2_ft.py, with their defaults filled in.
-        weights: tensors under the release's names, LoRA's among them where it is trained.
+        weights: tensors under the release's names, including LoRA's if it is trained.
         heads: the number of attention heads.
         examples: the training data.
         world_size: the number of simulated processes.

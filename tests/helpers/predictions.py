@@ -123,7 +123,7 @@ def named(files: dict[str, Path], names=tuple(ADAPTERS)) -> list[str]:
 
 
 def common(base: Path, *paths: Path) -> list[str]:
-    """The arguments of a call but for the adapters; with an input and an output file, or none."""
+    """The arguments of a call without the adapters; with an input and an output file, or none."""
     arguments = ["--model_name_or_path", str(base), "--max_seq_length", "60"]
     for flag, path in zip(("--input_file", "--output_file"), paths, strict=False):
         arguments += [flag, str(path)]

@@ -20,7 +20,7 @@ class Line(nn.Module):
         self.dropout, self.twice = nn.Dropout(dropout), twice
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(examples, …) -> the loss, where there are labels, and the results."""
+        """(examples, …) -> the loss, if there are labels, and the outputs."""
         y = self.dropout(x) * self.a + self.b
         outputs = (y, -y) if self.twice else (y,)
         return outputs if labels is None else (F.mse_loss(y, labels), *outputs)
@@ -122,7 +122,7 @@ class Spans(nn.Module):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """(rows, tokens) -> two scores (rows, tokens), and the loss where there are positions."""
+        """(rows, tokens) -> two scores (rows, tokens), and the loss if there are positions."""
         start, end = self.scores(ids).unbind(-1)
         if start_positions is None or end_positions is None:
             return {"start_logits": start, "end_logits": end}

@@ -77,7 +77,7 @@ def bits_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_bits(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Asserts that the base's names, dtypes and values are what they were."""
+    """Asserts that the base's names, dtypes and values are unchanged."""
     after = bits_of(model)
     assert after.keys() == before.keys()
     for name, tensor in before.items():

@@ -22,7 +22,7 @@ TYPES = sorted(transformers.CONFIG_MAPPING)
 
 
 def build(model_type: str) -> nn.Module:
-    """The type's language model or, where it has none, its plain model; on the meta device."""
+    """The type's language model or, if it has none, its plain model; on the meta device."""
     config = transformers.CONFIG_MAPPING[model_type]()
     has_language_model = type(config) in transformers.AutoModelForCausalLM._model_mapping
     auto = transformers.AutoModelForCausalLM if has_language_model else transformers.AutoModel
