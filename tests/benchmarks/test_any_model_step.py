@@ -87,7 +87,7 @@ def test_upstreams_models_need_the_peers_environment(script, capsys):
 
 
 @pytest.mark.parametrize("worker", ["ours", "loralib", "peers"])
-def test_which_worker_finds_this_projects_packages(contest, monkeypatch, worker):
+def test_workers_find_only_the_packages_they_need(contest, monkeypatch, worker):
     """In the peers' environment, only the worker "loralib" finds one, which is loralib."""
     given = []
 

@@ -145,7 +145,7 @@ def test_rows_remain_when_a_rate_cannot_be_measured(
     assert "| half | bfloat16 weights | 1.5 | 1.00 | 4 | - | 3.00 |" in printed
 
 
-def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
+def test_rows_without_their_baseline_are_left_out(contest, runners, fake_worker, capsys):
     fake_worker(lambda plan: 1)
     half = contest.Contestant("half", "ours", weights="bfloat16")
     ours = {"float32": runners[0], "bfloat16": contest.Contestant("absent", "ours")}
@@ -205,7 +205,7 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),
     ],
 )
-def test_wrong_flags(contest, capsys, given, message):
+def test_wrong_flags_are_refused(contest, capsys, given, message):
     benchmark = contest.Benchmark("x", "", "", rounds=1, flags=[], measure=None)
     with pytest.raises(SystemExit) as stop:
         contest.parse(benchmark, given)
@@ -259,7 +259,7 @@ def test_the_chart_has_the_tables_rows(contest, runners, fake_worker, capsys, dr
         assert image.format == "PNG"
 
 
-def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path, capsys):
+def test_no_chart_is_drawn_without_rows(contest, runners, fake_worker, drawn, tmp_path, capsys):
     fake_worker(lambda plan: 1)
     ours = {"float32": contest.Contestant("absent", "ours")}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))

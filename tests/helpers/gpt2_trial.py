@@ -35,7 +35,7 @@ class Trial:
         return rows
 
     def _write_model(self, name: str, rank: int) -> Path:
-        """Writes a model whose weights, also LoRA's, are far from their start: all of them matter."""
+        """Writes a model whose weights, also LoRA's, are far from their start, so all matter."""
         import torch
 
         from checkpoints import Base, save_model

@@ -18,7 +18,7 @@ import transformers
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "falcon", "bert", "t5"])
-def test_all_linear_means_what_it_means_to_peft(name: str):
+def test_all_linear_adapts_what_pefts_adapts(name: str):
     case = BY_NAME[name]
     case = Case(case.name, case.make, case.batch, "all-linear", 0, case.task)
     ours, theirs = adapter_of(with_lora(case)), adapter_of(with_peft(case))
