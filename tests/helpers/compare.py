@@ -45,8 +45,8 @@ def rounding(
         terms: n, the number of successive additions: the terms of a sum, and of the sums that these
             terms are made from.
         dtype: the dtype of the sums.
-        magnitude: the least size of the numbers that are added, as they may be larger than the
-            result; the states of a network have about 1.
+        magnitude: a size to assume at least for the numbers that are added, which may be larger
+            than the result; in a network, about 1.
     """
     largest = max(magnitude, float(torch.as_tensor(expected).detach().abs().max()))
     return 4 * torch.finfo(dtype).eps * math.sqrt(terms) * largest

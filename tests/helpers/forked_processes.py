@@ -175,7 +175,7 @@ def main() -> None:
     modules, path = sys.argv[1:]
     for name in modules.split(","):
         importlib.import_module(name)
-    gc.freeze()  # forks collect no garbage among the imports, as this would copy their memory
+    gc.freeze()  # the forks' garbage collector must not touch, and so copy, what is imported
     words = serve(path)
     try:
         if words[0].startswith("torch.distributed."):

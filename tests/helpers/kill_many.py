@@ -152,7 +152,7 @@ def gpt2_tree(folder: Path) -> Tree:
 
 
 def attempt(tree: Tree, out: Path, log: Path, seconds: float | None = None) -> bool:
-    """Runs a script in a process, which is killed after `seconds`; whether it ended before.
+    """Runs a script in a process that is killed after `seconds`; returns whether it ended before.
 
     Raises:
         RuntimeError: it ended with an error.

@@ -97,7 +97,7 @@ MASKS = (
 
 
 def train_only(model, what):
-    """Makes LoRA or everything trainable, also the tied head; sets training mode."""
+    """Makes only LoRA trainable, or everything; returns the model in training mode."""
     if what == "lora":
         lora.mark_only_lora_as_trainable(model)
     else:

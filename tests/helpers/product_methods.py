@@ -29,5 +29,5 @@ class Ways:
 
     @staticmethod
     def in_use() -> set[str]:
-        """The methods that are chosen for any product."""
+        """The methods that products use now."""
         return set(products.choices()["methods"].values())

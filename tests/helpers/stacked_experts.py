@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
         self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
         for layer in self.layers:
-            layer["experts"].act_fn = nn.Tanh()  # as upstream's have, whose names targets may match
+            layer["experts"].act_fn = nn.Tanh()  # as upstream's have; targets match it too
 
 
 def build(way="loop", is_transposed=False, layers=2):
