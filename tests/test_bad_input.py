@@ -1,4 +1,4 @@
-"""Every script ends with one line that says what is wrong with its input, and with nothing else.
+"""Every script ends with one line of error that says what is wrong with its input.
 
 Each row of a table is a wrong input: a command line, and a part of the message. Scripts in `CALLS`
 run in this process, as `python script.py` runs them; those in `PROCESSES` and `SHELLS` run in a
