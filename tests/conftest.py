@@ -1,6 +1,6 @@
-"""What all tests share: folders of their own for downloads and caches, one thread each, no GPU.
+"""Isolates all tests from the machine (caches, threads, GPUs), and has the fixtures they share.
 
-A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, and hides none.
+Tests that need a GPU are marked `gpu`. `pytest -m gpu` runs only those, and hides no GPU.
 """
 
 import importlib
@@ -13,27 +13,27 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer
 
-# Those need an environment with upstream's transformers: bash tests/interop/run.sh
+# They need an environment with upstream's transformers: bash tests/interop/run.sh
 collect_ignore = ["interop"]
 
 SEEN_GPUS = pytest.StashKey[dict[str, str]]()
 
 
-# Before a folder's conftest.py imports what reads these. Processes that tests start inherit them.
+# Set before any other conftest.py imports modules that read these. Subprocesses inherit them.
 _HOME = tempfile.TemporaryDirectory(prefix="lora-tests-")
 for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
     del os.environ[_name]
 os.environ["HF_HOME"] = _HOME.name
 os.environ["XDG_CACHE_HOME"] = _HOME.name
-# Tests are small: more threads only wait for each other, most of all with several processes.
+# Tests are small: more threads only wait for each other, above all with several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell script's background job ignores Ctrl-C, and so would the processes that tests interrupt.
+# Background jobs of shell scripts ignore SIGINT. Processes that tests interrupt must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
     config.add_cleanup(_HOME.cleanup)
-    # What the tests of a CPU expect does not depend on what else the machine has.
+    # What tests on the CPU expect must not depend on whether the machine has a GPU.
     name = "CUDA_VISIBLE_DEVICES"
     seen = {name: os.environ[name]} if name in os.environ else {}
     config.stash[SEEN_GPUS] = getattr(config, "workerinput", {}).get("seen_gpus", seen)
@@ -43,13 +43,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    # pytest-xdist's worker starts with what is hidden here.
+    # Workers of pytest-xdist start with the environment that hides the GPUs.
     node.workerinput["seen_gpus"] = node.config.stash[SEEN_GPUS]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files that take longest go first: of several workers none ends alone with one of them."""
+    """Runs the slowest files first, so that no worker is left alone with one at the end."""
 
     def files_with(*markers):
         return {item.path for item in items if any(map(item.get_closest_marker, markers))}
@@ -67,7 +67,7 @@ def tmp_path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def log_levels():
-    """Those of a new process: scripts set them, and what one test shows is no other's."""
+    """Resets the log levels, which scripts set, to those of a new process before each test."""
     logging.getLogger().setLevel(logging.WARNING)
     scripts = Path(__file__).resolve().parents[1] / "NLG" / "src"
     for name in ("loralib", "transformers", "__main__", *(p.stem for p in scripts.glob("*.py"))):
@@ -76,14 +76,14 @@ def log_levels():
 
 @pytest.fixture(autouse=True)
 def gloo_interface():
-    """A process group of one test chooses gloo's interface; no other test inherits that."""
+    """Unsets gloo's network interface, which a process group sets for the whole process."""
     yield
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 @pytest.fixture(autouse=True)
 def determinism():
-    """A new process's: scripts set both for the process, which goes on to other tests here."""
+    """Resets PyTorch's settings of determinism, which scripts set for the whole process."""
     import torch
 
     yield
@@ -93,7 +93,7 @@ def determinism():
 
 @pytest.fixture
 def empty_memory_shows(determinism):
-    """Memory that nothing was written to holds NaN."""
+    """Has PyTorch fill uninitialized memory with NaN, so that tests notice if it is read."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -110,17 +110,17 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def seeing_gpus(pytestconfig):
-    """The environment for a subprocess that sees the GPUs which the tests were started with."""
-    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return kept | pytestconfig.stash[SEEN_GPUS]
+    """The environment of a subprocess that sees the GPUs visible when pytest was started."""
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return others | pytestconfig.stash[SEEN_GPUS]
 
 
 class DeviceSettings:
-    """PyTorch's settings of a GPU, as a plain dict, to be read and set; no GPU is needed."""
+    """Reads, sets and checks PyTorch's settings for GPUs; needs no GPU."""
 
     @staticmethod
     def read() -> dict[str, bool]:
-        """What is set now."""
+        """Returns the current settings."""
         import torch
 
         return {
@@ -132,7 +132,7 @@ class DeviceSettings:
 
     @staticmethod
     def write(products: bool, convolutions: bool, attention: bool, deterministic: bool) -> None:
-        """Sets them all."""
+        """Sets all of them."""
         import torch
 
         torch.backends.cuda.matmul.allow_tf32 = products
@@ -142,7 +142,7 @@ class DeviceSettings:
 
     @classmethod
     def expect(cls, tf32: bool, deterministic: bool = False) -> None:
-        """Asserts that they are as a script of this project sets them."""
+        """Asserts that the settings are those that this project's scripts make."""
         expected = {"products in TF32": tf32, "convolutions in TF32": tf32}
         expected |= {"cuDNN's attention": False, "deterministic": deterministic}
         assert cls.read() == expected
@@ -150,7 +150,7 @@ class DeviceSettings:
 
 @pytest.fixture
 def device_settings():
-    """`DeviceSettings`, all the other way about to begin with; what was set before comes back."""
+    """`DeviceSettings`, with TF32 and cuDNN's attention on at first; restored after the test."""
     before = DeviceSettings.read()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -164,7 +164,7 @@ def device_settings():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """A GPU's generator without a GPU: a list with its state, whose last item is the present."""
+    """Pretends that there is a GPU with an RNG: a list of its states, the last one current."""
     import torch
 
     states = [torch.tensor([1, 2], dtype=torch.uint8)]
@@ -176,7 +176,7 @@ def pretended_gpu(monkeypatch):
 
 @pytest.fixture
 def hub_server(tmp_path):
-    """A started local hub: `.root` for repositories, `.environment(home)` for a subprocess."""
+    """A running local hub: `.root` holds repositories, `.environment(home)` is for clients."""
     root = tmp_path / "hub"
     root.mkdir()
     with HubServer(root) as server:
@@ -185,7 +185,7 @@ def hub_server(tmp_path):
 
 @pytest.fixture
 def drawn_masks(monkeypatch):
-    """The list that every dropout mask drawn from here on goes to: what elements are scaled by."""
+    """A list of the dropout masks sampled during the test, each as the factors of elements."""
     import torch
 
     module, drawn = importlib.import_module("loralib.nn.dropout"), []

@@ -1,9 +1,9 @@
-"""Every entry point on input that is wrong: one line that says what it is, and nothing else.
+"""Every script ends with one line of error that says what is wrong with its input.
 
-Each row of a table is an input: the command line, and what its one line says. In `CALLS` a script
-runs in this process, as `python script.py` runs it, its last lines included; in `PROCESSES` and
-`SHELLS` as a process of its own. {bad} is a folder of files that are wrong in one way each, {good}
-one of sound files; messages leave these two out.
+Each row of a table is a wrong input: a command line, and a part of the message. Scripts in `CALLS`
+run in this process, as `python script.py` runs them; those in `PROCESSES` and `SHELLS` run in a
+process of their own. {bad} is a folder of files that are wrong in one way each, {good} a folder of
+valid files. Messages are compared without the paths of these two.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 TABLES = (wrong_calls_examples, wrong_calls_nlg, wrong_calls_utils)
 CALLS = {script: rows for table in TABLES for script, rows in table.CALLS.items()}
 COMMON = wrong_calls_examples.COMMON | wrong_calls_nlg.COMMON
-# A script with its arguments, and what the one line says.
+# A script with its arguments, and a part of its message.
 PROCESSES = [
     (
         "utils/download_glue_data.py --tasks MRPC --path_to_mrpc nowhere --data_dir out",
@@ -64,7 +64,7 @@ PROCESSES = [
         "zero_heads/config.json: num_attention_heads must be a positive integer, not 0",
     ),
 ]
-# The same of a shell script, with what is in its environment.
+# The same for shell scripts, with variables of their environment.
 SHELLS = [
     ("NLU/roberta_base_sst2.sh", {"NPROC": "none"}, "NPROC=none: must be a number of processes"),
     (
@@ -78,7 +78,7 @@ SHELLS = [
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    """A folder of sound files."""
+    """A folder of valid files."""
     return write_good(tmp_path_factory.mktemp("good"))
 
 
@@ -88,16 +88,16 @@ def bad(good, tmp_path_factory) -> Path:
     return write_bad(tmp_path_factory.mktemp("bad"), good)
 
 
-def lines_of(text: str) -> list[str]:
-    """What is said, without the usage that argparse puts before its errors."""
+def error_lines(text: str) -> list[str]:
+    """The lines with an error, without the usage that argparse prints before its errors."""
     assert "Traceback" not in text
-    said = re.sub(r"^usage: .*\n(?:\s.*\n)*", "", text, flags=re.MULTILINE)
-    return [line for line in said.splitlines() if "error" in line.lower()]
+    without_usage = re.sub(r"^usage: .*\n(?:\s.*\n)*", "", text, flags=re.MULTILINE)
+    return [line for line in without_usage.splitlines() if "error" in line.lower()]
 
 
 @pytest.fixture
 def call(monkeypatch, tmp_path, capsys):
-    """Runs a script as `python script.py` does; what it writes to stderr, and its exit status."""
+    """Runs a script as `python script.py` does; returns its stderr and its exit status."""
 
     def run(script: str, arguments: list[str]) -> tuple[str, int]:
         monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def call(monkeypatch, tmp_path, capsys):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
         finally:
             signal.signal(signal.SIGTERM, handler)
-        if isinstance(ended.value.code, str):  # Python writes it to stderr, and ends with 1
+        if isinstance(ended.value.code, str):  # Python prints it and exits with 1
             return capsys.readouterr().err + ended.value.code, 1
         return capsys.readouterr().err, ended.value.code
 
@@ -124,23 +124,23 @@ ROWS = [(script, *row) for script, rows in CALLS.items() for row in rows]
 
 
 @pytest.mark.parametrize(("script", "arguments", "message"), ROWS)
-def test_one_line_says_what_is_wrong(call, good, bad, tmp_path, script, arguments, message):
+def test_wrong_input_gives_one_line_of_error(call, good, bad, tmp_path, script, arguments, message):
     given = f"{COMMON.get(script, '')} {arguments}".replace("{rte}", wrong_calls_examples.RTE)
     given = given.replace("{own}", wrong_calls_examples.OWN)
     given = given.format(good=good, bad=bad)
     before = sorted([*good.rglob("*"), *bad.rglob("*")])
-    said, status = call(script, given.split())
+    stderr, status = call(script, given.split())
     assert status in (1, 2)
-    (line,) = lines_of(said)
+    (line,) = error_lines(stderr)
     assert line.startswith(f"{Path(script).name}: error: ")
     assert message in line.replace(f"{bad}/", "").replace(f"{good}/", "")
-    # Nothing was written but, at most, an empty folder for what was to come.
+    # Nothing was written, except perhaps an empty folder for the output.
     assert sorted([*good.rglob("*"), *bad.rglob("*")]) == before
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name[0] != "."] == []
 
 
-def ended(command: list, folder: Path, **environment: str) -> str:
-    """The one line with which a process ends that has to fail."""
+def failing_line(command: list, folder: Path, **environment: str) -> str:
+    """Runs a command that must fail, and returns its one line with an error."""
     home = {name: os.environ[name] for name in ("PATH", "HF_HOME", "HOME") if name in os.environ}
     done = subprocess.run(
         command,
@@ -152,33 +152,33 @@ def ended(command: list, folder: Path, **environment: str) -> str:
     )
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stdout
-    (line,) = lines_of(done.stderr)
+    (line,) = error_lines(done.stderr)
     return line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), PROCESSES)
-def test_a_process_of_its_own_says_it_in_one_line(good, bad, tmp_path, arguments, message):
+def test_a_process_prints_one_line_of_error(good, bad, tmp_path, arguments, message):
     script, *flags = arguments.format(good=good, bad=bad).split()
-    line = ended([sys.executable, ROOT / script, *flags], tmp_path)
+    line = failing_line([sys.executable, ROOT / script, *flags], tmp_path)
     assert message.format(good=good, bad=bad) in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "environment", "message"), SHELLS)
-def test_a_recipe_says_it_in_one_line(tmp_path, script, environment, message):
+def test_a_recipe_prints_one_line_of_error(tmp_path, script, environment, message):
     copy = tmp_path / script.partition("/")[0]
-    # What the machine has downloaded beside the recipe is no part of the test.
+    # Files downloaded next to the recipe are not part of the test.
     ignored = shutil.ignore_patterns("pretrained_checkpoints", "data", "vocab", "trained_models")
     shutil.copytree(ROOT / copy.name, copy, ignore=ignored)
-    # This Python is the recipe's too: another one may lack the project, which would be said first.
+    # The recipe has to find this Python: another one may lack the project and fail for that.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**environment, "PATH": path, "PYTHONPATH": str(ROOT)}
-    assert message in ended(["bash", tmp_path / script], copy, **environment)
+    assert message in failing_line(["bash", tmp_path / script], copy, **environment)
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "NLG/quickstart_e2e.sh"])
-def test_a_quickstart_that_is_given_arguments_does_not_begin(tmp_path, script):
+def test_quickstarts_with_arguments_do_not_run(tmp_path, script):
     (tmp_path / "script.sh").write_bytes((ROOT / script).read_bytes())
     for flag, status, says in (("--help", 0, "From nothing to a"), ("--bf16", 2, "no arguments")):
         done = subprocess.run(
@@ -190,8 +190,8 @@ def test_a_quickstart_that_is_given_arguments_does_not_begin(tmp_path, script):
 
 
 @pytest.mark.parametrize("named", ["E2E", "VOCAB"])
-def test_a_quickstart_that_is_given_one_folder_needs_the_other_as_well(tmp_path, named):
-    """And leaves an earlier result where it is."""
+def test_a_quickstart_given_one_folder_needs_the_other_too(tmp_path, named):
+    """It fails before it moves or replaces the output of an earlier run."""
     script = tmp_path / "NLG" / "quickstart_e2e.sh"
     earlier = script.parent / "quickstart_output"
     folders = {"E2E": tmp_path / "corpus", "VOCAB": tmp_path / "words"}
@@ -211,7 +211,7 @@ def test_a_quickstart_that_is_given_one_folder_needs_the_other_as_well(tmp_path,
         env={**others, named: str(folders[named])},
     )
     assert (done.returncode, done.stdout) == (1, "")
-    # Those of the other folder, at its default, and not of the one that has its files.
+    # Only files of the other folder are missing, which has its default path.
     other = "vocab/encoder.json vocab/vocab.bpe" if named == "E2E" else "data/e2e/valid.txt"
     assert f"error: no such files: {other} " in done.stderr
     assert str(folders[named]) not in done.stderr
@@ -228,13 +228,16 @@ def test_a_quickstart_that_is_given_one_folder_needs_the_other_as_well(tmp_path,
         ("run_tests.sh", "arguments go to pytest", False),
     ],
 )
-def test_a_script_that_is_asked_for_help_does_not_begin(tmp_path, script, says, refuses):
+def test_scripts_given_help_or_unknown_flags_do_not_run(tmp_path, script, says, refuses):
     path = tmp_path / script
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes((ROOT / script).read_bytes())
 
     def call(flag: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHON": "none"}  # nothing is installed if one does begin
+        environment = {
+            **os.environ,
+            "PYTHON": "none",
+        }  # installs nothing if it runs
         return subprocess.run(
             ["bash", path, flag], capture_output=True, text=True, cwd=tmp_path, env=environment
         )
@@ -251,8 +254,7 @@ def test_a_script_that_is_asked_for_help_does_not_begin(tmp_path, script, says, 
         assert "--with-test\n" in done.stderr
 
 
-def test_the_tables_are_as_long_as_they_claim():
-    """Forty kinds of input, over every script that is an entry point."""
+def test_the_tables_have_every_script_and_at_least_40_messages():
     scripts = {*CALLS, *(row[0].split()[0] for row in PROCESSES)}
     assert len({message for _, _, message in ROWS}) >= 40
     entries = [

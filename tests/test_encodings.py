@@ -1,4 +1,4 @@
-"""Text is read and written as UTF-8 on every system, whatever its locale says."""
+"""All code that reads or writes text names the encoding, so that no locale matters."""
 
 import ast
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 from places import ROOT
 
-ROOMS = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks", "docs")
-# Functions that take the locale's encoding, with the place of theirs among the positional ones.
-_PLACES = {"read_text": 0, "write_text": 1, "open": 3, "fdopen": 3}
+FOLDERS = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks", "docs")
+# Functions whose default is the locale's encoding -> the position of their argument for it.
+_POSITIONS = {"read_text": 0, "write_text": 1, "open": 3, "fdopen": 3}
 
 
-def unnamed(source: str) -> Iterator[int]:
-    """The lines of a module in which text is read or written and no encoding is named."""
+def lines_without_encoding(source: str) -> Iterator[int]:
+    """The lines of a module that read or write text without naming an encoding."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -24,33 +24,33 @@ def unnamed(source: str) -> Iterator[int]:
         is_text = any(
             getattr(given.get(flag), "value", False) for flag in ("text", "universal_newlines")
         )
-        if is_text or (name in _PLACES and not _is_sound(node, name, is_method, given)):
+        if is_text or (name in _POSITIONS and not _is_fine(node, name, is_method, given)):
             yield node.lineno
 
 
-def _is_sound(node: ast.Call, name: str, is_method: bool, given: dict[str, ast.expr]) -> bool:
-    """Whether a call names its encoding by place, is of bytes, or not of a file of text at all."""
-    if name == "open" and is_method:  # os.open, Image.open, those of archives
+def _is_fine(node: ast.Call, name: str, is_method: bool, given: dict[str, ast.expr]) -> bool:
+    """Whether a call gives its encoding by position, or reads and writes no text."""
+    if name == "open" and is_method:  # os.open, Image.open, archives' open
         return True
     if name in ("open", "fdopen"):
         mode = given.get("mode", node.args[1] if len(node.args) > 1 else None)
         if "b" in getattr(mode, "value", "b" if mode is not None else "r"):
             return True
-    return len(node.args) > _PLACES[name]
+    return len(node.args) > _POSITIONS[name]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_room_names_the_encoding_of_its_text(room):
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_names_the_encoding_of_its_text(folder):
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for line in unnamed(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line in lines_without_encoding(path.read_text(encoding="utf-8"))
     ]
     assert found == []
 
 
 @pytest.mark.parametrize(
-    ("call", "is_unnamed"),
+    ("call", "is_found"),
     [
         ("open(path)", True),
         ("open(path, 'w')", True),
@@ -69,5 +69,5 @@ def test_every_room_names_the_encoding_of_its_text(room):
         ("run(command)", False),
     ],
 )
-def test_what_is_found(call, is_unnamed):
-    assert list(unnamed(call)) == [1] * is_unnamed
+def test_calls_without_an_encoding_are_found(call, is_found):
+    assert list(lines_without_encoding(call)) == [1] * is_found

@@ -1,6 +1,6 @@
-"""A table of families × what is done to models: each test runs for every family.
+"""Tests that run for every family: logits, gradients, saving and loading, merging, banks.
 
-The numbers to meet are PEFT's, on upstream's models, or follow from W + alpha / r · B A.
+The expected numbers are PEFT's on upstream's models, or follow from W + alpha / r · B A.
 """
 
 import copy
@@ -21,7 +21,7 @@ from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
 from loralib.training.precision import cast_frozen
 
-# The release's DeBERTa had LoRA that relative positions do not reach.
+# In the release, DeBERTa's LoRA does not reach relative positions.
 FORBIDDEN = {("deberta", "release"): "reaches positions"}
 
 
@@ -32,7 +32,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """The fixture's bases, by family."""
+    """Family -> the folder of its base in the PEFT fixture."""
     root = tmp_path_factory.mktemp("bases")
     return {family.name: PEFT.write_base(root / family.name, family.name) for family in FAMILIES}
 
@@ -44,7 +44,7 @@ def base(bases, family):
 
 @pytest.fixture
 def adapter(family, tmp_path):
-    """PEFT's, as this project reads it."""
+    """An adapter of PEFT's, as this project reads it."""
     return read_adapter(PEFT.write_adapter(tmp_path / "pefts", family.case))
 
 
@@ -56,7 +56,7 @@ def plain(family, base):
 
 @pytest.fixture
 def model(family, base, adapter):
-    """The base with LoRA layers, which hold the adapter."""
+    """The base with the adapter in LoRA layers."""
     return family.open(base, adapter)
 
 
@@ -77,8 +77,8 @@ def lora_tensors(model):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_logits_are_pefts_on_upstreams_model(family, model, plain, training):
-    """By either path: merged in evaluation mode, as a branch in training mode."""
+def test_logits_match_pefts_on_upstreams_model(family, model, plain, training):
+    """Both merged, in evaluation mode, and as a separate branch, in training mode."""
     model.train(training)
     expected = PEFT.logits(family.case)
     if not training:
@@ -91,12 +91,12 @@ def test_logits_are_pefts_on_upstreams_model(family, model, plain, training):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradients_are_those_of_the_dense_sum(family, model, plain, training):
+def test_gradients_match_those_of_a_dense_weight_plus_delta(family, model, plain, training):
     lora.mark_only_lora_as_trainable(model)
     model.train(training)
     layers = lora_layers(model)
-    held = dict(plain.named_parameters())
-    held |= {name: tensor for name, tensor in model.state_dict().items() if name in held}
+    weights = dict(plain.named_parameters())
+    weights |= {name: tensor for name, tensor in model.state_dict().items() if name in weights}
     trained = {}
     for name, layer in layers.items():
         A, B = (
@@ -104,26 +104,26 @@ def test_gradients_are_those_of_the_dense_sum(family, model, plain, training):
         )
         trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
         weight = plain.get_parameter(f"{name}.weight").detach()
-        held[f"{name}.weight"] = weight + layer.scaling * family.delta(A, B)
-    expected = family.logits(_Holding(plain, held), PEFT.ids, PEFT.mask)
+        weights[f"{name}.weight"] = weight + layer.scaling * family.delta(A, B)
+    expected = family.logits(_WithTensors(plain, weights), PEFT.ids, PEFT.mask)
     ours = family.logits(model, PEFT.ids, PEFT.mask)
     close(ours, expected)
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
-    (expected * weights).sum().backward()
-    (ours * weights).sum().backward()
+    probe = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    (expected * probe).sum().backward()
+    (ours * probe).sum().backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("lora_" in name), name
         if "lora_" in name:
             theirs = trained[name].grad
             assert theirs.norm() > 0
-            # Each of the table's logits adds to it.
+            # Every logit adds one more term.
             assert_close_to_rounding(
                 parameter.grad, theirs, TERMS + ours.numel(), magnitude=float(theirs.abs().max())
             )
 
 
-class _Holding(torch.nn.Module):
-    """A model that computes with these tensors in place of its own."""
+class _WithTensors(torch.nn.Module):
+    """A model that computes with the given tensors instead of its own."""
 
     def __init__(self, model, tensors):
         super().__init__()
@@ -137,7 +137,7 @@ class _Holding(torch.nn.Module):
 
 
 @pytest.mark.parametrize("with_lora", [False, True])
-def test_a_padded_batch_gives_what_its_rows_give(family, model, plain, with_lora):
+def test_a_padded_batch_matches_its_rows_computed_alone(family, model, plain, with_lora):
     model = model if with_lora else plain
     batch = logits_of(family, model)
     for row, length in enumerate(PEFT.mask.sum(dim=1).tolist()):
@@ -146,7 +146,7 @@ def test_a_padded_batch_gives_what_its_rows_give(family, model, plain, with_lora
         close(batch[row, :length] if batch.dim() == 3 else batch[row], alone)
 
 
-def test_what_stands_at_padding_does_not_matter(family, model):
+def test_tokens_at_padding_do_not_matter(family, model):
     other = PEFT.ids.masked_fill(PEFT.mask == 0, 7)
     close(logits_of(family, model, other), logits_of(family, model))
 
@@ -155,14 +155,14 @@ def test_what_stands_at_padding_does_not_matter(family, model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_frozen_weights_in_half_precision(family, model, dtype):
-    """What is trained stays in float32."""
+def test_frozen_weights_may_be_in_half_precision(family, model, dtype):
+    """Trained weights stay in float32, and the results are close to those in float32."""
     lora.mark_only_lora_as_trainable(model)
     cast_frozen(model, dtype)
     for parameter in model.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else dtype)
     ours, exact = family.logits(model, PEFT.ids, PEFT.mask), PEFT.logits(family.case)
-    # Of some dozens of roundings that follow one another the root remains.
+    # The error grows with the root of the number of successive roundings, which is some dozens.
     assert 0 < (ours - exact).norm() < 16 * torch.finfo(dtype).eps * exact.norm()
     ours.float().square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -174,7 +174,7 @@ def test_frozen_weights_in_half_precision(family, model, dtype):
 
 
 @pytest.mark.parametrize("format", TARGETS)
-def test_saved_and_loaded_it_keeps_every_bit(family, model, base, format, tmp_path):
+def test_saving_and_loading_keeps_every_bit(family, model, base, format, tmp_path):
     saved = read_adapter(family.write(model, tmp_path))
     assert_same_bits({n: t for n, t in saved.tensors.items() if "lora_" in n}, lora_tensors(model))
     path = tmp_path / TARGETS[format]
@@ -190,7 +190,7 @@ def test_saved_and_loaded_it_keeps_every_bit(family, model, base, format, tmp_pa
 
 
 @pytest.mark.parametrize("change", ["rank", "alpha", "base"])
-def test_what_was_trained_otherwise_is_refused(family, model, tmp_path, change):
+def test_adapters_of_another_rank_alpha_or_base_are_refused(family, model, tmp_path, change):
     adapter = read_adapter(family.write(model, tmp_path))
     metadata = adapter.metadata
     other = {
@@ -227,7 +227,7 @@ def test_merging_a_file_gives_pefts_logits(family, adapter, plain):
 # ---- PEFT ----
 
 
-def test_what_pefts_folder_holds_is_written_as_it_was(family, adapter, tmp_path):
+def test_pefts_adapter_survives_writing_and_reading_a_peft_folder(family, adapter, tmp_path):
     write_adapter(tmp_path / "ours", adapter, "peft")
     again = read_adapter(tmp_path / "ours")
     assert_same_bits(again.tensors, adapter.tensors)
@@ -239,8 +239,8 @@ def test_what_pefts_folder_holds_is_written_as_it_was(family, adapter, tmp_path)
 
 
 @pytest.mark.parametrize("names", ["pefts", "pefts other pefts other", "other pefts pefts other"])
-def test_a_bank_gives_what_a_model_of_its_own_gives(family, base, plain, adapter, names):
-    adapters = {"pefts": adapter, "other": _rolled(adapter)}
+def test_a_bank_matches_a_merged_model_of_each_adapter(family, base, plain, adapter, names):
+    adapters = {"pefts": adapter, "other": _with_columns_reversed(adapter)}
     own = {}
     for name, one in adapters.items():
         merged = family.open(base, None)
@@ -259,8 +259,8 @@ def test_a_bank_gives_what_a_model_of_its_own_gives(family, base, plain, adapter
     assert torch.equal(logits_of(family, plain), alone)
 
 
-def _rolled(adapter):
-    """Another adapter of the same shapes: its ranks are exchanged in A alone."""
+def _with_columns_reversed(adapter):
+    """Another adapter of the same shapes: A with its columns in reverse order, and the same B."""
     tensors = {
         name: tensor.flip(1) if name.endswith("lora_A") else tensor
         for name, tensor in adapter.tensors.items()

@@ -1,4 +1,4 @@
-"""The process that forks the tests' processes outlives whatever they and their callers do."""
+"""The process that forks the tests' processes survives failures of its forks and its callers."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def forking():
-    """One of this file's own: no other test's processes disturb it."""
+    """One for this file alone, so that no process of another test disturbs it."""
     return Prepared("NLG")
 
 
@@ -22,7 +22,7 @@ def run_one(forking: Prepared, status: int) -> int:
 
 
 def test_forks_that_end_at_once_are_all_answered_for(forking, tmp_path):
-    """Their ends interrupt each other's handling, which must not take a status twice."""
+    """The signal of one fork's end may interrupt the handling of another's."""
     code = """
 import fcntl, os, sys
 print("here", flush=True)

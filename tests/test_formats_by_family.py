@@ -1,9 +1,9 @@
-"""A table of families × formats: what is written and read again, and what is refused.
+"""Every family in every format: bit-exact round trips, conversion, merging, and what is refused.
 
-A row is an adapter of a family; DeBERTa-v2 has three, by what its LoRA does to the positions that
-share projections with contents. A column is a format that `write_adapter` writes, or "merged", what
-utils/convert.py makes of an adapter and its base. A pair is either kept to the bit or forbidden,
-for the reason that `FORBIDDEN` names.
+A row is an adapter of a family. DeBERTa-v2 has three, which differ in whether LoRA reaches relative
+positions, and in whether these share their projections with contents. A column is a format that
+`write_adapter` writes, or "merged", which utils/convert.py makes of an adapter and its base. A pair
+of both is either bit-exact, or refused for the reason in `FORBIDDEN`.
 """
 
 import itertools
@@ -41,11 +41,11 @@ class Row:
     """An adapter of a family.
 
     Args:
-        name: of the row.
-        family: as in adapter_files; "plain" is a model of no registered family.
-        positions: the metadata's.
-        said: what the metadata say besides, such as the variant.
-        tensors: the shapes of the adapter's tensors that are not the family's.
+        name: the row's name in test ids.
+        family: as in adapter_files.py; "plain" is a model of no registered family.
+        positions: `positions` of the metadata.
+        metadata: further fields of the metadata, such as the variant.
+        tensors: the shapes of tensors that replace those of the family or are added to them.
         base: settings of the base's model.
         lora: settings of the model with LoRA.
     """
@@ -53,15 +53,15 @@ class Row:
     name: str
     family: str
     positions: bool | None = None
-    said: tuple[tuple[str, object], ...] = ()
+    metadata: tuple[tuple[str, object], ...] = ()
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     base: tuple[tuple[str, object], ...] = ()
     lora: tuple[tuple[str, object], ...] = ()
 
     def adapter(self, dtype=torch.float32):
-        """With all metadata; among its values are a negative zero and subnormal numbers."""
+        """The adapter, with all metadata; its values include a negative zero and a subnormal."""
         adapter = adapter_of(self.family, dtype)
-        metadata = replace(adapter.metadata, positions=self.positions, **dict(self.said))
+        metadata = replace(adapter.metadata, positions=self.positions, **dict(self.metadata))
         own = {name: drawn(*shape, dtype=dtype) for name, shape in self.tensors}
         return replace(adapter, tensors={**adapter.tensors, **own}, metadata=metadata)
 
@@ -79,30 +79,30 @@ ROWS = (
     Row("deberta-unshared", "deberta", base=(("share_att_key", False),)),
     Row("gpt2", "gpt2"),
     Row("any-model", "plain"),
-    Row("rslora", "roberta", said=(("variant", "rslora"),), lora=(("lora_variant", "rslora"),)),
+    Row("rslora", "roberta", metadata=(("variant", "rslora"),), lora=(("lora_variant", "rslora"),)),
     Row(
         "dora",
         "roberta",
-        said=(("variant", "dora"),),
+        metadata=(("variant", "dora"),),
         tensors=MAGNITUDES,
         lora=(("lora_variant", "dora"),),
     ),
     Row(
         "rslora+dora",
         "roberta",
-        said=(("variant", "rslora+dora"), ("freeze_A", True)),
+        metadata=(("variant", "rslora+dora"), ("freeze_A", True)),
         tensors=MAGNITUDES,
         lora=(("lora_variant", "rslora+dora"), ("lora_freeze_A", True)),
     ),
     Row(
         "patterns",
         "roberta",
-        said=PATTERNS,
+        metadata=PATTERNS,
         tensors=OF_RANK_3,
         lora=(("lora_rank_pattern", {QUERY: 3}), ("lora_alpha_pattern", {QUERY: 0.75})),
     ),
-    Row("embedding", "plain", said=(("embeddings", ("last",)),)),
-    Row("slices", "plain", said=(("slices", {"last": (True, False)}),)),
+    Row("embedding", "plain", metadata=(("embeddings", ("last",)),)),
+    Row("slices", "plain", metadata=(("slices", {"last": (True, False)}),)),
 )
 CONTENTS = "its LoRA does not reach positions, as in the release"
 POSITIONS = "its LoRA reaches positions (lora_positions), but the release's does not"
@@ -120,24 +120,24 @@ FORBIDDEN = {
     ("slices", "release"): "its metadata has slices, which this format cannot record",
     ("slices", "merged"): NO_FAMILY,
 }
-KEPT = [
+ALLOWED = [
     (row, format)
     for row, format in itertools.product(ROWS, FORMATS)
     if (row.name, format) not in FORBIDDEN
 ]
-MERGED = [row for row in ROWS if (row.name, "merged") not in FORBIDDEN]
+MERGEABLE = [row for row in ROWS if (row.name, "merged") not in FORBIDDEN]
 
 
 def pairs(cases):
-    """Pairs of a row and formats as pytest's parameters."""
+    """Tuples of a row and formats, as parameters with ids."""
     return [pytest.param(*case, id="-".join((case[0].name, *case[1:]))) for case in cases]
 
 
-def held(row, format):
-    """The metadata that a format gives back when alpha is given with it."""
+def expected_metadata(row, format):
+    """The metadata that is read from a format if alpha is given."""
     metadata = row.adapter().metadata
     if format == "release" and row.family != "gpt2":
-        # Its tensors say rank and targets; the release's DeBERTa had no LoRA on positions.
+        # Its tensors give rank and targets. The release's DeBERTa has no LoRA on positions.
         positions = False if row.family == "deberta" else None
         return LoraMetadata(
             rank=metadata.rank, alpha=metadata.alpha, targets=metadata.targets, positions=positions
@@ -146,7 +146,7 @@ def held(row, format):
 
 
 def sources(path, format):
-    """All that may be given for what was written to a path."""
+    """All paths by which an adapter that was written to `path` can be read."""
     if format != "peft":
         return path, str(path)
     return path, str(path), path / CONFIG_NAME, path / WEIGHTS_NAMES[0]
@@ -156,27 +156,27 @@ def sources(path, format):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize(("row", "format"), pairs(KEPT))
-def test_it_keeps_every_bit_and_the_metadata(row, format, dtype, tmp_path):
+@pytest.mark.parametrize(("row", "format"), pairs(ALLOWED))
+def test_a_round_trip_keeps_every_bit_and_the_metadata(row, format, dtype, tmp_path):
     given, path = row.adapter(dtype), tmp_path / TARGETS[format]
     write_adapter(path, given, format)
-    expected = held(row, format)
+    expected = expected_metadata(row, format)
     for source in sources(path, format):
         read = read_adapter(source, lora_alpha=given.metadata.alpha)
         assert_same_bits(read.tensors, given.tensors)
         assert read.metadata == expected
         assert read.format == ("plain" if (row.family, format) == ("plain", "release") else format)
-        # Without alpha, a format either holds all of it or says nothing.
+        # Without alpha, a format gives all of the metadata or none.
         alone = read_adapter(source)
         assert alone.metadata == (expected if expected == given.metadata else None)
 
 
 @pytest.mark.parametrize(
     ("row", "start", "format"),
-    pairs((row, start, end) for (row, start), end in itertools.product(KEPT, FORMATS)),
+    pairs((row, start, end) for (row, start), end in itertools.product(ALLOWED, FORMATS)),
 )
-def test_from_one_format_into_another(row, start, format, tmp_path):
-    """What the first format lost stays lost, and what both hold is the same, to the bit."""
+def test_converting_one_format_into_another(row, start, format, tmp_path):
+    """Tensors are bit-exact. Metadata that the first format does not record is lost."""
     given, (first, second) = row.adapter(), (tmp_path / "first", tmp_path / "second")
     for folder in (first, second):
         folder.mkdir()
@@ -184,7 +184,7 @@ def test_from_one_format_into_another(row, start, format, tmp_path):
     current = read_adapter(first / TARGETS[start], lora_alpha=given.metadata.alpha)
     reason = FORBIDDEN.get((row.name, format))
     if row.name == "deberta-unshared" and (start, format) == ("release", "peft"):
-        reason = CONTENTS  # that its base shares none is in no file of the release's
+        reason = CONTENTS  # the release's files do not record that the base shares no projections
     if reason:
         with pytest.raises(NeedsMergingError) as caught:
             write_adapter(second / TARGETS[format], current, format)
@@ -195,8 +195,8 @@ def test_from_one_format_into_another(row, start, format, tmp_path):
     again = read_adapter(second / TARGETS[format], lora_alpha=given.metadata.alpha)
     assert_same_bits(again.tensors, given.tensors)
     nothing_lost = current.metadata == given.metadata
-    expected = held(row, format) if nothing_lost else current.metadata
-    if format == "peft":  # whose task says the head, as the tensors do
+    expected = expected_metadata(row, format) if nothing_lost else current.metadata
+    if format == "peft":  # whose task type names the head, as the tensors do
         expected = replace(expected, head=given.head)
     assert again.metadata == expected
 
@@ -205,63 +205,63 @@ def test_from_one_format_into_another(row, start, format, tmp_path):
 
 
 def merge(source, base, out, *flags):
-    """What ``utils/convert.py --to merged`` does."""
+    """Runs ``utils/convert.py --to merged``."""
     arguments = (source, out, "--to", "merged", "--base", base, *flags)
     convert.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """An adapter of each row's family on a base, and the logits of both."""
+    """Row -> an adapter of its family, the base, and the logits of the base with the adapter."""
     folder = tmp_path_factory.mktemp("trained")
     return {
         row.name: train(
             make_base(folder / row.name, row.family, **dict(row.base)), row.family, **dict(row.lora)
         )
-        for row in MERGED
+        for row in MERGEABLE
     }
 
 
-@pytest.mark.parametrize("row", MERGED, ids=lambda row: row.name)
-def test_merged_is_the_same_from_every_format(row, trained, tmp_path):
-    given, found = trained[row.name], []
+@pytest.mark.parametrize("row", MERGEABLE, ids=lambda row: row.name)
+def test_merging_gives_the_same_file_from_every_format(row, trained, tmp_path):
+    given, merged = trained[row.name], []
     assert given.adapter.metadata.positions == row.positions
-    for format in [format for kept, format in KEPT if kept == row]:
+    for format in [format for other, format in ALLOWED if other == row]:
         source, out = tmp_path / format / TARGETS[format], tmp_path / f"merged from {format}"
         source.parent.mkdir()
         write_adapter(source, given.adapter, format)
         flags = [] if read_adapter(source).metadata else ["--lora_alpha", 6]
         merge(source, given.base, out, *flags)
         close(plain_logits(out, row.family), given.logits)
-        found.append((out / "model.safetensors").read_bytes())
-    assert len(found) >= 2
-    assert len(set(found)) == 1
+        merged.append((out / "model.safetensors").read_bytes())
+    assert len(merged) >= 2
+    assert len(set(merged)) == 1
 
 
-@pytest.mark.parametrize("row", MERGED, ids=lambda row: row.name)
-def test_merged_leaves_what_was_not_adapted_as_it_was(row, trained, tmp_path):
+@pytest.mark.parametrize("row", MERGEABLE, ids=lambda row: row.name)
+def test_merging_changes_adapted_weights_only(row, trained, tmp_path):
     given = trained[row.name]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     merge(tmp_path / "in.safetensors", given.base, tmp_path / "out")
     merged, _ = read_tensors(tmp_path / "out" / "model.safetensors")
     adapted = {name.rpartition(".")[0] for name in given.adapter.tensors if "lora_" in name}
-    kept = 0
+    unchanged = 0
     for name, tensor in read_tensors(given.base / "model.safetensors")[0].items():
         full = next((known for known in merged if f".{known}".endswith(f".{name}")), None)
         if full is None:
-            assert name.startswith("pooler.")  # which a classifier of RoBERTa's does not use
+            assert name.startswith("pooler.")  # which RoBERTa's classifiers do not use
         elif full.endswith("weight") and full.rpartition(".")[0] in adapted:
             assert not torch.equal(merged[full], tensor)
         else:
             assert_same_bits({full: merged[full]}, {full: tensor})
-            kept += 1
-    assert kept > len(adapted)
+            unchanged += 1
+    assert unchanged > len(adapted)
 
 
 # ---- refused ----
 
 
-@pytest.mark.parametrize(("row", "format"), pairs(KEPT))
+@pytest.mark.parametrize(("row", "format"), pairs(ALLOWED))
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_damaged_files_are_refused(row, format, damage, tmp_path):
     path = tmp_path / TARGETS[format]
@@ -270,7 +270,7 @@ def test_damaged_files_are_refused(row, format, damage, tmp_path):
     content = bytearray(file.read_bytes())
     if damage == "cut":
         del content[-9:]
-    else:  # a bit of a value: torch's archives end with a list of their records
+    else:  # flips a bit of a value: torch's archives end with other data, a list of their records
         tensor = max(row.adapter().tensors.values(), key=torch.numel)
         values = tensor.numpy().tobytes() if format == "release" else bytes(content[-4:])
         content[content.rindex(values)] ^= 1
@@ -278,8 +278,8 @@ def test_damaged_files_are_refused(row, format, damage, tmp_path):
     refused(lambda: read_adapter(path, lora_alpha=3), file)
 
 
-@pytest.mark.parametrize("row", MERGED, ids=lambda row: row.name)
-def test_a_merged_folder_that_is_damaged_is_refused(row, trained, tmp_path):
+@pytest.mark.parametrize("row", MERGEABLE, ids=lambda row: row.name)
+def test_a_merged_folder_is_no_adapter_and_is_refused_if_damaged(row, trained, tmp_path):
     given = trained[row.name]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     merge(tmp_path / "in.safetensors", given.base, tmp_path / "out")
@@ -292,8 +292,8 @@ def test_a_merged_folder_that_is_damaged_is_refused(row, trained, tmp_path):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_of_something_else_are_refused(row, format, tmp_path):
-    """The format's file with a head alone; for PEFT, with another method's settings."""
+def test_files_without_lora_are_refused(row, format, tmp_path):
+    """The format's file with only a head; for PEFT, a folder with another method's settings."""
     tensors = {name: t for name, t in tensors_of(row.family).items() if "lora_" not in name}
     tensors = tensors or {"some.weight": torch.ones(2, 2)}
     path = tmp_path / TARGETS[format]

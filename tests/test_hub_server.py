@@ -1,4 +1,4 @@
-"""The local hub of the tests, as huggingface_hub and datasets see it."""
+"""Tests of the local hub server, as huggingface_hub and datasets use it."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def hub(hub_server):
     return hub_server
 
 
-def python(hub, home, code: str, **environment: str) -> list[str]:
+def run_python(hub, home, code: str, **environment: str) -> list[str]:
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=hub.environment(home, **environment),
@@ -88,16 +88,16 @@ def python(hub, home, code: str, **environment: str) -> list[str]:
 
 @pytest.mark.slow
 def test_download_then_cache_then_offline(hub, tmp_path):
-    assert python(hub, tmp_path / "home", DOWNLOAD) == ["True"]
+    assert run_python(hub, tmp_path / "home", DOWNLOAD) == ["True"]
     assert [r.path for r in hub.downloads()] == ["/org/tiny/resolve/main/deep/weights.bin"]
 
     hub.requests.clear()
-    assert python(hub, tmp_path / "home", DOWNLOAD) == ["True"]
+    assert run_python(hub, tmp_path / "home", DOWNLOAD) == ["True"]
     assert hub.requests
     assert hub.downloads() == []
 
     hub.requests.clear()
-    assert python(hub, tmp_path / "home", DOWNLOAD, HF_HUB_OFFLINE="1") == ["True"]
+    assert run_python(hub, tmp_path / "home", DOWNLOAD, HF_HUB_OFFLINE="1") == ["True"]
     assert hub.requests == []
 
 
@@ -106,7 +106,7 @@ def test_download_then_cache_then_offline(hub, tmp_path):
     ("token", "secret"), [({}, "RepositoryNotFoundError"), ({"HF_TOKEN": "hf_open"}, "found")]
 )
 def test_errors_and_listings(hub, tmp_path, token, secret):
-    assert python(hub, tmp_path / "home", ERRORS, **token) == [
+    assert run_python(hub, tmp_path / "home", ERRORS, **token) == [
         "RemoteEntryNotFoundError",
         "RepositoryNotFoundError",
         secret,
@@ -115,7 +115,7 @@ def test_errors_and_listings(hub, tmp_path, token, secret):
     ]
 
 
-def test_part_of_a_file(hub):
+def test_a_range_of_a_file_is_served(hub):
     url = f"{hub.url}/org/tiny/resolve/main/deep/weights.bin"
     request = urllib.request.Request(url, headers={"Range": "bytes=250-"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
@@ -124,7 +124,7 @@ def test_part_of_a_file(hub):
         assert response.read() == bytes(range(250, 256))
 
 
-def test_commit_follows_the_content(hub):
+def test_the_commit_changes_with_the_content(hub):
     def commit():
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             f"{hub.url}/api/models/org/tiny"
@@ -138,7 +138,7 @@ def test_commit_follows_the_content(hub):
 
 
 @pytest.mark.slow
-def test_load_dataset(hub, tmp_path):
+def test_load_dataset_then_offline(hub, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table
     folder = hub.root / "datasets" / "nyu-mll" / "glue"
@@ -148,8 +148,8 @@ def test_load_dataset(hub, tmp_path):
     for split in ("train", "validation"):
         parquet.write_table(table(rows), folder / "rte" / f"{split}-00000-of-00001.parquet")
     expected = ["{'train': 2, 'validation': 2}", "['entailment', 'not_entailment'] ['a', 'b']"]
-    assert python(hub, tmp_path / "home", LOAD_GLUE) == expected
+    assert run_python(hub, tmp_path / "home", LOAD_GLUE) == expected
 
     hub.requests.clear()
-    assert python(hub, tmp_path / "home", LOAD_GLUE, HF_HUB_OFFLINE="1") == expected
+    assert run_python(hub, tmp_path / "home", LOAD_GLUE, HF_HUB_OFFLINE="1") == expected
     assert hub.requests == []

@@ -1,4 +1,4 @@
-"""Imports run one way: tools → the two trees → loralib, and within loralib from room to room."""
+"""Imports run one way: from tools to NLU and NLG to loralib, and within loralib as in a table."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Of each part of the project, the others that it may import.
+# Part of the project -> the other parts that it may import.
 PARTS = {
     "loralib": set(),
     "NLU": {"loralib"},
@@ -17,8 +17,8 @@ PARTS = {
     "utils": {"NLU", "NLG", "loralib"},
     "benchmarks": {"NLU", "NLG", "loralib"},
 }
-# Of each room of loralib, the others that it may import.
-ROOMS = {
+# Module or subpackage of loralib -> the others that it may import.
+MODULES = {
     "text": set(),
     "errors": {"text"},
     "arguments": {"errors", "text"},
@@ -181,7 +181,7 @@ ROOMS = {
 
 
 def imported(path: Path, package: str | None = None) -> Iterator[str]:
-    """The dotted names that a file imports, in functions too; relative ones with a `package`."""
+    """The dotted names that a file imports, in functions too; relative imports need `package`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -203,7 +203,7 @@ def modules_of(part: Path) -> set[str]:
 
 
 def wrong_imports_of_parts(root: Path, allowed: Mapping[str, set[str]]) -> list[str]:
-    """Imports from part to part that are not allowed, as ``file: name``."""
+    """Imports of other parts that are not allowed, as ``file: name``."""
     known = {part: modules_of(root / part) - {"setup"} for part in allowed}
     wrong = []
     for part in allowed:
@@ -215,29 +215,29 @@ def wrong_imports_of_parts(root: Path, allowed: Mapping[str, set[str]]) -> list[
     return wrong
 
 
-def wrong_imports_of_rooms(package: Path, allowed: Mapping[str, set[str]]) -> list[str]:
-    """Imports from room to room that are not allowed, as ``file: room``; its door may all."""
+def wrong_imports_of_modules(package: Path, allowed: Mapping[str, set[str]]) -> list[str]:
+    """Imports within a package that are not allowed, as ``file: module``; __init__.py may all."""
     wrong = []
     for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).parts[0].removesuffix(".py")
-        if room == "__init__":
+        module = path.relative_to(package).parts[0].removesuffix(".py")
+        if module == "__init__":
             continue
         above = ".".join([package.name, *path.relative_to(package).parts[:-1]])
         names = (name.split(".") for name in imported(path, above))
-        rooms = {name[1] for name in names if name[0] == package.name and len(name) > 1}
-        found = rooms & set(allowed) - allowed[room] - {room}
+        modules = {name[1] for name in names if name[0] == package.name and len(name) > 1}
+        found = modules & set(allowed) - allowed[module] - {module}
         wrong += [f"{path}: {other}" for other in sorted(found)]
     return wrong
 
 
-def test_of_the_project():
+def test_parts_import_what_they_may():
     assert wrong_imports_of_parts(ROOT, PARTS) == []
 
 
-def test_within_loralib():
+def test_loralibs_modules_import_what_they_may():
     names = {path.stem for path in (ROOT / "loralib").iterdir() if not path.name.startswith("__")}
-    assert names <= set(ROOMS)
-    assert wrong_imports_of_rooms(ROOT / "loralib", ROOMS) == []
+    assert names <= set(MODULES)
+    assert wrong_imports_of_modules(ROOT / "loralib", MODULES) == []
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_a_wrong_import_of_a_part_is_found(tmp_path, file, text, wrong):
         ("serving/bank.py", "from ..adapters.peft import x\nfrom .rows import y", None),
     ],
 )
-def test_a_wrong_import_of_a_room_is_found(tmp_path, file, text, wrong):
+def test_a_wrong_import_of_a_module_is_found(tmp_path, file, text, wrong):
     path = tmp_path / "loralib" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     expected = [f"{path}: {wrong}"] if wrong else []
-    assert wrong_imports_of_rooms(tmp_path / "loralib", ROOMS) == expected
+    assert wrong_imports_of_modules(tmp_path / "loralib", MODULES) == expected

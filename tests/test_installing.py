@@ -1,4 +1,4 @@
-"""What is installed: the two wheels, and conda's environment."""
+"""Tests of installing: the two wheels, conda's environment, and make_environment.sh."""
 
 import re
 import shlex
@@ -14,14 +14,14 @@ import pytest
 import yaml
 from places import ROOT
 
-# A wheel's name, the folder of its setup.py, that of its package, and the package.
+# Wheel -> the folder of its setup.py, the folder of its package, and the package.
 WHEELS = {
     "loralib": ("", "", "loralib"),
     "transformers": ("NLU", "NLU/src", "transformers"),
 }
-# Of the packages' files; others that lie there, such as a file manager's, are not theirs.
+# Of the packages' files. Others, such as a file manager's, may lie in their folders.
 SUFFIXES = (".py", ".json", ".typed")
-# What loralib's other rooms and the other parts of the project need, and its layers do not.
+# What other parts of loralib and of the project need, but loralib's layers do not.
 NOT_TORCH = ("datasets", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "transformers")
 
 
@@ -32,7 +32,7 @@ def pip(*arguments: object) -> None:
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:
-    """What git ignores in a folder of the project, and git's own."""
+    """The names in a folder of the project that git ignores, and .git."""
     lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     patterns = [".git", *(line.strip("/") for line in lines if line and line[0] != "#")]
     inside = Path(folder).relative_to(ROOT)
@@ -46,7 +46,7 @@ def ignored(folder: str, names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, Path]:
-    """Built offline from a copy of the project, in which the build may leave its files."""
+    """Name -> wheel, built offline from a copy of the project, in which builds leave files."""
     copy, built = tmp_path_factory.mktemp("copy") / "project", tmp_path_factory.mktemp("wheels")
     shutil.copytree(ROOT, copy, ignore=ignored)
     for folder, _, _ in WHEELS.values():
@@ -63,7 +63,7 @@ def target(wheels, tmp_path_factory) -> Path:
 
 
 def run(code: str, target: Path) -> str:
-    """What code prints that finds the target folder's packages first."""
+    """Returns what code prints that finds the packages in `target` before others."""
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{code}"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_a_wheel_has_its_package_and_nothing_else(wheels, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHEELS)
-def test_a_wheel_says_what_it_needs(wheels, name):
+def test_a_wheel_declares_its_requirements(wheels, name):
     with zipfile.ZipFile(wheels[name]) as wheel:
         (path,) = (file for file in wheel.namelist() if file.endswith(".dist-info/METADATA"))
         metadata = wheel.read(path).decode()
@@ -101,7 +101,7 @@ def test_a_wheel_says_what_it_needs(wheels, name):
     needs = re.findall(r"^Requires-Dist: ([\w-]+)(?:[^;\n]*)$", metadata, re.M)
     assert "torch" in needs
     assert ("loralib" in needs) is (name == "transformers")
-    # The library alone brings none of the fork's.
+    # loralib alone does not require what only the fork needs.
     assert name != "loralib" or set(needs) == {"filelock", "numpy", "safetensors", "torch"}
 
 
@@ -131,13 +131,13 @@ def version_of(path: str) -> str:
 
 
 def supported() -> tuple[int, int]:
-    """The oldest and the newest minor version of Python 3 that make_environment.sh takes."""
+    """The oldest and the newest minor version of Python 3 that make_environment.sh accepts."""
     script = (ROOT / "utils" / "make_environment.sh").read_text(encoding="utf-8")
     return tuple(map(int, re.search(r"\(3, (\d+)\) <= .* <= \(3, (\d+)\)", script).groups()))
 
 
 def requirements(arguments: list[str]) -> list[tuple[str, ...]]:
-    """Arguments of pip, each flag with its value."""
+    """Arguments of pip as tuples, each flag with its value."""
     pairs = iter(arguments)
     return [(one, next(pairs)) if one.startswith("-") else (one,) for one in pairs]
 
@@ -153,14 +153,14 @@ def test_conda_installs_what_the_quickstart_installs():
     constrained = re.search(r"-c (\S+) \"\$\{packages\[@\]\}\"", script)[1]
     lines = [word for line in of_pip["pip"] for word in shlex.split(line)]
     assert requirements(lines) == [("-c", constrained), *requirements(project)]
-    # Conda itself brings Python and pip alone; all else has the versions of constraints.txt.
+    # Conda installs only Python and pip. Everything else has the versions of constraints.txt.
     assert [one.partition("=")[0] for one in of_conda] == ["python", "pip"]
     (minor,) = (int(one.removeprefix("python=3.")) for one in of_conda if one != "pip")
     oldest, newest = supported()
     assert oldest <= minor <= newest
 
 
-def test_what_conda_is_given_is_there():
+def test_files_named_in_environment_yml_exist():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     words = [shlex.split(line) for line in environment["dependencies"][-1]["pip"]]
     for flag, value in words:
@@ -168,7 +168,7 @@ def test_what_conda_is_given_is_there():
         assert (path / "setup.py").is_file() if flag == "-e" else path.is_file()
 
 
-def test_an_environment_of_another_python_is_named(tmp_path):
+def test_an_environment_with_an_unsupported_python_is_refused(tmp_path):
     script, python = tmp_path / "utils" / "make_environment.sh", tmp_path / ".venv/bin/python"
     for path in (script, python):
         path.parent.mkdir(parents=True)
@@ -184,8 +184,8 @@ def test_an_environment_of_another_python_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_an_environment_of_another_folder_is_named(tmp_path, is_moved):
-    """Its commands, and an editable installation, name the folder that it was made in."""
+def test_an_environment_of_another_folder_is_refused(tmp_path, is_moved):
+    """Its commands and its editable installation name the folder that it was made in."""
     first, second = tmp_path / "first", tmp_path / "second's"
     script = Path("utils/make_environment.sh")
     (first / "utils").mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_an_environment_of_another_folder_is_named(tmp_path, is_moved):
     )
 
 
-def test_an_environment_is_its_folder_s_through_a_link_too(tmp_path):
+def test_an_environment_is_accepted_through_a_symbolic_link(tmp_path):
     script = Path("utils/make_environment.sh")
     (tmp_path / "folder/utils").mkdir(parents=True)
     shutil.copy(ROOT / script, tmp_path / "folder" / script)
@@ -211,9 +211,9 @@ def test_an_environment_is_its_folder_s_through_a_link_too(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     done = subprocess.run(["bash", tmp_path / "link" / script], capture_output=True, text=True)
     assert "another folder" not in done.stderr
-    assert "constraints.txt" in done.stderr  # which comes next, and is not there
+    assert "constraints.txt" in done.stderr  # which it needs next, and which is missing here
 
 
-def test_the_fork_asks_for_this_library():
+def test_the_fork_requires_this_version_of_loralib():
     needed = re.search(r'"loralib>=(.+?)"', (ROOT / "NLU/setup.py").read_text(encoding="utf-8"))[1]
     assert needed == version_of("setup.py")

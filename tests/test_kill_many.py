@@ -1,4 +1,4 @@
-"""Runs of both trees that are killed at random moments; a few of helpers/kill_many.py's."""
+"""Runs of NLU and NLG that are killed at random moments; a short run of helpers/kill_many.py."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""GPUs are hidden from the tests, but for those that are about them."""
+"""GPUs are hidden from all tests except those marked `gpu`."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_no_test_sees_a_gpu_by_itself():
+def test_gpus_are_hidden_from_tests_and_their_subprocesses():
     assert not torch.cuda.is_available()
     code = "import torch; print(torch.cuda.device_count())"
     assert run("-c", code, environment=dict(os.environ)).stdout.strip() == "0"
@@ -37,7 +37,7 @@ def test_seen(kind, seeing_gpus):
     with Path(__file__).with_name("seen.txt").open("a") as file:
         print(kind, os.environ.get(name), seeing_gpus.get(name), file=file)
 """
-# Takes what it is given for GPUs, and holds the settings that conftest.py sets back.
+# Stands in for torch: any visible device counts as a GPU; has the settings that conftest.py resets.
 TORCH = """
 import os
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ class cuda:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "", "3,5"])
 @pytest.mark.parametrize("flags", [(), ("-m", "gpu"), ("-m", "not gpu"), ("-n", "1")])
-def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
+def test_gpus_are_visible_to_gpu_tests_and_to_subprocesses_that_ask(tmp_path, given, flags):
     (tmp_path / "test_seen.py").write_text(SEEN)
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
@@ -74,8 +74,8 @@ def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
 
 
 @pytest.mark.slow
-def test_tests_of_a_gpu(seeing_gpus):
-    """All that are marked, in a process of their own, where there is a GPU."""
+def test_all_gpu_tests_pass(seeing_gpus):
+    """Runs the tests marked `gpu`, in a process of their own, if there is a GPU."""
     found = run("-c", "import torch; print(torch.cuda.device_count())", environment=seeing_gpus)
     if int(found.stdout) == 0:
         pytest.skip("there is no GPU")

@@ -1,4 +1,4 @@
-"""The pretended GPU itself: what it notes, what it refuses, and its kernels for attention."""
+"""Tests of the pretended GPU: devices of tensors, recorded waits and launches, attention."""
 
 import io
 
@@ -25,10 +25,10 @@ def x(gpu):
     return made
 
 
-# ---- what it says ----
+# ---- devices ----
 
 
-def test_a_tensor_says_where_it_is(x):
+def test_a_tensor_reports_its_device(x):
     assert (x.device, x.is_cuda, x.is_cpu) == (torch.device("cuda", 0), True, False)
     assert (x + 1).is_cuda
     assert torch.zeros_like(x).is_cuda
@@ -48,7 +48,7 @@ def test_a_module_moves_with_its_tied_weights(gpu):
     assert isinstance(before.grad, OnGpu)
 
 
-def test_nothing_is_left_behind():
+def test_pytorch_is_restored_afterwards():
     before = (torch.autocast, torch.cuda.is_available(), torch.cuda._lazy_init)
     with PretendedGpu():
         assert torch.cuda.is_available()
@@ -56,7 +56,7 @@ def test_nothing_is_left_behind():
     assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
-# ---- what it notes ----
+# ---- waits and launches ----
 
 WAITING = {
     "item": lambda x: x[0].item(),
@@ -76,13 +76,13 @@ WAITING = {
     "copied in": lambda x: x.copy_(torch.ones(4)),
     "copied out": lambda x: torch.ones(4).copy_(x),
     "synchronize": lambda x: torch.cuda.synchronize(),
-    "one copied out": lambda x: torch.ones(4).__setitem__(0, x[0]),
-    "one copied out by copy_": lambda x: torch.tensor(1.0).copy_(x[0]),
-    "one copied in": lambda x: x.__setitem__(0, torch.tensor(1.0)),
-    "one copied in by copy_": lambda x: x[0].copy_(torch.tensor(1.0)),
+    "a number copied out": lambda x: torch.ones(4).__setitem__(0, x[0]),
+    "a number copied out by copy_": lambda x: torch.tensor(1.0).copy_(x[0]),
+    "a number copied in": lambda x: x.__setitem__(0, torch.tensor(1.0)),
+    "a number copied in by copy_": lambda x: x[0].copy_(torch.tensor(1.0)),
     "as a tensor of the CPU": lambda x: torch.as_tensor(x, device="cpu"),
-    "as one of the CPU's type": lambda x: x.type(torch.FloatTensor),
-    "a list beside it": lambda x: x.new_tensor([1.0]),
+    "as a type of the CPU": lambda x: x.type(torch.FloatTensor),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
     "bincount": lambda x: x.long().bincount(),
     "repr": repr,
     "str": str,
@@ -93,7 +93,7 @@ WAITING = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("case", WAITING)
-def test_what_waits(gpu, x, case, inference):
+def test_waits_are_recorded(gpu, x, case, inference):
     with torch.inference_mode(inference):
         WAITING[case](x)
     assert len(gpu.waits) >= 1
@@ -113,19 +113,19 @@ LAUNCHED = {
     "pinned": (lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True), 0),
     "of the CPU": (lambda x: torch.ones(3) + 1, 0),
     "a number": (lambda x: x.__setitem__(0, 5.0), 1),
-    "as it is": (lambda x: torch.as_tensor(x, device="cuda:0"), 0),
+    "no copy": (lambda x: torch.as_tensor(x, device="cuda:0"), 0),
 }
 
 
 @pytest.mark.parametrize("case", LAUNCHED)
-def test_what_is_launched(gpu, x, case):
+def test_launches_are_counted_and_do_not_wait(gpu, x, case):
     run, expected = LAUNCHED[case]
     run(x)
     assert gpu.launches.total() == expected
     assert gpu.waits == []
 
 
-def test_a_wait_names_its_line(gpu, x):
+def test_a_wait_names_the_line_that_waits(gpu, x):
     from loralib.io.tensors import first_not_finite
 
     first_not_finite([("x", x)])
@@ -133,7 +133,7 @@ def test_a_wait_names_its_line(gpu, x):
     assert "loralib/io/tensors.py:" in gpu.waits[0].replace("\\", "/")
 
 
-def test_both_devices_at_once_are_an_error(gpu, x):
+def test_mixing_devices_is_an_error(gpu, x):
     with pytest.raises(RuntimeError, match="tensors of cuda:0 and of the CPU together"):
         x + torch.ones(4)
     with pytest.raises(RuntimeError, match="together"):
@@ -145,8 +145,8 @@ def test_both_devices_at_once_are_an_error(gpu, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_number_on_the_device_is_read_in_the_tensors_dtype(gpu, dtype):
-    """As by PyTorch's kernels; one of the CPU is not, whose value they are given."""
+def test_a_number_on_the_device_is_rounded_to_the_tensors_dtype(gpu, dtype):
+    """As in PyTorch's kernels. A number on the CPU, which they get by value, is not rounded."""
     x, third = torch.arange(128, 256).to(dtype), torch.tensor(1 / 3)
     rounded, kept = ((x.double() * y.double()).to(dtype) for y in (third.to(dtype), third))
     assert torch.equal(rounded, kept) == (dtype is torch.float32)
@@ -169,7 +169,7 @@ def gradients(out, of):
 
 
 @pytest.mark.parametrize(("biased", "causal"), [(False, False), (False, True), (True, False)])
-def test_padded_attention_is_the_cpus(gpu, biased, causal):
+def test_padded_attention_matches_the_cpus(gpu, biased, causal):
     given = inputs(2, 3, 5, 8)
     given += inputs(2, 3, 5, 5, count=1) if biased else []
     expected = F.scaled_dot_product_attention(*given, is_causal=causal)
@@ -181,7 +181,7 @@ def test_padded_attention_is_the_cpus(gpu, biased, causal):
 
 
 @pytest.mark.parametrize("lengths", [[3], [2, 5, 1]])
-def test_packed_attention_is_that_of_each_row(gpu, lengths):
+def test_packed_attention_matches_each_row_alone(gpu, lengths):
     dtype = torch.bfloat16
     given = inputs(sum(lengths), 3, 8, dtype=dtype)
     rows = zip(*(x.float().split(lengths) for x in given), strict=True)
@@ -200,8 +200,8 @@ def test_packed_attention_is_that_of_each_row(gpu, lengths):
         assert_close_to_rounding(on_cpu(own), theirs, 4, dtype)
 
 
-def test_dropped_probabilities_are_the_same_in_both_directions(gpu):
-    """The output is linear in v: with q and k at zero, its gradient is what is left of it."""
+def test_forward_and_backward_have_the_same_dropout_mask(gpu):
+    """With q and k zero and v the identity, the output is the probabilities after dropout."""
     q = torch.zeros(1, 1, 6, 8, device="cuda:0")
     v = torch.eye(6, 8, device="cuda:0")[None, None].requires_grad_()
     out = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
@@ -212,7 +212,7 @@ def test_dropped_probabilities_are_the_same_in_both_directions(gpu):
 
 
 @pytest.mark.parametrize("damage", ["dtype", "int64", "short", "longest", "width"])
-def test_what_the_kernel_does_not_take(gpu, damage):
+def test_the_kernel_of_packed_rows_refuses_wrong_inputs(gpu, damage):
     dtype = torch.float32 if damage == "dtype" else torch.bfloat16
     q = torch.zeros(5, 2, 12 if damage == "width" else 8, dtype=dtype, device="cuda:0")
     ends = torch.tensor([0, 2, 4 if damage == "short" else 5])

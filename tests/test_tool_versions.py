@@ -1,4 +1,4 @@
-"""Whoever checks the project checks it with the same versions."""
+"""Versions that several files name are the same in all of them."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_ruff_before_a_commit_is_the_tests_ruff():
+def test_pre_commit_runs_the_pinned_ruff():
     pinned = re.search(r"^ruff==(\S+)$", read("constraints.txt"), re.M)[1]
     config = read(".pre-commit-config.yaml")
     assert re.search(r"ruff-pre-commit\n\s+rev: v(\S+)$", config, re.M)[1] == pinned
 
 
-def test_the_oldest_versions_that_are_tested_are_those_that_are_taken():
+def test_oldest_txt_has_the_oldest_versions_that_are_allowed():
     needs = "".join(map(read, ["setup.py", "NLU/setup.py", "NLG/requirements.txt"]))
     oldest = dict(re.findall(r"\b(?!python|loralib)([a-z_]+)>=([\d.]+)", needs))
     tested = dict(re.findall(r"^([a-z_]+)==(\S+)$", read("tests/oldest.txt"), re.M))

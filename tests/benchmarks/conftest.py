@@ -1,3 +1,5 @@
+"""Fixtures that the tests of the benchmarks share."""
+
 import importlib
 import importlib.util
 import json
@@ -31,14 +33,14 @@ def load_script(monkeypatch):
 
 @pytest.fixture
 def contest(monkeypatch):
-    """What the scripts share; the module that they import."""
+    """The module contest.py, which the benchmarks share."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("contest")
 
 
 @pytest.fixture
 def fake_worker(monkeypatch, contest):
-    """Takes seconds_of(plan) in place of a worker, for each timed batch.
+    """Replaces the workers: each timed batch takes ``seconds_of(plan)``; returns the list of plans.
 
     The machine has 24 GFLOP/s.
     """
@@ -73,9 +75,9 @@ def read_table():
 
 @pytest.fixture
 def forked_workers(monkeypatch, contest):
-    """Workers are forks of a process that has their imports, which take most of their time.
+    """Makes the workers forks of a process that has done their imports, to save time.
 
-    A machine's rate, which takes seconds, is measured once for each kind of product.
+    The machine's rate, which takes seconds, is measured once for each plan.
     """
     run_worker, rates = contest.run_worker, {}
 
@@ -98,9 +100,9 @@ def forked_workers(monkeypatch, contest):
 
 @pytest.fixture
 def run_quickly(load_script, forked_workers, read_table, capsys):
-    """Name of a benchmark, flags -> the table of a run of this project alone, on a tiny shape.
+    """Name of a benchmark, flags -> the table's rows, of a tiny shape and this project alone.
 
-    One that is run from the command line is in test_gpt2_beam.py.
+    test_gpt2_beam.py has a run from the command line.
     """
 
     def run(name, *flags):
@@ -115,7 +117,7 @@ def run_quickly(load_script, forked_workers, read_table, capsys):
 
 @pytest.fixture
 def data():
-    """The folder of corpora beside the project, where it is there."""
+    """The folder of corpora next to the project; skips the test if there is none."""
     folder = ROOT.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("the corpora are not here")

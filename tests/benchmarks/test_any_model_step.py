@@ -1,4 +1,4 @@
-"""The benchmark of upstream's models: who takes part, the table, and the workers' environment."""
+"""Tests of the benchmark of upstream's models: contestants, table, workers' environment, step."""
 
 import importlib
 import json
@@ -54,7 +54,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
         assert [len(batch) for batch in plan["batches"]] == [8] * 6
 
 
-def test_some_alone_run_with_their_baselines(script, fake_worker, read_table, capsys):
+def test_only_also_runs_the_baselines(script, fake_worker, read_table, capsys):
     fake_worker(lambda plan: 3 if plan["worker"] == "peers" else 2)
     flags = ["--rounds", "1", "--steps", "1", "--peers_python", sys.executable]
     flags += ["--only", "q/v, DoRA, dropout 0.1: PEFT"]
@@ -87,8 +87,8 @@ def test_upstreams_models_need_the_peers_environment(script, capsys):
 
 
 @pytest.mark.parametrize("worker", ["ours", "loralib", "peers"])
-def test_who_finds_this_projects_packages(contest, monkeypatch, worker):
-    """In the peers' environment only loralib, and only its own worker."""
+def test_workers_find_only_the_packages_they_need(contest, monkeypatch, worker):
+    """In the peers' environment, only the worker "loralib" finds one, which is loralib."""
     given = []
 
     def run(command, env, **_):
@@ -106,8 +106,8 @@ def test_who_finds_this_projects_packages(contest, monkeypatch, worker):
     assert given == [{"ours": ours, "loralib": root, "peers": None}[worker]]
 
 
-def test_a_training_step_changes_the_update_alone(script, monkeypatch):
-    """The step that both sides run, on a small model under add_lora."""
+def test_a_training_step_changes_only_lora(script, monkeypatch):
+    """The step that PEFT's worker and loralib's share, on a small model with LoRA."""
     monkeypatch.syspath_prepend(str(script.contest.ROOT / "workers"))
     training_step = importlib.import_module("peer_training").training_step
     lora = importlib.import_module("loralib")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, failures, the command line."""
+"""Tests of what the benchmarks share: turns, failures, shares, flags, charts."""
 
 import argparse
 import importlib
@@ -40,14 +40,14 @@ def plan_of(contestant, number):
 
 
 def with_half(contest, runners):
-    """The runners, and one in bfloat16."""
+    """A measurement of the runners and of a contestant in bfloat16, with a baseline each."""
     half = contest.Contestant("half", "ours", weights="bfloat16")
     baseline_of = contest.by_dtype({"float32": runners[0], "bfloat16": half})
     return contest.Measurement([*runners, half], baseline_of, plan_of, columns(contest))
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_trial_says_that_it_is_one(contest, runners, fake_worker, capsys, quick):
+def test_quick_runs_are_marked_as_such(contest, runners, fake_worker, capsys, quick):
     fake_worker(lambda plan: 2)
     ours = {"float32": runners[0]}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
@@ -67,7 +67,7 @@ def test_turns_rotate_on_the_same_batches(contest, runners, fake_worker):
         assert [run["batches"] for run in runs] == [[[n], [n, n]] for n in range(3)]
 
 
-def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, capsys):
+def test_a_contestant_that_failed_is_named_and_not_run_again(contest, runners, fake_worker, capsys):
     def seconds_of(plan):
         if plan["name"] == "b":
             raise RuntimeError("no memory")
@@ -86,7 +86,7 @@ def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, c
     assert "| c |" not in capsys.readouterr().out
 
 
-def test_shares_are_of_what_the_machine_multiplies(
+def test_shares_are_of_the_machines_measured_rate(
     contest, runners, fake_worker, monkeypatch, capsys
 ):
     happened = []
@@ -118,7 +118,7 @@ def test_shares_are_of_what_the_machine_multiplies(
 
 
 @pytest.mark.parametrize("fails_from", [1, 2, 3, 6])  # calls
-def test_a_rate_that_cannot_be_measured_takes_no_rows_with_it(
+def test_rows_remain_when_a_rate_cannot_be_measured(
     contest, runners, fake_worker, monkeypatch, capsys, fails_from
 ):
     calls = itertools.count(1)
@@ -145,7 +145,7 @@ def test_a_rate_that_cannot_be_measured_takes_no_rows_with_it(
     assert "| half | bfloat16 weights | 1.5 | 1.00 | 4 | - | 3.00 |" in printed
 
 
-def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
+def test_rows_without_their_baseline_are_left_out(contest, runners, fake_worker, capsys):
     fake_worker(lambda plan: 1)
     half = contest.Contestant("half", "ours", weights="bfloat16")
     ours = {"float32": runners[0], "bfloat16": contest.Contestant("absent", "ours")}
@@ -156,7 +156,7 @@ def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
     assert "half" not in capsys.readouterr().out
 
 
-def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsys):
+def test_only_selects_by_name_or_precision(contest, runners, fake_worker, capsys):
     plans = fake_worker(lambda plan: 1)
     measurement = with_half(contest, runners)
     for only, names in (("c", "ac"), ("bfloat16", ["half"])):
@@ -168,7 +168,7 @@ def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsy
 
 
 @pytest.mark.parametrize(("device", "supported", "count"), [("cuda", False, 3), ("cpu", False, 4)])
-def test_what_a_gpu_emulates_takes_no_part(
+def test_a_dtype_that_a_gpu_emulates_is_left_out(
     contest, runners, fake_worker, monkeypatch, device, supported, count
 ):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
@@ -205,7 +205,7 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),
     ],
 )
-def test_wrong_flags(contest, capsys, given, message):
+def test_wrong_flags_are_refused(contest, capsys, given, message):
     benchmark = contest.Benchmark("x", "", "", rounds=1, flags=[], measure=None)
     with pytest.raises(SystemExit) as stop:
         contest.parse(benchmark, given)
@@ -229,7 +229,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
 
 @pytest.fixture
 def drawn(contest, monkeypatch):
-    """What goes to the chart: (title, bars, footer), each time."""
+    """A list of the charts that are drawn: (title, bars, footer)."""
     charts, draw = [], contest.draw
 
     def record(title, bars, footer):
@@ -240,7 +240,7 @@ def drawn(contest, monkeypatch):
     return charts
 
 
-def test_the_chart_has_the_table_s_rows(contest, runners, fake_worker, capsys, drawn, tmp_path):
+def test_the_chart_has_the_tables_rows(contest, runners, fake_worker, capsys, drawn, tmp_path):
     fake_worker(lambda plan: {"a": 2, "b": 1, "c": 5}[plan["name"]])
     ours = {"float32": runners[0]}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
@@ -259,7 +259,7 @@ def test_the_chart_has_the_table_s_rows(contest, runners, fake_worker, capsys, d
         assert image.format == "PNG"
 
 
-def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path, capsys):
+def test_no_chart_is_drawn_without_rows(contest, runners, fake_worker, drawn, tmp_path, capsys):
     fake_worker(lambda plan: 1)
     ours = {"float32": contest.Contestant("absent", "ours")}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
@@ -269,7 +269,7 @@ def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path, cap
     assert f"- not drawn: {tmp_path / 'chart.png'}: the table has no rows" in printed
 
 
-def test_hyphens_within_the_machine_s_name_stay(
+def test_hyphens_in_the_machines_name_stay_in_the_footer(
     contest, runners, fake_worker, drawn, tmp_path, monkeypatch
 ):
     fake_worker(lambda plan: 1)
@@ -291,7 +291,7 @@ def bars_of(chart, *values):
     ]
 
 
-def test_in_a_group_the_fastest_is_first(chart):
+def test_the_fastest_of_a_group_is_first(chart):
     bars = bars_of(chart, 1.0, 0.9, 4.0, 3.0, 2.0)
     assert [bar.value for bar in chart.in_order(bars)] == [1.0, 2.0, 4.0, 0.9, 3.0]
     figure = chart.draw("title", bars, "footer")
@@ -306,12 +306,12 @@ def test_in_a_group_the_fastest_is_first(chart):
     assert panel.get_xscale() == "linear"
 
 
-def test_lengths_of_many_sizes_are_logarithms(chart):
+def test_bars_of_very_different_lengths_have_a_log_scale(chart):
     figure = chart.draw("title", bars_of(chart, 1.0, 1e-6, 300.0), "footer")
     assert figure.axes[0].get_xscale() == "log"
 
 
-def test_texts_stay_within_the_picture_and_clear_of_each_other(chart):
+def test_labels_stay_within_the_picture_and_do_not_overlap(chart):
     bars = [
         chart.Bar(
             f"a contestant with a long name, bfloat16 weights + autocast {n}", n, "9 s", False, 0

@@ -1,4 +1,4 @@
-"""DeBERTa-v2's benchmark: a tiny run of this project alone, its contestants, its arithmetic."""
+"""Tests of DeBERTa-v2's benchmark: a quick run of this project alone, table, arithmetic."""
 
 import sys
 

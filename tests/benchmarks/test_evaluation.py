@@ -1,4 +1,4 @@
-"""The benchmark of evaluation: a tiny run of this project alone, its table, its sets, its check."""
+"""Tests of evaluation's benchmark: a quick run of this project alone, table, texts, check."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ def script(load_script):
 
 @pytest.fixture
 def load_worker(script, monkeypatch):
-    """Name of one of the workers' modules -> the module."""
+    """Name of a worker's module -> the module."""
     monkeypatch.syspath_prepend(script.contest.ROOT / "workers")
     return importlib.import_module
 
@@ -78,7 +78,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
 
 
 def test_arithmetic_of_a_set(script):
-    """64 rows of 5 tokens but for two of 10; 7.1 M weights in a layer."""
+    """64 rows of 5 tokens, except for two of 10; 7.1 M weights in a layer."""
     lengths = [10, *[5] * 62, 10]
     entry = script.make_entry([(["a", "b"], length) for length in lengths])
 
@@ -90,7 +90,7 @@ def test_arithmetic_of_a_set(script):
         tokens, squares = 5 * short + 10 * long, 25 * short + 100 * long
         return 12 * (2 * 12 * 768**2 * tokens + 4 * 768 * squares) / 1e9
 
-    # Both long rows in the first batch of 32, or one in either.
+    # Both long rows are in the first batch of 32, or one in each of the two.
     assert gflop(worker="peers") == pytest.approx(padded(32, 32))
     assert gflop(worker="peers", order="as it comes") == pytest.approx(padded(0, 64))
     # Four adapters have 16 texts each; the first and the last one have a long row.
@@ -129,7 +129,7 @@ def test_texts_of_rte_have_the_lengths_that_are_counted(script, load_worker, dat
     assert max(max(row["input_ids"]) for row in made["rows"]) < 50265
 
 
-def test_rows_of_a_peer_in_their_order_and_back(load_worker):
+def test_rows_of_a_peer_are_sorted_and_put_back(load_worker):
     shared = load_worker("evaluation_texts")
     lengths = [3, 9, 5, 9, 1]
     assert shared.order_of({"order": "as it comes"}, lengths) == [0, 1, 2, 3, 4]
@@ -142,46 +142,44 @@ def test_rows_of_a_peer_in_their_order_and_back(load_worker):
 # ---- the check ----
 
 
-def first_letters(batch):
-    """A number for each text that is its own."""
+def distinct_logits(batch):
+    """Logits that differ from text to text."""
     return torch.tensor([[float(len(a) + ord(b[0]))] for a, b in batch["pairs"]])
 
 
 @pytest.mark.parametrize(
     ("function", "precision", "message"),
     [
-        (first_letters, "float32", None),
-        (lambda batch: first_letters(batch) + 0.01 * len(batch["pairs"]), "bfloat16", None),
+        (distinct_logits, "float32", None),
+        (lambda batch: distinct_logits(batch) + 0.01 * len(batch["pairs"]), "bfloat16", None),
         (
-            lambda batch: first_letters(batch) + 0.01 * len(batch["pairs"]),
+            lambda batch: distinct_logits(batch) + 0.01 * len(batch["pairs"]),
             "float32",
             "logits of a batch differ by 0.08 from those of each text alone",
         ),
         (
-            lambda batch: first_letters(batch).flip(0),
+            lambda batch: distinct_logits(batch).flip(0),
             "bfloat16",
             r"logits of a batch differ by \d+ from those of each text alone",
         ),
         (
-            lambda batch: first_letters(batch) * float("nan"),
+            lambda batch: distinct_logits(batch) * float("nan"),
             "float32",
             "logits of a batch differ by nan from those of each text alone",
         ),
         (lambda batch: torch.ones(len(batch["pairs"]), 2), "float32", "all texts have the same l"),
     ],
 )
-def test_a_worker_that_answers_wrongly_is_found_out(
-    script, load_worker, function, precision, message
-):
+def test_wrong_answers_of_a_worker_are_detected(script, load_worker, function, precision, message):
     shared = load_worker("evaluation_texts")
     rows = [(script.made_up(length), length) for length in script.QUANTILES[::-1]]
     plan = {"batches": [script.make_entry(rows)], "weights": precision, "autocast": None}
 
-    def as_it_is(plan, index, entry):
+    def make_batch(plan, index, entry):
         return entry
 
     if message is None:
-        shared.check_answers(plan, as_it_is, function)
+        shared.check_answers(plan, make_batch, function)
     else:
         with pytest.raises(ValueError, match=f"^{message}"):
-            shared.check_answers(plan, as_it_is, function)
+            shared.check_answers(plan, make_batch, function)

@@ -1,10 +1,11 @@
-"""The time before a script's first step: what is run, when it ends, and what fails."""
+"""Tests of the benchmark of the time before a script's first step."""
 
 import argparse
 
 import pytest
 
-SAYS = "import sys, time; print('{}', file=sys.stderr, flush=True); time.sleep({})"
+# Prints a line, and sleeps.
+PRINTS = "import sys, time; print('{}', file=sys.stderr, flush=True); time.sleep({})"
 
 
 @pytest.fixture
@@ -12,24 +13,24 @@ def script(load_script):
     return load_script("first_step")
 
 
-def test_a_process_ends_with_its_first_step(script, tmp_path):
-    start = script.Start("x", ["-c", SAYS.format("12:00:00 step 1 of 20: loss 0.7", 600)])
+def test_a_process_is_ended_at_its_first_step(script, tmp_path):
+    start = script.Start("x", ["-c", PRINTS.format("12:00:00 step 1 of 20: loss 0.7", 600)])
     assert 0 < script.seconds_of(start, tmp_path) < 300
 
 
-@pytest.mark.parametrize("said", ["error: no such file", "step 11 of 20"])
-def test_a_process_without_a_first_step_has_failed(script, tmp_path, said):
-    with pytest.raises(SystemExit, match=f"x failed: {said}"):
-        script.seconds_of(script.Start("x", ["-c", SAYS.format(said, 0)]), tmp_path)
+@pytest.mark.parametrize("printed", ["error: no such file", "step 11 of 20"])
+def test_a_process_without_a_first_step_has_failed(script, tmp_path, printed):
+    with pytest.raises(SystemExit, match=f"x failed: {printed}"):
+        script.seconds_of(script.Start("x", ["-c", PRINTS.format(printed, 0)]), tmp_path)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_new_texts_find_no_tokens(script, tmp_path, is_new):
+def test_only_starts_with_new_texts_drop_the_cached_tokens(script, tmp_path, is_new):
     tokens, others = tmp_path / "tokens" / "x", tmp_path / "loralib" / "products.json"
     for path in (tokens, others):
         path.parent.mkdir()
         path.touch()
-    start = script.Start("x", ["-c", SAYS.format("step 1 of 1", 0)], is_new=is_new)
+    start = script.Start("x", ["-c", PRINTS.format("step 1 of 1", 0)], is_new=is_new)
     script.seconds_of(start, tmp_path)
     assert (tokens.exists(), others.exists()) == (not is_new, True)
 
@@ -54,7 +55,7 @@ def test_the_first_round_is_not_counted(script, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags", [["--vocab", "x"], ["--data_dir", "x", "--vocab", "x"]])
-def test_flags_that_do_not_fit(script, capsys, flags):
+def test_wrong_flags_are_refused(script, capsys, flags):
     with pytest.raises(SystemExit, match="2"):
         script.parse(flags)
     assert "--data_dir" in capsys.readouterr().err

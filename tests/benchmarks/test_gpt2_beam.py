@@ -1,11 +1,11 @@
-"""The beam search's benchmark: a tiny run of this project alone, its table, its prompts."""
+"""Tests of beam search's benchmark: a quick run of this project alone, table, work, prompts."""
 
 import subprocess
 import sys
 
 import pytest
 
-FIVE = [([1] * 10, 5), ([2] * 20, 1)]  # prompts of 10 and 20 tokens, the first one on 5 lines
+GROUPS = [([1] * 10, 5), ([2] * 20, 1)]  # prompts of 10 and 20 tokens, on 5 lines and on 1
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_table_of_known_times(script, fake_worker, read_table, monkeypatch, caps
         return {"tree": 3, "generate": 6, "line by line": 4}[plan["way"]]
 
     plans = fake_worker(seconds_of)
-    monkeypatch.setattr(script, "make_groups", lambda seed: FIVE)
+    monkeypatch.setattr(script, "make_groups", lambda seed: GROUPS)
     assert (
         script.contest.main(script.BENCHMARK, ["--rounds", "1", "--peers_python", sys.executable])
         == 0
@@ -89,7 +89,7 @@ def test_table_of_known_times(script, fake_worker, read_table, monkeypatch, caps
 )
 def test_work_of_a_search(script, fields, work):
     contestant = script.Contestant("", "ours", **fields)
-    entry = script.make_entry(contestant, FIVE, eval_len=3, one=1)
+    entry = script.make_entry(contestant, GROUPS, eval_len=3, one=1)
     assert tuple(script.work(contestant, entry)) == work
 
 
@@ -102,7 +102,7 @@ def test_arithmetic_of_a_search(script):
 
 
 def test_a_sample_has_the_files_share_of_repeated_prompts(e2e):
-    """Runs of 2 with 3 lines a prompt are there among those with 1 and 5."""
+    """Of two prompts, one with 1 line and one with 5 have the file's mean, 3 lines a prompt."""
     groups = [([number], lines) for number, lines in enumerate([1, 1, 1, 1, 5, 5, 5, 5, 1, 5])]
     for seed in range(5):
         sample = e2e.draw_run(groups, 2, seed)
@@ -112,7 +112,7 @@ def test_a_sample_has_the_files_share_of_repeated_prompts(e2e):
     assert e2e.draw_run(groups, 20, seed=0) == groups
 
 
-def test_prompts_without_the_file(e2e):
+def test_built_in_prompts_are_drawn_by_a_seed(e2e):
     groups = e2e.make_groups(seed=1)
     assert sorted((lines, len(prompt)) for prompt, lines in groups) == e2e.PROMPTS
     assert groups == e2e.make_groups(seed=1) != e2e.make_groups(seed=2)

@@ -1,4 +1,4 @@
-"""GPT-2's training benchmark: a tiny run of this project alone, its table, its rows."""
+"""Tests of GPT-2's training benchmark: a quick run of this project alone, table, rows."""
 
 import json
 import sys
@@ -55,12 +55,12 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
     }
     assert rows["PEFT", "float32"]["ms per example"] == "375"
     assert rows["PEFT, padded to 512", "float32"]["computed"] == f"{2 * 8 * 512:,}"
-    # Compiling kernels takes long in half precision alone, and padded to 512, steps are few.
+    # Only in half precision does compiling kernels take long. Padded to 512, there are few steps.
     warmups = {
         (plan["autocast"] or plan["weights"], plan["pad_to"]): plan["warmup"] for plan in plans
     }
     assert warmups == {("float32", None): 2, ("bfloat16", None): 10, ("float32", 512): 1}
-    # But the timed batches are the same, or the others' first.
+    # The timed batches are the same for all, or the first of them.
     timed = [plan["batches"][plan["warmup"] :] for plan in plans]
     assert {len(batches) for batches in timed} == {4, 2}
     assert all(batches == timed[0][: len(batches)] for batches in timed)

@@ -1,4 +1,4 @@
-"""The benchmark of mixed adapters: a tiny run of this project alone, its table, its check."""
+"""Tests of the benchmark of mixed adapters: a quick run, table, arithmetic, batches, check."""
 
 import importlib
 import sys
@@ -14,14 +14,14 @@ def script(load_script):
 
 @pytest.fixture
 def load_worker(script, monkeypatch):
-    """Name of one of the workers' modules -> the module."""
+    """Name of a worker's module -> the module."""
     monkeypatch.syspath_prepend(script.contest.ROOT / "workers")
     return importlib.import_module
 
 
 @pytest.mark.slow
 def test_quick_run_of_this_project_alone(script, forked_workers, read_table, monkeypatch, capsys):
-    """One precision of each."""
+    """In one precision each, except for the baselines."""
     chosen = [
         script.ours(measured)[precision]
         for measured, precision in (
@@ -120,7 +120,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
 
 
 def test_arithmetic_of_a_batch(script):
-    """32 rows of 5 tokens but for one of 10; 7.1 M weights in a layer."""
+    """32 rows of 5 tokens, except for one of 10; 7.1 M weights in a layer."""
 
     def gflop(name, worker, **fields):
         contestant = script.Contestant(name, worker, **fields)
@@ -141,20 +141,20 @@ def plan_of(adapters, weights="float32"):
 
 
 def logits_of(inputs, names):
-    """A row's second token, and the number in its adapter's name."""
+    """Logits that show each row's second token and the number of its adapter."""
     ids = inputs["input_ids"]
     names = [names] * len(ids) if isinstance(names, str) else names
     numbers = [int(name.removeprefix("task")) for name in names]
     return torch.stack([ids[:, 1], torch.tensor(numbers)], dim=1).float()
 
 
-def next_ones(inputs, names):
-    """Mixed rows have the adapter of the row behind them."""
+def with_next_adapters(inputs, names):
+    """In mixed batches, each row has the adapter of the next one."""
     return logits_of(inputs, names if isinstance(names, str) else [*names[1:], names[0]])
 
 
-def no_ones(inputs, names):
-    """No adapter has an effect."""
+def with_one_adapter(inputs, names):
+    """All rows have the same adapter."""
     return logits_of(inputs, "task0")
 
 
@@ -164,7 +164,7 @@ def not_finite(inputs, names):
 
 
 def slightly_off(inputs, names):
-    """Logits of mixed rows are a hundredth off."""
+    """Logits of mixed batches are off by 0.01."""
     return logits_of(inputs, names) + (0 if isinstance(names, str) else 0.01)
 
 
@@ -175,14 +175,12 @@ def slightly_off(inputs, names):
         (4, "float32", logits_of, None),
         (4, "bfloat16", slightly_off, None),
         (4, "float32", slightly_off, "the logits of task0 differ by 0.01 in a mixed batch"),
-        (4, "bfloat16", next_ones, "the logits of task0 differ by 1 in a mixed batch"),
+        (4, "bfloat16", with_next_adapters, "the logits of task0 differ by 1 in a mixed batch"),
         (2, "float32", not_finite, "the logits of task0 differ by nan in a mixed batch"),
-        (4, "float32", no_ones, "all adapters give the logits of task0"),
+        (4, "float32", with_one_adapter, "all adapters give the logits of task0"),
     ],
 )
-def test_a_worker_that_mixes_wrongly_is_found_out(
-    load_worker, adapters, weights, function, message
-):
+def test_wrong_mixing_by_a_worker_is_detected(load_worker, adapters, weights, function, message):
     shared = load_worker("adapter_rows")
     plan = plan_of(adapters, weights)
     if message is None:
@@ -192,7 +190,7 @@ def test_a_worker_that_mixes_wrongly_is_found_out(
             shared.check_mixing(plan, shared.make_batch, function)
 
 
-def test_rows_of_an_adapter_are_beside_each_other_here(load_worker):
+def test_our_worker_puts_rows_of_an_adapter_next_to_each_other(load_worker):
     plan, entry = plan_of(3), {"lengths": [3, 4, 5, 6, 7, 8, 9], "repeats": 1}
     mixed = load_worker("adapter_rows").make_batch(plan, 2, entry)
     assert mixed["names"] == ["task0", "task1", "task2", "task0", "task1", "task2", "task0"]
@@ -205,8 +203,8 @@ def test_rows_of_an_adapter_are_beside_each_other_here(load_worker):
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_a_batch_says_itself_where_its_tokens_are(load_worker, monkeypatch, adapters):
-    """To the model, which looks for them in no mask."""
+def test_our_model_does_not_read_the_mask(load_worker, monkeypatch, adapters):
+    """The packed rows come with the batch, so that the model need not read the mask."""
     worker, shape = load_worker("mixed_adapters_ours"), {"hidden_size": 8, "num_attention_heads": 2}
     shape |= {"vocab_size": 100, "num_hidden_layers": 1, "intermediate_size": 8}
     plan = {**plan_of(adapters), "rank": 2, "alpha": 2, "autocast": None, "way": "batch"}
@@ -214,10 +212,10 @@ def test_a_batch_says_itself_where_its_tokens_are(load_worker, monkeypatch, adap
     step = worker.make_step(plan)
     batch = worker.make_batch(plan, 0, {"lengths": [4, 3], "repeats": 1})
 
-    def not_asked(mask):
-        raise AssertionError("the mask is asked")
+    def not_read(mask):
+        raise AssertionError("the mask is read")
 
-    monkeypatch.setattr("transformers.modeling_encoder.PackedRows", not_asked)
+    monkeypatch.setattr("transformers.modeling_encoder.PackedRows", not_read)
     assert step(batch).shape == (2, 2)
 
 

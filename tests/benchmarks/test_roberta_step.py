@@ -1,4 +1,4 @@
-"""RoBERTa's benchmark: a tiny run of this project alone, its table, and what goes wrong."""
+"""Tests of RoBERTa's benchmark: a quick run of this project alone, table, arithmetic, errors."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Where a step's time goes: parts of real steps, and how nested ones are counted."""
+"""Tests of the profile of a step: its parts, and how nested parts are counted."""
 
 from collections import Counter
 from pathlib import Path
@@ -55,12 +55,12 @@ def test_parts_of_a_step(script, forked_workers, read_table, capsys, step, own):
     shares |= {"as a share of its kernels": "kernels: all but rests"}
     assert rows.keys() == kernels | RESTS | wholes | shares.keys()
     for share, whole in shares.items():
-        for dtype, said in rows.pop(share).items():
+        for dtype, shown in rows.pop(share).items():
             # Each of the three is rounded.
             arithmetic = _number(rows["its arithmetic at the machine's rate"][dtype])
             least = (arithmetic - 0.05) / (_number(rows[whole][dtype]) + 0.05)
             most = (arithmetic + 0.05) / (_number(rows[whole][dtype]) - 0.05)
-            assert least - 0.006 < float(said.rstrip("%")) / 100 < most + 0.006
+            assert least - 0.006 < float(shown.rstrip("%")) / 100 < most + 0.006
     rounded = 0.05 * (len(rows) + 1)  # to a tenth of a millisecond each
     for dtype in ("float32", "bfloat16"):
         seconds = {name: _number(row[dtype]) for name, row in rows.items()}
@@ -69,7 +69,7 @@ def test_parts_of_a_step(script, forked_workers, read_table, capsys, step, own):
         assert of_kernels == pytest.approx(seconds["kernels: all but rests"], abs=rounded)
         step = seconds["a step, profiled"]
         assert of_kernels + of_rests == pytest.approx(step, abs=rounded)
-        # What is counted twice, or in another thread, would leave less than nothing between.
+        # Time counted twice, or in another thread, would make "between operations" negative.
         assert all(part >= 0 for part in seconds.values())
         busy = {"attention's products", "attention, the rest", "products with weights"}
         assert all(seconds[name] > 0 for name in wholes | busy)
@@ -79,8 +79,8 @@ def _number(cell: str) -> float:
     return float(cell.partition(" ")[0].replace(",", ""))
 
 
-def test_what_is_within_a_part_is_counted_once(worker):
-    """A frozen product within LoRA's layer is no product of LoRA; what is no kernel is the rest."""
+def test_nested_parts_are_counted_once(worker):
+    """A frozen product within a LoRA layer is not LoRA's; what is not a kernel is the rest."""
     x = torch.rand(300, 300)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with record_function("_LowRankLinear"):
@@ -97,13 +97,13 @@ def test_what_is_within_a_part_is_counted_once(worker):
     assert found.keys() == {worker.PRODUCTS, worker.LORA, worker.REST}
     assert found[worker.PRODUCTS] == pytest.approx(own["aten::mm"])
     assert found[worker.LORA] == pytest.approx(own["aten::addmm"])
-    # The mark itself is nobody's.
+    # The time of the mark itself belongs to no part.
     assert found.total() == pytest.approx(own.total() - own[worker.PRODUCTS])
     assert found[worker.REST] >= own["aten::sin"] + own["aten::exp"]
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"])
-def test_a_product_is_a_kernel_wherever_it_is(worker, name):
+def test_a_product_is_a_kernel_in_every_part(worker, name):
     rests = {worker.REST, *worker.REST_OF.values()}
     for part in (worker.PRODUCTS, worker.LORA, worker.ATTENTION, worker.REST):
         assert worker.counted_as(f"aten::{name}", part) not in rests
@@ -111,7 +111,7 @@ def test_a_product_is_a_kernel_wherever_it_is(worker, name):
     assert worker.counted_as("aten::mul", "norms") == "norms"
 
 
-def test_a_column_has_what_is_between_operations(script):
+def test_a_column_has_the_time_between_operations(script):
     run = {"seconds": [0.5, 0.7], "profiled": [1.0, 2.0], "parts": {"norms": 0.4, "GELU": 1.6}}
     assert list(script.column(run).items()) == [
         ("GELU", 0.8),
@@ -123,7 +123,7 @@ def test_a_column_has_what_is_between_operations(script):
     ]
 
 
-def test_a_part_that_one_precision_lacks_has_its_row(script):
+def test_a_part_that_one_precision_lacks_has_a_row(script):
     wholes = dict.fromkeys((script.KERNELS, script.PROFILED), 0.2)
     wholes |= dict.fromkeys((script.TIMED, script.AT_THE_RATE), 0.1)
     lines = script.table({"a": {"x": 0.2, **wholes}, "b": {"x": 0.1, "y": 0.1, **wholes}})
@@ -134,7 +134,7 @@ def test_a_part_that_one_precision_lacks_has_its_row(script):
 
 
 @pytest.mark.parametrize("fails", ["step_parts_ours", "matrix_rate_ours"])
-def test_a_worker_that_fails_is_a_line(script, monkeypatch, fails):
+def test_a_failing_worker_gives_one_line(script, monkeypatch, fails):
     def run(python, name, plan):
         if name == fails:
             raise RuntimeError("killed by signal 9")
@@ -145,18 +145,18 @@ def test_a_worker_that_fails_is_a_line(script, monkeypatch, fails):
         script.main(["gpt2_step", "--quick"])
 
 
-def test_the_plain_path_has_other_parts(script, capsys):
+def test_it_is_refused_while_the_fast_paths_are_off(script, capsys):
     with fast_paths_off(), pytest.raises(SystemExit):
         script.parse(["gpt2_step"])
     assert "LORALIB_PLAIN is set" in capsys.readouterr().err
 
 
-def test_wrong_calls_end_with_a_line(script, capsys):
-    for flags, says in (
+def test_wrong_flags_are_refused(script, capsys):
+    for flags, message in (
         (["bert_step"], "invalid choice: 'bert_step'"),
         (["gpt2_step", "--data_dir", "here"], "give both --data_dir and --vocab"),
         (["gpt2_step", "--steps", "0"], "must be at least 1, not 0"),
     ):
         with pytest.raises(SystemExit):
             script.parse(flags)
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What every contestant runs: which memory counts, and how a model gets to a GPU."""
+"""Tests of what all workers share: which memory counts, and how a model is moved to a GPU."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ def worker(monkeypatch, contest):
     return importlib.import_module
 
 
-def test_a_gpu_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
+def test_the_peak_of_a_gpu_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
     """A made-up GPU: making the model takes the most, and warming up more than a timed step."""
     held = {"now": 0, "most": 0}
 
@@ -49,7 +49,7 @@ def test_a_gpu_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
     assert result["peak_bytes"] == 10 + 30
 
 
-# A worker whose result also says what the process held before and after.
+# A worker that also writes how much memory the process held before and after.
 TAKES_LESS_AND_LESS = """
 import json, resource, sys
 from pathlib import Path
@@ -82,12 +82,12 @@ Path(sys.argv[2]).write_text(json.dumps(result))
     not os.access("/proc/self/clear_refs", os.W_OK),
     reason="this system cannot forget a process's peak",
 )
-def test_a_process_s_peak_is_that_of_the_timed_steps(contest, tmp_path):
+def test_the_peak_of_a_process_is_that_of_the_timed_steps(contest, tmp_path):
     """Making the model takes 400 MiB, warming up 300, and a timed step 100.
 
-    In a process of its own: one that has run other tests may have 100 MiB left over from them,
-    which a step takes without holding any more than before. The process that starts it may itself
-    have held more.
+    It runs in a process of its own: one that has run other tests may have 100 MiB left over from
+    them, which a step would use without holding more than before. The process that starts it holds
+    more memory first, which must not count.
     """
     torch.ones(1000 << 18)
     plan = {"device": "cpu", "threads": None, "seed": 0, "warmup": 1, "batches": [300, 100]}
@@ -99,12 +99,12 @@ def test_a_process_s_peak_is_that_of_the_timed_steps(contest, tmp_path):
         check=True,
     )
     result = json.loads(files[1].read_text())
-    # What of the libraries comes into memory meanwhile counts as well, more or less of it.
+    # Parts of the libraries that are loaded meanwhile count as well, more or fewer of them.
     assert result["peak_bytes"] - result["before"] > 90 * 2**20
     assert result["peak_bytes"] - result["after"] < 200 * 2**20
 
 
-def test_frozen_weights_come_to_a_gpu_in_half(worker):
+def test_frozen_weights_are_moved_to_a_gpu_in_half_precision(worker):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
     plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16"}

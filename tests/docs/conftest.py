@@ -1,4 +1,4 @@
-"""A folder that looks like the project's, in which a page's commands can be run."""
+"""A copy of the project and the environment of a new user, to run a page's commands in."""
 
 import os
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from page_runs import clean_environment, copy_project, run_bash, shortened
 
 @pytest.fixture(scope="session")
 def new_user(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """The variables of somebody who has just installed the project, with an empty home.
+    """The environment of a user who has just installed the project, with an empty home.
 
-    Their python has imported what is not the project's; see `Prepared.command`.
+    Its python is a fork of a process that has imported the other packages; see `Prepared.command`.
     """
     environment = clean_environment(tmp_path_factory.mktemp("home"))
     prepared = Prepared("others", environment=environment)

@@ -1,4 +1,4 @@
-"""The commands and the code in the documents: what can be run offline runs; the rest is checked."""
+"""Commands and code in the documents: those that can run offline run; the others are checked."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ RUN = [page for page in PAGES if any(block.reason is None for block in blocks(pa
 
 @pytest.fixture(scope="module")
 def runs(request, checkout, new_user, tmp_path_factory) -> Iterator[dict[Path, Future]]:
-    """By page, its run: those that are tested now, two at a time."""
+    """Page -> the future of its run; the pages that are tested now run two at a time."""
 
     def run(page: Path) -> None:
         folder = tmp_path_factory.mktemp(page.stem) / "lora"
@@ -82,7 +82,7 @@ def test_the_quickstart_is_shortened():
 
 
 # ------------------------------------------------------------------------------------------------
-# That the checks find what is wrong
+# Tests of the checks themselves
 # ------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +102,7 @@ def test_blocks_are_found_with_their_lines_and_reasons(tmp_path):
     assert third.reason == "needs a GPU"
 
 
-def test_commands_are_told_apart():
+def test_commands_are_split():
     text = "A=1 python a.py \\\n  --b 'c d' && cd x # --e\ncat > f <<'E'\npython no.py\nE\nls | wc"
     assert list(commands(text)) == [
         ["A=1", "python", "a.py", "--b", "c d"],

@@ -1,4 +1,4 @@
-"""What the pages show of `--estimate` is what it prints."""
+"""The estimates on the pages are what `--estimate` prints."""
 
 import os
 import re
@@ -14,7 +14,7 @@ PAGES = [("docs/performance.md", "."), ("NLU/README.md", "."), ("NLG/README.md",
 
 
 def shown(page: str) -> tuple[str, list[str]]:
-    """The command with a given rate that a page has, and the lines that it prints."""
+    """The command with --estimate_rate on a page, and the lines that it prints by the page."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", "")
     command = re.search(r"^(?:\$ )?(.*--estimate_rate.*)$", text, re.MULTILINE)
     printed = re.search(r"^parameters .*?(?=^```)", text[command.end() :], re.MULTILINE | re.DOTALL)

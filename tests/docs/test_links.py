@@ -17,7 +17,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
 
 
-def test_anchors_are_a_code_hosts():
+def test_anchors_are_those_of_code_hosts():
     text = "# What's new? (A & B)\n## `a_b` and [c](d.md)\n```\n# not one\n```\n## Same\n## Same\n"
     assert anchors(text) == {"whats-new-a--b", "a_b-and-c", "same", "same-1"}
 
@@ -53,14 +53,14 @@ def test_broken_links_are_found(tmp_path, link, wrong):
     assert all(wrong in each for each in found)
 
 
-def test_folders_that_are_ignored_hold_no_pages(tmp_path):
+def test_pages_in_ignored_folders_are_left_out(tmp_path):
     for name in ("a.md", "docs/b.md", ".venv-any/c.md", "output/d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert pages(tmp_path) == [Path("a.md"), Path("docs/b.md")]
 
 
-def test_the_line_for_machines_without_a_gpu_installs_the_version_that_is_tested():
+def test_the_pages_install_the_pinned_torch_on_machines_without_a_gpu():
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M)[1]
     for page, times in (("installing.md", 2), ("any-model.md", 1)):
         text = (ROOT / "docs" / page).read_text("utf-8")

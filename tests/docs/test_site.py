@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, and shows all that is public."""
+"""The documentation's site builds without warnings, has all public names, and links to code."""
 
 import importlib.util
 import logging
@@ -36,7 +36,7 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_it_builds_strictly(site):
+def test_it_builds_without_warnings(site):
     assert (site / "index.html").is_file()
     assert (site / "api" / "layers" / "index.html").is_file()
     assert not (site / "hooks").exists()

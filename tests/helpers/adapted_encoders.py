@@ -1,4 +1,4 @@
-"""Encoders that are adapted in one or several ways."""
+"""Encoders that are adapted by LoRA, adapters and BitFit, alone or together."""
 
 import itertools
 
@@ -12,7 +12,7 @@ ADAPTED = {
     "pfeiffer": {"apply_adapter": True, "adapter_type": "pfeiffer", "adapter_size": 5},
     "bitfit": {"apply_bitfit": True},
 }
-# Each alone, each pair, all three; with either type of adapter.
+# Each kind alone, each pair of kinds, and all three, with either type of adapter.
 CROSS = [
     names
     for size in (1, 2, 3)

@@ -13,7 +13,7 @@ import loralib as lora
 
 
 class Words(nn.Module):
-    """An embedding, two layers of linear ones, and a head."""
+    """An embedding, two pairs of linear layers, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Grouped(nn.Module):
 
 
 class Attending(nn.Module):
-    """An attention, whose keys and values may be of another size."""
+    """PyTorch's attention, whose keys and values may have another size, and a linear layer."""
 
     def __init__(self, size: int | None = None):
         super().__init__()
@@ -97,11 +97,12 @@ class Case:
     """A model and its LoRA.
 
     Args:
-        model: builds it.
-        inputs: for one forward pass.
-        settings: of `add_lora`.
-        of_peft: PEFT has the same layers; and with DoRA.
-        in_bank: a bank's hooks can compute it.
+        model: builds the model.
+        inputs: those of one forward pass.
+        settings: arguments of `add_lora`.
+        of_peft: whether PEFT has the same layers.
+        of_peft_with_dora: whether PEFT has them with DoRA too.
+        in_bank: whether a bank's hooks can compute them.
     """
 
     model: Callable[[], nn.Module]
@@ -117,7 +118,7 @@ class Case:
         return self.model().eval()
 
     def adapted(self, **settings: Any) -> nn.Module:
-        """The model with LoRA, of which everything that is trained has been changed."""
+        """The model with LoRA, after random changes to everything that is trained."""
         model = self.build()
         lora.add_lora(model, **{"r": 2, "lora_alpha": 3, **self.settings, **settings})
         torch.manual_seed(1)
@@ -184,7 +185,7 @@ CASES = {
 
 
 def saved_as_said(message: str, model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """What is in the file that a message's line of code writes, as PyTorch loads it by default."""
+    """Runs a message's line of code, which saves the model; returns what PyTorch then loads."""
     (line,) = re.findall(r"torch\.save\(.*?, …\)", message)
     path = folder / "whole.pt"
     eval(line.replace("…", "path"), {"torch": torch, "model": model, "path": path})

@@ -65,7 +65,7 @@ FAMILIES = tuple(MODULES)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal values; among them a negative zero, the largest number and one that is subnormal."""
+    """Random normal values, and among them a negative zero, the largest number and a subnormal."""
     generator = torch.Generator().manual_seed(seed + math.prod(shape))
     tensor = torch.randn(shape, generator=generator).to(dtype)
     if tensor.numel() > 3:
@@ -117,15 +117,15 @@ def peft_folder(
 
 
 def load_held(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, which stay what they are where the file is written anew.
+    """A safetensors file's tensors, which do not change if the file is overwritten.
 
-    load_file() maps it, and save_file() of safetensors before 0.8 writes into what is mapped.
+    load_file() maps the file, and save_file() of safetensors before 0.8 writes into the mapping.
     """
     return load(path.read_bytes())
 
 
 def refused(call, path: str | Path, *parts: str) -> str:
-    """`call` raises a CheckpointError of one line that names `path` and holds all of `parts`."""
+    """Asserts that `call` raises a CheckpointError of one line with `path` and all of `parts`."""
     with pytest.raises(CheckpointError) as caught:
         call()
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Registers the families of both trees, for tests of the library that are about them."""
+"""Registers the model families of NLU and NLG, for tests of loralib that need them."""
 
 import importlib
 import sys

@@ -22,7 +22,7 @@ class Conv1D(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of a sort, and a feed-forward part."""
+    """A mixture of projections, as in attention, and a feed-forward part."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -41,7 +41,7 @@ class AnyModel(nn.Module):
     """Token ids (batch, length) -> (batch, length, 5).
 
     Args:
-        batch_first: of the attention that is PyTorch's own; True where its encoder has a fast path.
+        batch_first: of PyTorch's encoder, which has a fast path only if it is True.
     """
 
     def __init__(self, width: int = 8, batch_first: bool = True):
@@ -56,7 +56,7 @@ class AnyModel(nn.Module):
         self.head = nn.Linear(width, 5)
 
     def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The outputs; `padding` is True at positions that attention is to leave out."""
+        """The outputs; `padding` is True at positions that attention leaves out."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
@@ -93,7 +93,7 @@ def names_of(model):
 
 
 def unchanged_by(model, message, *args, kind=ValueError, **settings):
-    """`add_lora` raises, and leaves classes and what is trained as they were."""
+    """Asserts that `add_lora` raises, and changes neither classes nor what is trained."""
     classes = [type(module) for module in model.modules()]
     trained = [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(kind, match=message):

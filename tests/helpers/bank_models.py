@@ -1,6 +1,7 @@
 """Two small models for banks, and adapters of each.
 
-One of plain layers over padded batches; one like GPT-2, whose merged projections see packed tokens.
+One has plain layers and padded batches. The other is like GPT-2, with merged projections and packed
+rows.
 """
 
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.packing import PackedRows, attend
 
 WIDTH = 8
-# Of the sums that follow one another: two layers of four products, one of them with an update,
-# and a head.
+# The terms of successive sums: in each of two layers four products, one of them with a delta, and
+# a head.
 TERMS = 2 * 6 * WIDTH + 2 * WIDTH
 
 
@@ -67,7 +68,7 @@ class PlainLayer(nn.Module):
 
 
 class Plain(nn.Module):
-    """Knows nothing of packed rows: (batch, length, width), mask -> (batch, labels)."""
+    """A model without packed rows: token ids and mask (batch, length) -> (batch, labels)."""
 
     def __init__(self, trained):
         super().__init__()
@@ -133,7 +134,7 @@ def base_of(model_class):
 
 
 def on_base(model_class, trained):
-    """A model with LoRA on the base's weights; LoRA and head are yet to be loaded."""
+    """A model with the base's weights, in which LoRA and head are still to be loaded."""
     model = model_class(trained).eval()
     own, base = model.state_dict(), base_of(model_class).state_dict()
     model.load_state_dict({**own, **{n: t for n, t in base.items() if t.shape == own[n].shape}})
@@ -150,7 +151,7 @@ def make_adapter(model_class, name, **info):
 
 
 def model_of(model_class, name):
-    """A model that was built for one adapter, which is loaded into it."""
+    """A model built for one adapter, with the adapter loaded."""
     model = on_base(model_class, TRAINED[name])
     adapter = make_adapter(model_class, name)
     head = {n: t for n, t in adapter_tensors(model.state_dict()).items() if "lora_" not in n}
@@ -161,7 +162,7 @@ def model_of(model_class, name):
 
 
 def make_batch(lengths, seed=0):
-    """Ragged rows, padded; what stands at padding is drawn as well."""
+    """Rows of these lengths, padded with random tokens."""
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     return {"ids": torch.randint(20, mask.shape, generator=generator), "mask": mask}
@@ -180,7 +181,7 @@ def close_in_half(ours, theirs, tolerance):
 
 
 def refuses(error, *parts):
-    """Expects an error of one line that holds all of `parts`."""
+    """Expects an error of one line that contains all of `parts`."""
     lookaheads = "".join(f"(?=.*{part})" for part in parts)
     return pytest.raises(error, match=rf"^{lookaheads}[^\n]{{1,300}}$")
 
@@ -191,7 +192,7 @@ def hooks_of(model):
 
 @torch.no_grad()
 def row_by_row(bank, model, names, batch):
-    """Each row's logits, from a forward of the whole batch with the adapter that it names."""
+    """Each row's logits, from a forward pass of the whole batch with this row's adapter."""
     rows = []
     for row, name in enumerate(names):
         with bank.use(name):

@@ -1,4 +1,4 @@
-"""How the tests compare tensors: by name to the bit, and to what rounding leaves open."""
+"""How the tests compare tensors: bit for bit by name, and up to rounding."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def assert_same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """The same names, and by name the same dtype, shape and bits."""
+    """Asserts the same names, and by name the same dtype, shape and bits."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
@@ -20,7 +20,7 @@ def assert_same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -
 
 
 def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """The same names, and by name the same dtype, shape and values: zeros may differ in sign."""
+    """Asserts the same names, dtypes, shapes and values; zeros may differ in sign."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
@@ -33,20 +33,20 @@ def rounding(
     dtype: torch.dtype = torch.float32,
     magnitude: float = 1.0,
 ) -> float:
-    """How far two results of one formula may lie apart, on any machine.
+    """How far two results of one formula may differ, on any machine.
 
-    Other processors, libraries, numbers of threads and batch sizes add the same numbers up in
-    another order. Each addition rounds by up to eps / 2 of its size, up or down, and of n such
-    errors about √n remain. Four times that covers the largest of many results; twice, that both
-    sides round. What is wrong in a formula changes results by far more, by 1e-3 and above here.
+    Other processors, libraries, numbers of threads and batch sizes add the same numbers in another
+    order. Each addition rounds by up to eps / 2 of its size, up or down, and n such errors add up
+    to about √n of them. A factor of four covers the largest of many results, and a factor of two
+    that both sides round. Mistakes in a formula change results by far more, here by at least 1e-3.
 
     Args:
         expected: the result; its largest entry counts.
-        terms: n, how many additions follow one another: the terms of a sum, and of the sums that
-            it is made from.
-        dtype: what is added up.
-        magnitude: the least size of what is added up, where it may be larger than the result: 1
-            are the states of a network.
+        terms: n, the number of successive additions: the terms of a sum, and of the sums that these
+            terms are made from.
+        dtype: the dtype of the sums.
+        magnitude: a size to assume at least for the numbers that are added, which may be larger
+            than the result; in a network, about 1.
     """
     largest = max(magnitude, float(torch.as_tensor(expected).detach().abs().max()))
     return 4 * torch.finfo(dtype).eps * math.sqrt(terms) * largest
@@ -59,17 +59,17 @@ def assert_close_to_rounding(
     dtype: torch.dtype = torch.float32,
     magnitude: float = 1.0,
 ) -> None:
-    """The same up to `rounding`; infinities at the same places."""
+    """Asserts that both are the same up to `rounding`, with infinities at the same places."""
     finite = theirs.detach()[theirs.detach().isfinite()]
     allowed = rounding(finite, terms, dtype, magnitude) if finite.numel() else 0.0
     torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
 
 
 def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """How far off results are: the root mean square of the tensors' relative errors.
+    """The error of results: the root mean square of the tensors' relative errors, by their norms.
 
-    Each relative error is one of norms. Ways that round as often, in another order, have about the
-    same: of thousands of numbers, each of which is off by its own little.
+    Methods that round equally often, in another order, have about the same error, as it is that of
+    thousands of numbers with independent small errors.
     """
     assert found.keys() == exact.keys()
     squares = [
@@ -80,9 +80,9 @@ def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
 
 
 def factor_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """By what results are larger than they should be, all in all; 1 if by nothing.
+    """The mean factor by which results are larger than the exact ones; 1 if they are unbiased.
 
-    Rounding, which is as often up as down, leaves it near 1. Each tensor counts alike.
+    Rounding, which is up as often as down, leaves it near 1. All tensors count the same.
     """
     assert found.keys() == exact.keys()
     parts = [

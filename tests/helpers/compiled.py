@@ -1,4 +1,4 @@
-"""What torch.compile makes of a model, without a compiler for the graphs, or a GPU."""
+"""What torch.compile makes of a model, without compiling the graphs, and without a GPU."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def breaks_of(step: Callable[..., Any], *inputs: Any) -> list[str]:
-    """Why a function is more than one graph: nothing where it is one."""
+    """The reasons why a function is more than one graph; none if it is one."""
     torch.compiler.reset()
     found = torch._dynamo.explain(step)(*inputs)
     assert found.graph_count == 1 + found.graph_break_count
@@ -23,7 +23,7 @@ def breaks_of(step: Callable[..., Any], *inputs: Any) -> list[str]:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> list[Any]:
-    """Has each layer computed as one graph, for any sizes of its inputs; or raises an error.
+    """Makes each layer run as one graph for inputs of any size; raises an error if it cannot.
 
     Returns:
         A list to which every graph that is made is added.
@@ -42,7 +42,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> list[Any]:
 
 @contextmanager
 def flash_on_cpu() -> Iterator[list[Any]]:
-    """Attention in half precision takes a GPU's kernel for packed rows, which computes on the CPU.
+    """Makes attention in half precision take a GPU's kernel for packed rows, computed on the CPU.
 
     Yields:
         A list to which the longest row of every forward pass is added.
@@ -65,7 +65,7 @@ def flash_on_cpu() -> Iterator[list[Any]]:
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """A loss's gradients by parameter; the parameters keep none."""
+    """A loss's gradients by parameter; those of the parameters are reset to None."""
     loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():

@@ -32,7 +32,7 @@ FAMILIES = ("roberta", "deberta", "gpt2")
 ENCODERS = ("roberta", "deberta")
 OUT = {"lora": "out.safetensors", "release": "out.bin", "peft": "out", "merged": "out"}
 LABELS = ("yes", "no", "maybe")
-# Settings with which a model's LoRA computes what PEFT's does.
+# Settings with which a model's LoRA computes the same as PEFT's.
 AS_PEFTS = {"roberta": {}, "deberta": {"lora_positions": True}}
 
 SHAPE = {
@@ -44,8 +44,8 @@ SHAPE = {
     "max_position_embeddings": 30,
     "initializer_range": 0.3,
 }
-# The terms of the sums that follow one another: of each layer four products of 16 columns, one of
-# at most 64, and attention; of a convolution; of embeddings and a head.
+# The terms of successive sums: in each layer four products of 16 columns, one of at most 64, and
+# attention; a convolution; embeddings and a head.
 TERMS = 2 * (4 * 16 + 64 + 8 + 12) + 3 * 16 + 3 * 16
 GPT2_SHAPE = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 30}
 MODELS = {
@@ -76,7 +76,7 @@ def seed(number: int) -> torch.Generator:
 
 
 def write_as_peft(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
-    """A folder as PEFT writes it: LoRA of rank 4 and alpha 10, and what is saved besides.
+    """Writes a folder as PEFT does: LoRA of rank 4 and alpha 10, and other tensors that it saves.
 
     Args:
         folder: a new one.
@@ -108,7 +108,7 @@ def make_base(
     number: int = 0,
     **settings,
 ) -> Path:
-    """A base's folder as upstream writes it: none of this fork's own settings, a tokenizer."""
+    """A base's folder as upstream writes it: without this fork's own settings, with a tokenizer."""
     folder.mkdir(parents=True)
     if family == "gpt2":
         return make_gpt2(folder, format, dtype, number, **settings)
@@ -236,7 +236,7 @@ def train_gpt2(base: Path) -> Trained:
 
 
 def for_formats(trained: dict[str, Trained], family: str, *formats: str) -> Trained:
-    """The adapter of a family that these formats hold: DeBERTa's in PEFT's reaches positions."""
+    """The adapter that these formats can express: for PEFT's, DeBERTa's reaches positions."""
     return trained["deberta as PEFT's" if family == "deberta" and "peft" in formats else family]
 
 

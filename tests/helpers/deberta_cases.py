@@ -41,7 +41,7 @@ XXLARGE = {
 
 
 def build(kind, variant="xxlarge", **settings):
-    """A model with the fixture's weights; LoRA's are drawn, B as well."""
+    """A model with the fixture's weights; LoRA's are random, including B."""
     model_class, labels = KINDS[kind]
     config = DebertaV2Config(**{**maker.CONFIG, **VARIANTS[variant], **labels, **settings})
     model = model_class(config).eval()
@@ -54,7 +54,7 @@ def close(ours, theirs, terms=ENCODER_TERMS):
 
 
 def literal_bucket(distance, buckets, furthest):
-    """The published formula, over an array."""
+    """The published formula for an array of distances."""
     sign, middle = np.sign(distance), buckets // 2
     near = (distance < middle) & (distance > -middle)
     size = np.where(near, middle - 1, np.abs(distance))
@@ -63,9 +63,9 @@ def literal_bucket(distance, buckets, furthest):
 
 
 def literal_rows(length, buckets, furthest):
-    """(length, length): which embedding the distance of each query and key has."""
-    places = np.arange(length)
-    distance = places[:, None] - places[None, :]
+    """(length, length): the row of the embeddings for the distance of each query and key."""
+    positions = np.arange(length)
+    distance = positions[:, None] - positions[None, :]
     if buckets > 0:
         distance = literal_bucket(distance, buckets, furthest)
     span = buckets if buckets > 0 else furthest
@@ -73,7 +73,7 @@ def literal_rows(length, buckets, furthest):
 
 
 def project(layer, x, adapted=True):
-    """W x + b, with LoRA's update merged into W where x is adapted."""
+    """W x + b, with LoRA's delta merged into W if `adapted`."""
     weight = layer.weight
     if adapted and isinstance(layer, lora.LoRALayer):
         weight = weight + layer.scaling * layer.lora_B @ layer.lora_A

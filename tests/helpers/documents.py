@@ -1,6 +1,6 @@
 """The project's Markdown files: their blocks of commands and code, their links and anchors.
 
-A block of bash or Python runs as it stands, unless the line before it says why it does not:
+A block of bash or Python is run as it is, unless the line before it says why not:
 
     <!-- not run: downloads roberta-base -->
     ```bash
@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from launches import prepared
 from places import ROOT
 
-# What lies in the project's folder and is not of the project.
+# Files and folders in the project's folder that are not part of the project.
 NOT_OURS = (
     *(".git", ".venv*", ".pytest_cache", ".ruff_cache", ".mypy_cache", "__pycache__", "*.egg-info"),
     *("build", "dist", "site", "runs", "quickstart_output", "glue_data", "output"),
@@ -32,13 +32,13 @@ _OUTPUT = re.compile(r"\s*^( *)```text\n(.*?)^\1```[ ]*$", re.M | re.S)
 _REASON = re.compile(r"<!-- not run: (\S.*?) -->\s*\Z")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 _FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
-# What a recipe's script hands its flags to.
+# The line of a recipe's script that passes its flags on.
 _RECIPE = re.compile(r"^exec .*/recipe(\.py|s/\w+\.sh)\"", re.M)
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The Markdown files of the project, but for those in folders that it ignores."""
+    """The Markdown files of the project, except those in ignored folders."""
     found = (path.relative_to(root) for path in sorted(root.rglob("*.md")))
     return [
         path for path in found if not any(part.match(p) for part in path.parents for p in NOT_OURS)
@@ -52,10 +52,10 @@ class Block:
     Args:
         page: the page, from the project's root.
         line: the number of its first line.
-        language: what the fence says.
-        text: its content, without indentation that the fence has as well.
-        reason: why it is not run; None where it is.
-        output: what the page says that it prints, a block of text right below; None without one.
+        language: the language that the fence names.
+        text: its content, without the fence's indentation.
+        reason: why it is not run; None if it is.
+        output: the output that the page shows in a block of text right below; None without one.
     """
 
     page: Path
@@ -103,7 +103,7 @@ def _unindented(text: str, indent: str) -> str:
 
 
 def _without_code(text: str) -> str:
-    """A page without fenced blocks and code in lines, where nothing is a heading or a link."""
+    """A page without fenced blocks and inline code, which have no headings and links."""
     return re.sub(r"`[^`\n]*`", "``", _FENCE.sub("", text))
 
 
@@ -206,9 +206,9 @@ _RUNNERS |= {".venv-any/bin/python"}
 
 @functools.cache
 def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
-    """The flags that a script knows: those of its --help, and of a script that this refers to.
+    """The flags that a script knows: those in its --help, and in that of a script it refers to.
 
-    Of shell scripts, the recipes have a --help; of others it is the flags in their text.
+    Of the shell scripts, only recipes are asked for --help; others know the flags in their text.
     """
     own = script.read_text(encoding="utf-8")
     if script.suffix == ".sh" and not _RECIPE.search(own):

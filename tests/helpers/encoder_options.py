@@ -1,8 +1,8 @@
-"""Settings of small encoders, and how deep their sums are."""
+"""Settings of small encoders, and the number of terms in their sums."""
 
-# The terms of the sums that follow one another in the tests' encoders, which are 32 wide and at
-# most 64 inside: of each of 2 layers four products, attention and the way down; of a convolution;
-# of embeddings and a head.
+# The terms of successive sums in the tests' encoders, which are 32 wide and at most 64 inside: in
+# each of 2 layers four products, attention and the second feed-forward product; a convolution;
+# embeddings and a head.
 ENCODER_TERMS = 2 * (4 * 32 + 8 + 18 + 64) + 3 * 32 + 3 * 32
 
 # DeBERTa-v2 with the options of its xxlarge model.

@@ -1,7 +1,7 @@
-"""The families as rows of a table: how each is built, adapted and asked, under one set of names.
+"""The families as rows of a table: how each is built, saved and computed, by the same names.
 
-Bases, the batch and one of PEFT's adapters for each are those of peft_fixture.safetensors: tiny
-models of upstream's, on which PEFT computed its logits.
+Bases, the batch and an adapter of PEFT's for each family are those of peft_fixture.safetensors:
+tiny models of upstream's, whose logits PEFT computed.
 """
 
 import argparse
@@ -28,8 +28,9 @@ import checkpoints
 import model as gpt2
 
 PEFT = PeftFixture()
-# The terms of the sums that follow one another in 2 layers, 32 wide and at most 4 · 32 inside: four
-# products, attention over 18 positions and the way down; a convolution; embeddings and a head.
+# The terms of successive sums in 2 layers, which are 32 wide and at most 4 · 32 inside: four
+# products, attention over 18 positions, the second feed-forward product; a convolution; embeddings
+# and a head.
 TERMS = 2 * (4 * 32 + 8 + 18 + 4 * 32) + 3 * 32 + 3 * 32
 
 
@@ -41,10 +42,10 @@ class Family:
         name: as in the fixture.
         case: PEFT's adapter of the fixture.
         open: `open(base folder, adapter or None)`: a model in evaluation mode, without dropout, as
-            this family's scripts build it; with the adapter in LoRA layers, where one is given.
+            this family's scripts build it; with the adapter in LoRA layers, if one is given.
         write: `write(model, folder)`: the adapter's file, as this family's scripts save it.
         logits: `logits(model, ids, mask)`: (rows, labels), or (rows, length, vocabulary).
-        delta: `delta(A, B)`: what a layer's LoRA adds to its weight, but for the scaling.
+        delta: `delta(A, B)`: what a layer's LoRA adds to its weight, without the scaling.
     """
 
     name: str
@@ -63,14 +64,14 @@ def _open_encoder(base: Path, adapter: Adapter | None) -> nn.Module:
     if adapter is None:
         return AutoModelForSequenceClassification.from_pretrained(base, **no_dropout)
     known = adapter.metadata
-    reach = {} if known.positions is None else {"lora_positions": known.positions}
+    positions = {} if known.positions is None else {"lora_positions": known.positions}
     model = AutoModelForSequenceClassification.from_pretrained(
         base,
         apply_lora=True,
         lora_r=known.rank,
         lora_alpha=known.alpha,
         lora_targets=targets_of_modules(known.targets),
-        **reach,
+        **positions,
         **no_dropout,
     )
     assert model.load_adapters([adapter]) == []

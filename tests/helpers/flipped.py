@@ -1,4 +1,4 @@
-"""Files in which a value has changed on its way."""
+"""Files with a flipped bit, as if they were damaged in transit."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 def flip_in(path: Path, tensor: Tensor) -> None:
     """Flips a bit of a tensor's first value in a file that holds the tensor uncompressed."""
-    content, held = bytearray(path.read_bytes()), tensor.contiguous().numpy().tobytes()
-    assert content.count(held) == 1
-    content[content.index(held)] ^= 1
+    content, values = bytearray(path.read_bytes()), tensor.contiguous().numpy().tobytes()
+    assert content.count(values) == 1
+    content[content.index(values)] ^= 1
     path.write_bytes(content)

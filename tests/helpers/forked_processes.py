@@ -1,15 +1,15 @@
-"""Scripts and PyTorch's launcher in processes that are forks: what they import is imported once.
+"""Runs scripts and PyTorch's launcher in forks of a process that has done their imports once.
 
     forked_processes.py MODULE,… SOCKET
 
-imports the modules, and forks a process for each call at the socket, see `serve`. A call has what
-the command line of Python has: a script, or -m or -c, with arguments; or
+imports the modules, and forks a process for each call at the socket, see `serve`. A call has the
+arguments of Python's command line, which are a script, -m or -c with arguments, or
 
     LAUNCHER FLAGS… forked_processes.py SCRIPT ARGUMENTS…
 
-LAUNCHER is torch.distributed.run or torch.distributed.launch. Its agent, its store and its restarts
-are as ever, and so is what a process finds in its environment. It starts this file once more in
-each process, for the one thing that differs there: a process that is done has to return.
+LAUNCHER is torch.distributed.run or torch.distributed.launch. Its agent, its store, its restarts
+and the environment of its processes are the usual ones. It runs this file again in each process,
+for the one difference: a process that is done has to return instead of ending itself.
 """
 
 import atexit
@@ -31,11 +31,11 @@ from typing import NoReturn
 
 
 def serve(path: str) -> list[str]:
-    """Forks a process for each call, and answers with its number, and its status once it has ended.
+    """Forks a process for each call; answers with its process id and, once it ended, its status.
 
-    A call is a byte with three file descriptors, its standard streams, and a line of JSON: its
-    arguments, environment and folder, and what its ``sys.executable`` is, if that is another.
-    Ends with its own standard input.
+    A call is a byte with three file descriptors, which are its standard streams, and a line of
+    JSON: its arguments, environment and folder, and its ``sys.executable`` if that differs. The
+    server ends when its own standard input is closed.
 
     Returns:
         In each fork, the arguments.
@@ -43,8 +43,8 @@ def serve(path: str) -> list[str]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
-    # The end of a fork only wakes `select`. A handler that looked for the status itself could be
-    # interrupted by the end of another fork, and the two would take the same status.
+    # The end of a fork only wakes `select`. A handler that asked for the status itself could be
+    # interrupted by the end of another fork, and both would ask for the same status.
     woken, wakes = socket.socketpair()
     for side in (woken, wakes):
         side.setblocking(False)
@@ -80,8 +80,8 @@ def serve(path: str) -> list[str]:
 
 
 def _receive(caller: socket.socket) -> tuple[dict | None, list[int]]:
-    """A call and its streams; None where the caller has only seen that somebody is there, or has
-    been killed before its call was complete."""
+    """A call and its streams; None if the caller only checked that the server is running, or was
+    killed before its call was complete."""
     streams: list[int] = []
     try:
         said, streams, _, _ = socket.recv_fds(caller, 1, 3)
@@ -105,7 +105,7 @@ def _answer_for_ended(running: dict[int, socket.socket]) -> None:
 
 
 def _answer(caller: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # it was killed
+    with contextlib.suppress(OSError):  # the caller was killed
         caller.sendall(f"{number}\n".encode())
 
 
@@ -121,7 +121,7 @@ def _take(call: dict, streams: list[int]) -> None:
 
 
 def launch(launcher: str, arguments: list[str]) -> None:
-    # It logs the end of a process that was forked with a traceback of its own.
+    # If a forked process fails, this logs a traceback of its own.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     sys.argv[0] = launcher
     importlib.import_module(launcher).main(["--run_path", "--start_method=fork", *arguments])
@@ -148,7 +148,7 @@ def run_as_python(words: list[str]) -> None:
 
 def run_launched(arguments: list[str]) -> None:
     """Runs a script as the command line does, in a launcher's process."""
-    # torch.distributed.launch puts a flag of its own before the script.
+    # torch.distributed.launch inserts a flag of its own before the script.
     at = next(at for at, word in enumerate(arguments) if not word.startswith("--local"))
     script = arguments.pop(at)
     sys.argv = [script, *arguments]
@@ -175,7 +175,7 @@ def main() -> None:
     modules, path = sys.argv[1:]
     for name in modules.split(","):
         importlib.import_module(name)
-    gc.freeze()  # no fork looks through what is imported, which would copy it
+    gc.freeze()  # the forks' garbage collector must not touch, and so copy, what is imported
     words = serve(path)
     try:
         if words[0].startswith("torch.distributed."):
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def end(status: int) -> NoReturn:
-    """Ends as Python does, but does not take apart what is imported, for a second."""
+    """Ends as Python does, but without freeing all modules, which takes a second."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

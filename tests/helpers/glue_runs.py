@@ -24,13 +24,13 @@ def common(base: Path) -> list[str]:
 
 
 def on_rte(tiny_glue: Path, out: Path) -> list:
-    """Two epochs of six steps, a checkpoint in the middle of either."""
+    """Arguments for two epochs of six steps, with a checkpoint in the middle of each."""
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
     return [*arguments, *LORA, "--num_train_epochs", 2, "--save_steps", 4, "--output_dir", out]
 
 
 def results(out: Path, split: str = "eval") -> dict:
-    """A results file without what depends on the clock."""
+    """A results file without the values that depend on the clock."""
     values = json.loads((out / f"{split}_results.json").read_text())
     runtimes = ("runtime", "per_second", "mem_cpu_peak", "epoch")
     return {name: value for name, value in values.items() if not name.endswith(runtimes)}
@@ -41,7 +41,7 @@ def lora_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def failure(run_glue, arguments, monkeypatch, capsys) -> str:
-    """The one line that a call ends with, which must fail."""
+    """Runs a call that must fail, and returns its one line of error."""
     monkeypatch.setattr(sys, "argv", ["run_glue.py"])
     with pytest.raises(SystemExit) as ended:
         run_script(partial(run_glue.main, list(map(str, arguments))))
@@ -54,7 +54,7 @@ def failure(run_glue, arguments, monkeypatch, capsys) -> str:
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    """A CSV or JSON-lines file."""
+    """Writes a CSV or JSON-lines file."""
     if path.suffix == ".csv":
         lines = [rows[0].keys(), *(row.values() for row in rows)]
         quoted = (

@@ -1,4 +1,4 @@
-"""Files of a tiny GPT-2: a base's and LoRA's, in every spelling."""
+"""Files of a tiny GPT-2's base and LoRA, with all names and in all formats that are read."""
 
 import argparse
 
@@ -62,7 +62,7 @@ def parameters(model):
 
 
 def refuses(parts, flags, lora_path=None):
-    """`open_model` raises one line that holds all of `parts`."""
+    """Asserts that `open_model` raises an error of one line that contains all of `parts`."""
     with pytest.raises(CheckpointError) as caught:
         open_model(parse(*flags), None if lora_path is None else str(lora_path))
     text = str(caught.value)

@@ -35,7 +35,7 @@ class Trial:
         return rows
 
     def _write_model(self, name: str, rank: int) -> Path:
-        """With weights far from their start, LoRA's too, so that all of them matter."""
+        """Writes a model whose weights, also LoRA's, are far from their start, so all matter."""
         import torch
 
         from checkpoints import Base, save_model
@@ -50,7 +50,7 @@ class Trial:
         return self.folder / name
 
     def flags(self, work_dir: Path, *more: object, lora: bool = True) -> list[str]:
-        """What trains: LoRA's part from weights that are no zeros, or all of the model."""
+        """The flags that train LoRA, which starts with nonzero weights, or all of the model."""
         named = {
             "platform": "local",
             "model_card": "gpt2.xs",

@@ -1,4 +1,4 @@
-"""Products that are multiplied in bfloat16, which a processor may have no instructions for."""
+"""Products in bfloat16, on processors with and without instructions for it."""
 
 import copy
 from collections.abc import Callable
@@ -16,9 +16,9 @@ _OPERATORS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_linear_po
 
 
 class HalfProducts(TorchDispatchMode):
-    """Notes the operators, and counts the products of other dtypes.
+    """Records the products in bfloat16, and counts those in other dtypes.
 
-    Attention without gradients is not among them: PyTorch's kernel converts by itself.
+    Attention without gradients is not among them: PyTorch's kernel converts its inputs itself.
     """
 
     def __init__(self):
@@ -42,7 +42,7 @@ def step_and_evaluate(
     """A training step in bfloat16, as the scripts make it, and an evaluation.
 
     Returns:
-        What was multiplied; the loss, what was evaluated, and the gradients by name.
+        The recorded products; the loss, what `evaluate` returned, and the gradients by name.
     """
     model.train().zero_grad()
     precision = Precision(torch.bfloat16, "cpu")
@@ -60,13 +60,13 @@ def step_and_evaluate(
 def assert_as_exact_as_plain(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], ratio: float, off: float
 ) -> None:
-    """A step in bfloat16 is about as near to that in float32 as PyTorch's own operations come.
+    """Asserts that a step in bfloat16 is about as exact as one by PyTorch's own operations.
 
     Args:
-        model: in training; its weights are rounded to bfloat16, so that all steps have the same.
-        loss_of: a copy of it -> its loss.
-        ratio: how many times the plain path's error it may have.
-        off: by what factor it may be too large or too small.
+        model: in training mode; its weights are rounded to bfloat16, so that all steps start alike.
+        loss_of: a copy of the model -> its loss.
+        ratio: the factor by which the error may exceed that of PyTorch's own operations.
+        off: how far `factor_of` may be from 1.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,12 +89,12 @@ def assert_as_exact_as_plain(
 
 
 def choose_processor(patch, has_bfloat16: bool, large: bool) -> None:
-    """From here on the processor has instructions for bfloat16, or none; nothing is measured.
+    """Pretends that the processor has instructions for bfloat16, or none, and measures nothing.
 
     Args:
-        patch: undoes it.
-        has_bfloat16: whether it has.
-        large: whether all products are large ones, for which there are several ways.
+        patch: pytest's monkeypatch, which undoes it.
+        has_bfloat16: whether it has these instructions.
+        large: whether all products count as large ones, for which there are several methods.
     """
     patch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
     patch.setattr(products, "_chosen", {})

@@ -1,4 +1,4 @@
-"""Tiny models with each of the heads of heads_fixture.safetensors, with upstream's numbers."""
+"""Tiny models with each of the heads of heads_fixture.safetensors, and upstream's results."""
 
 import make_heads_fixture as maker
 import torch
@@ -12,12 +12,12 @@ INPUTS = maker.draw_inputs()
 FAMILIES = tuple(maker.FAMILIES)
 PAIRS = maker.PAIRS
 UPSTREAM = load_file(maker.FIXTURE)
-# The heads of models that anything is trained for; the other is the same without `is_decoder`.
+# The heads that are trained. The other one is the causal language model without `is_decoder`.
 TRAINED = [pair for pair in PAIRS if pair[1] != "bidirectional_lm"]
 
 
 def build(family, head, **settings):
-    """A model in evaluation mode, with upstream's weights; what is added to it shows in logits."""
+    """A model in evaluation mode, with upstream's weights; other weights are random."""
     start, end = maker.FAMILIES[family][0], maker.HEADS[head][0]
     config = getattr(transformers, f"{start}Config")(
         **{**maker.settings_of(family, head), **settings}
@@ -62,7 +62,7 @@ def without_labels(head, arguments):
 
 
 def wider(arguments, columns=5):
-    """The same batch, padded to more columns; at its labels' as well, where tokens have such."""
+    """The same batch, padded to more columns, also in the labels of tokens."""
     width = INPUTS["ids"].shape[1]
     return {
         name: torch.nn.functional.pad(value, (0, columns))

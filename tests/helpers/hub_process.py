@@ -1,4 +1,4 @@
-"""Runs code in a process that knows no hub but the tests' own."""
+"""Runs code in a process whose only hub is the tests' own."""
 
 import json
 import subprocess

@@ -54,7 +54,7 @@ class Repo:
         return hashlib.sha1(listing.encode()).hexdigest()
 
     def entry(self, path: str) -> dict:
-        """What the tree listing says of a file or folder."""
+        """The entry of a file or folder in the tree listing."""
         if (self.folder / path).is_dir():
             oid = hashlib.sha1(path.encode()).hexdigest()
             return {"type": "directory", "path": path, "oid": oid, "size": 0}
@@ -68,7 +68,7 @@ class Repo:
         return [self.entry(item.relative_to(self.folder).as_posix()) for item in found]
 
     def info(self) -> dict:
-        """What the API says of the repository."""
+        """The API's description of the repository."""
         return {
             "id": self.name,
             "sha": self.commit(),
@@ -87,7 +87,7 @@ class HubServer:
     """The server; use it as a context manager.
 
     Attributes:
-        root: folder whose content is served, read anew at each request.
+        root: folder whose content is served; it is read again at each request.
         url: value for HF_ENDPOINT.
         tokens: {"org/name": bearer token} of the repositories that need one.
         requests: every request so far, in order of arrival.
@@ -111,15 +111,15 @@ class HubServer:
         self._http.server_close()
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """Variables for a subprocess that is to know no other hub and no other cache.
+        """The environment of a subprocess that uses this hub and a cache of its own.
 
         Args:
             home: folder for huggingface_hub's cache.
             more: further variables, such as HF_HUB_OFFLINE="1".
         """
         ours = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        return kept | ours | more
+        others = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        return others | ours | more
 
     def downloads(self) -> list[Request]:
         """The requests so far that fetched a file's content."""
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Keep quiet: requests are in `HubServer.requests`."""
+        """Logs nothing: requests are in `HubServer.requests`."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -1,12 +1,12 @@
-"""Kills runs of both trees at random moments, again and again, and looks what they end with.
+"""Kills runs of NLU and NLG at random moments, again and again, and checks how they end.
 
     python tests/helpers/kill_many.py --kills 200
 
 A run of a tiny model is started, killed (SIGKILL) after a random time, and started again by the
 same command, until it ends; then the next run begins. After each kill every visible checkpoint has
-to be whole; no start may end with an error; and each run has to end with the tensors of one that
-nobody disturbed. Processes are forked from this one, which has loaded all modules, so that a start
-takes no seconds.
+to be whole; no start may end with an error; and each run has to end with the tensors of an
+undisturbed run. Processes are forked from this one, which has imported all modules, so that they
+start quickly.
 """
 
 import argparse
@@ -46,13 +46,13 @@ def load(path: Path):
 
 @dataclass(frozen=True)
 class Tree:
-    """What is run.
+    """A script that is run and killed.
 
     Args:
-        main: the script's.
-        arguments: its command line, for an output folder.
-        check: checks that what lies in an output folder is whole.
-        tensors: what a run ends with.
+        main: the script's main function.
+        arguments: an output folder -> the script's command line.
+        check: checks that all checkpoints in an output folder are whole.
+        tensors: an output folder -> the tensors that a run ends with.
     """
 
     main: Callable[[list[str]], None]
@@ -63,7 +63,7 @@ class Tree:
 
 def glue_tree(folder: Path) -> Tree:
     """run_glue.py on two layers, with a checkpoint every other step and an evaluation an epoch."""
-    # The script imports these when it needs them: each process would, anew.
+    # The script imports these when it needs them, which each process would do again.
     import datasets  # noqa: F401
     import sklearn.metrics  # noqa: F401
 
@@ -134,7 +134,7 @@ def gpt2_tree(folder: Path) -> Tree:
         import checkpoints
         import gpt2_ft
 
-        # Which take seconds to start, and matplotlib more where it has no cache yet.
+        # They take seconds to import, and matplotlib takes longer if it has no cache yet.
         sys.modules["tensorboard"] = sys.modules["matplotlib"] = None
         checkpoints.config_of = tiny.tiny_config_of
         gpt2_ft.main(argv)
@@ -152,7 +152,7 @@ def gpt2_tree(folder: Path) -> Tree:
 
 
 def attempt(tree: Tree, out: Path, log: Path, seconds: float | None = None) -> bool:
-    """Runs a script in a process of its own, killed after some seconds; whether it ended before.
+    """Runs a script in a process that is killed after `seconds`; returns whether it ended before.
 
     Raises:
         RuntimeError: it ended with an error.
@@ -190,7 +190,7 @@ def attempt(tree: Tree, out: Path, log: Path, seconds: float | None = None) -> b
 
 
 def kill_many(tree: Tree, folder: Path, kills: int, chance: random.Random) -> tuple[int, int]:
-    """Kills runs until there were so many kills; how many there were, and of how many runs."""
+    """Runs the script until it was killed so often; returns the numbers of kills and of runs."""
     log, whole = folder / "log", folder / "whole"
     begun = time.monotonic()
     attempt(tree, whole, log)
@@ -199,7 +199,7 @@ def kill_many(tree: Tree, folder: Path, kills: int, chance: random.Random) -> tu
     while done < kills:
         out = folder / f"run{runs}"
         runs += 1
-        # Many die early on, and each of them comes a little further.
+        # Many are killed early, and each attempt comes a little further.
         while not attempt(tree, out, log, chance.uniform(0, duration)):
             done += 1
             tree.check(out)
@@ -213,7 +213,7 @@ TREES = {"glue": glue_tree, "gpt2": gpt2_tree}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses, and kills."""
+    """Parses the flags, and kills runs of each tree."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,8 +3,9 @@
     killed_run.py --moment MOMENT SCRIPT ARGUMENTS…
 
 MOMENT is JSON: {"rank": 0, "at": "beat" or "sync", "count": 5, "mark": FILE}.
-The process of that rank is killed (SIGKILL, or "signal") at its fifth batch, of training or
-evaluation, or in its fifth write of a file, unless FILE is there, which it makes.
+The process of that rank is killed (by SIGKILL, or "signal") at its fifth batch, of training or
+evaluation, or in its fifth write of a file. It creates FILE before that, and is not killed if FILE
+exists.
 """
 
 import importlib.util
@@ -28,7 +29,7 @@ def load(path: Path):
 
 
 def arm(moment: dict) -> None:
-    """Sees to it that the moment kills this process."""
+    """Makes this process kill itself at that moment."""
     if int(os.environ.get("RANK", 0)) != moment["rank"] or Path(moment["mark"]).exists():
         return
     owner, name = {"beat": (watch, "beat"), "sync": (atomic, "sync_file")}[moment["at"]]
@@ -45,7 +46,7 @@ def arm(moment: dict) -> None:
 
 
 def main() -> None:
-    # The launcher puts a flag of its own before ours.
+    # The launcher inserts a flag of its own before ours.
     start = sys.argv.index("--moment")
     moment, script, *arguments = sys.argv[start + 1 :]
     arguments = [*sys.argv[1:start], *arguments]

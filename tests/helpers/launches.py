@@ -1,4 +1,4 @@
-"""Running scripts under PyTorch's launcher, and in processes that need not import everything."""
+"""Runs scripts under PyTorch's launcher, and in forks of processes that have done the imports."""
 
 import atexit
 import json
@@ -17,16 +17,16 @@ from pathlib import Path
 
 KILLED = Path(__file__).with_name("killed_run.py")
 FORKED = Path(__file__).with_name("forked_processes.py")
-# What a process of a run needs that takes long to import; DDP needs the compiler.
+# Modules that runs need and that take long to import; DDP needs the compiler.
 OF_OTHERS = ("torch.distributed.run", "torch._dynamo")
 IMPORTS = {
     "NLG": (*OF_OTHERS, "loralib.training.ddp"),
     "NLU": (*OF_OTHERS, "loralib.training.ddp", "datasets", "transformers.trainer"),
-    # For whatever copy of the project.
+    # For any copy of the project, whose own modules are not imported.
     "others": (*OF_OTHERS, "datasets", "safetensors.torch", "tokenizers", "matplotlib.pyplot"),
 }
 
-# A command that has `Prepared` do what ``python ARGUMENTS…`` does.
+# A command that makes `Prepared` do what ``python ARGUMENTS…`` does.
 _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 
@@ -48,14 +48,15 @@ os._exit(status)
 
 
 class Prepared:
-    """A process that has done imports; its forks go on from there.
+    """A process that has imported modules; its forks need not import them again.
 
-    They have one hash seed: that no result depends on the order of a set shows elsewhere.
+    They all have the same hash seed, so they cannot show that a result depends on a set's order.
 
     Args:
-        name: of what is imported, see `IMPORTS`.
-        under: words of a command that starts it, such as ``ip netns exec NAME``.
-        environment: its variables, which a module may read when it is imported; this process's.
+        name: a key of `IMPORTS`: what is imported.
+        under: the words of a command that starts the process, such as ``ip netns exec NAME``.
+        environment: its environment, which modules may read when they are imported; by default
+            that of this process.
     """
 
     def __init__(self, name: str, *under: str, environment: Mapping[str, str] | None = None):
@@ -69,7 +70,7 @@ class Prepared:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends it; what it has started goes on."""
+        """Ends the process; its forks go on."""
         self.process.stdin.close()
         self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -77,7 +78,7 @@ class Prepared:
     def start(
         self, words: Sequence[object], variables: Mapping[str, str], paths: Sequence[Path]
     ) -> "Fork":
-        """Starts what ``python WORDS…`` does, or a launcher by `with_forks`.
+        """Starts a fork that does what ``python WORDS…`` does, or a launcher by `with_forks`.
 
         Args:
             words: the arguments.
@@ -95,7 +96,7 @@ class Prepared:
         return Fork(server, call["arguments"])
 
     def _connect(self) -> socket.socket:
-        """Once it has imported."""
+        """Connects to the process, once it has done its imports."""
         while True:
             server = socket.socket(socket.AF_UNIX)
             try:
@@ -103,13 +104,13 @@ class Prepared:
                 return server
             except (FileNotFoundError, ConnectionRefusedError):
                 server.close()
-                assert self.process.poll() is None, "it has ended before its first call"
+                assert self.process.poll() is None, "the process ended before its first call"
                 time.sleep(0.05)
 
     def run(
         self, words: Sequence[object], variables: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess:
-        """The same to its end; after `timeout` seconds it is killed, as by `subprocess.run`."""
+        """Does the same as `start` to its end; kills the fork after `timeout` seconds."""
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder, name) for name in ("stdout", "stderr")]
             fork = self.start(words, variables, paths)
@@ -122,7 +123,7 @@ class Prepared:
         return subprocess.CompletedProcess(words, status, *said)
 
     def command(self) -> Path:
-        """Makes a command called python, in a folder of its own, by which others start forks."""
+        """Makes an executable called python, in a folder of its own, that starts forks."""
         path = Path(self._folder, "python")
         path.write_text(_COMMAND.format(python=sys.executable, path=self._path))
         path.chmod(0o755)
@@ -131,11 +132,11 @@ class Prepared:
 
 
 class Fork:
-    """A fork that runs, with what `subprocess.Popen` has of this.
+    """A running fork, with a part of the interface of `subprocess.Popen`.
 
     Args:
-        server: where its number and its status come from.
-        words: what it was started by.
+        server: the connection by which its process id and its status come.
+        words: the words that it was started with.
     """
 
     def __init__(self, server: socket.socket, words: Sequence[str]):
@@ -145,14 +146,14 @@ class Fork:
 
     def _answer(self) -> int:
         said = b""
-        while not said.endswith(b"\n"):  # byte by byte: `poll` sees what is still to come
+        while not said.endswith(b"\n"):  # byte by byte, so that `poll` sees what is still to come
             byte = self._server.recv(1)
             assert byte, "the process that forks has ended"
             said += byte
         return int(said)
 
     def poll(self, seconds: float = 0) -> int | None:
-        """Its status once it has ended, waited for so long."""
+        """Its status; None if it has not ended within `seconds`."""
         if self.returncode is None and select.select([self._server], [], [], seconds)[0]:
             self.returncode = self._answer()
             self._server.close()
@@ -165,7 +166,7 @@ class Fork:
         return self.returncode
 
     def kill(self) -> None:
-        """Kills it, if it is still there."""
+        """Kills it, if it is still running."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait(30)
@@ -173,21 +174,21 @@ class Fork:
 
 @cache
 def prepared(name: str) -> Prepared:
-    """The one of this session."""
+    """The process of this name that all tests of the session share."""
     return Prepared(name)
 
 
 @cache
 def quick_python() -> Path:
-    """A python, in a folder of its own, that has imported what is not the project's.
+    """A python, in a folder of its own, that starts quickly: it has imported other packages.
 
-    For what is not about how Python starts, or what is imported when.
+    It is not for tests of how Python starts, or of what is imported when.
     """
     return prepared("others").command()
 
 
 def with_forks(launcher: str, *arguments: object) -> list[str]:
-    """What has a launcher's processes be forks of it, for `Prepared`.
+    """The words by which `Prepared` runs a launcher whose processes are forks of the launcher.
 
     Args:
         launcher: its module.
@@ -210,8 +211,8 @@ def run_launcher(
     Args:
         launcher: its module.
         arguments: its own, then a script's absolute path, and the script's arguments.
-        tree: the processes are forks of the launcher, which is one of a process that has done this
-            tree's imports for all tests of this session; None where each starts Python.
+        tree: a key of `IMPORTS`: the launcher is a fork of ``prepared(tree)``, and the processes
+            are forks of the launcher. None: each of them starts Python.
         timeout: seconds after which it is killed.
         environment: variables to add.
     """
@@ -236,7 +237,7 @@ def launch(
     tree: str | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess:
-    """Runs a script under PyTorch's launcher, with a free port of its own.
+    """Runs a script under PyTorch's launcher, on a free port.
 
     Args:
         processes: how many.
@@ -250,9 +251,9 @@ def launch(
 
 
 def killed(mark: Path, rank: int, at: str, count: int, **more: object) -> list[str]:
-    """What stands before a script and its arguments so that one process is killed, once.
+    """The words before a script and its arguments by which one process is killed, once.
 
-    See killed_run.py; `mark` is the file by which the test sees that it happened.
+    See killed_run.py; `mark` is a file that exists once the process was killed.
     """
     moment = {"rank": rank, "at": at, "count": count, "mark": str(mark), **more}
     return [str(KILLED), "--moment", json.dumps(moment)]

@@ -15,7 +15,7 @@ R, ALPHA = 2, 6
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with an update, the plain layer it stands for, and an input of either."""
+    """A layer with LoRA, the plain layer that it replaces, and an input for both."""
 
     make: Callable[..., nn.Module]
     plain: Callable[..., nn.Module]
@@ -68,7 +68,7 @@ LINEAR = [name for name in CASES if name.startswith(("linear", "merged"))]
 
 
 def randomised(layer):
-    """The layer with an update that is not zero."""
+    """Sets LoRA's tensors to random values, so that the delta is not zero; returns the layer."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "lora_" in name:
@@ -85,7 +85,7 @@ def base_of(layer):
 
 
 def update(layer):
-    """scaling · B A in the shape of the weight, put together the slow way."""
+    """The delta, scaling · B A, in the shape of the weight, computed group by group."""
     A, B, weight = layer.lora_A, layer.lora_B, base_of(layer).weight
     if isinstance(layer, lora.MergedLinear):
         parts, done = [], 0
@@ -126,12 +126,12 @@ def gradients(layer, out):
     return dict(zip(parameters, grads, strict=True))
 
 
-# Of a convolution's sum of 4 · 3³ products, with the update's of 3 · R and its R · R.
+# The terms of a convolution's sum of 4 · 3³ products, and those of the delta, 3 · R and R · R.
 TERMS = 4 * 27 + 3 * R + R * R
 
 
 def close(actual, expected, terms=TERMS):
-    """Of tensors, or of tensors by name."""
+    """Compares tensors, or dicts of tensors, up to rounding."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -147,7 +147,7 @@ def close_in_half(actual, expected, **tolerance):
 
 
 def same_as_plain(layer, actual, expected):
-    """To the bit, but where the plain layer holds the transposed weight: another product."""
+    """Compares bits; only values if the plain layer holds the transposed weight."""
     if getattr(layer, "fan_in_fan_out", False):
         close(actual, expected)
     else:

@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification
 
 FAMILIES = ("roberta", "deberta")
 LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 6}
-# What keeps every weight that it does not train, and starts as the base.
+# Settings that keep all weights that they do not train, and start with the base's outputs.
 VARIANTS = {
     "lora": {},
     "rslora": {"lora_variant": "rslora"},
@@ -45,7 +45,7 @@ def build(base, **settings):
 
 
 def train(model, steps: int = 3):
-    """Some steps of AdamW on one batch; the model, in evaluation mode."""
+    """Takes some steps of AdamW on one batch; returns the model in evaluation mode."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     model.train()

@@ -1,4 +1,4 @@
-"""Folders that runs of recipes leave, made up: for the tests of utils/reproduce.py."""
+"""Makes up folders that runs of recipes leave, for the tests of utils/reproduce.py."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def log_of(*evaluations: dict[str, float]) -> dict[str, list]:
 
 
 def finish_glue(run, *evaluations: dict[str, float], **at_end: float) -> None:
-    """What a finished run leaves; at the end, the best epoch's weights are evaluated again."""
+    """Writes what a finished run leaves; it ends with an evaluation of the best epoch's weights."""
     write_json(run.output / "trainer_state.json", log_of(*evaluations))
     first = next(iter(evaluations[0]))
     best = max(evaluations, key=lambda values: values[first])

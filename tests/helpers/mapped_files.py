@@ -9,7 +9,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def lies_in_file(tensor: Tensor, path: Path) -> bool:
-    """Whether all of a tensor is in this process's map of a file; skips where nothing says so."""
+    """Whether all of a tensor is in this process's mapping of a file; skips without such a list."""
     if not _MAPS.is_file():
         pytest.skip("the system does not list what is mapped")
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

@@ -1,4 +1,4 @@
-"""How much memory a training step takes, measured where PyTorch's tensors get it."""
+"""The memory of a training step, measured at PyTorch's allocator."""
 
 import gc
 import json
@@ -17,13 +17,13 @@ def measured_peak(training: Training, batch: Any, folder: Path) -> int:
     """The most bytes that a step holds on the CPU, weights and optimizer's state with it.
 
     Args:
-        training: with memory.
-        batch: a real one.
+        training: with weights in memory, not on the meta device.
+        batch: a batch with values.
         folder: for the profiler's trace.
     """
     training.add_gradients(batch)  # the first update makes the optimizer's state
     training.update()
-    gc.collect()  # what is given back later would count as memory that the step does not need
+    gc.collect()  # garbage that is freed during the step would lower its peak
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         training.add_gradients(batch)
         training.update()

@@ -26,7 +26,7 @@ QUERY = "roberta.encoder.layer.0.attention.self.query"
 
 
 def make(model_class, **settings):
-    """A model of which every tensor is random, B included."""
+    """A model whose tensors are all random, including B."""
     torch.manual_seed(0)
     model = model_class(RobertaConfig(**SHAPE, **settings))
     for parameter in model.parameters():
@@ -35,7 +35,7 @@ def make(model_class, **settings):
 
 
 def write(folder, tensors, format="bin", config=None, **settings):
-    """A model folder as others make it."""
+    """Writes a model folder as other libraries do."""
     folder.mkdir(exist_ok=True)
     values = {**SHAPE, "model_type": "roberta", **settings} if config is None else config
     (folder / "config.json").write_text(json.dumps(values))
@@ -77,7 +77,7 @@ def same(model, tensors):
 
 
 def fails(error, *parts):
-    """Expects an error of one line that holds all of `parts`."""
+    """Expects an error that contains all of `parts`."""
     pattern = "(?s)^" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
     return pytest.raises(error, match=pattern)
 

@@ -1,11 +1,11 @@
-"""How many rows are multiplied with weights."""
+"""Records how many rows are multiplied with weights."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MultipliedRows(TorchDispatchMode):
-    """Notes them, of every product of two matrices."""
+    """Records the number of rows in every product of two matrices."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs the blocks of a page, in order: bash in a shell each, Python in one process for all."""
+"""Runs a page's blocks in order: each of bash in a shell, all of Python in one process."""
 
 import json
 import os
@@ -11,20 +11,20 @@ from pathlib import Path
 from documents import NOT_OURS, Block
 from places import ROOT
 
-# Of a page whose commands are not run from the project's root.
+# Pages whose commands are not run from the project's root.
 FOLDERS = {Path("NLG/README.md"): Path("NLG")}
 
-# What makes a step of quickstart.sh take seconds; of a flag that is given twice, the last counts.
-# The curves' step takes its epochs from the LoRA run.
+# Flags that shorten the steps of quickstart.sh to seconds: of a flag that is given twice, the last
+# counts. The curves' step takes its epochs from the LoRA run.
 _SHORTER = {
     "run_mlm.py": "--max_steps 4",
     "run_glue.py": "--num_train_epochs 1 --max_train_samples 48",
 }
 _DONE = "block done: "
-# A page's blocks that name it print what depends on how long the quickstart has trained.
+# If a page's blocks name it, what they print depends on how long the quickstart trained.
 _QUICKSTART = "quickstart_output"
 
-# Runs the blocks that it reads, a line of JSON each, in one namespace; says what each has printed.
+# Runs the blocks that it reads as lines of JSON, in one namespace; writes what each printed.
 _PYTHON = f"""
 import contextlib, io, json, sys
 namespace = {{"__name__": "__main__"}}
@@ -53,7 +53,7 @@ def shortened(quickstart: str) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """Copies what the project's folder has as a new user gets it, with this Python as its .venv."""
+    """Copies the project as a new user gets it, with this Python's environment as its .venv."""
     named = shutil.ignore_patterns(*NOT_OURS, "tests")
     downloaded = {str(ROOT / "NLG"): {"vocab", "data"}}
 
@@ -65,18 +65,18 @@ def copy_project(folder: Path) -> None:
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """The variables of a user who has just installed the project, and is offline."""
-    strange = ("HF_", "TRANSFORMERS_", "XDG_", "LORALIB_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    """The environment of a user who has just installed the project, and is offline."""
+    dropped = ("HF_", "TRANSFORMERS_", "XDG_", "LORALIB_")
+    others = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "HOME": str(home), "PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    return {**others, "HOME": str(home), "PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 
 def run_bash(text: str, folder: Path, environment: dict[str, str], name: str) -> None:
-    """Runs a script that ends at its first error, its launchers on a port of their own.
+    """Runs a script up to its first error; its launchers use a free port.
 
     Raises:
-        AssertionError: there is one; with all that it printed.
+        AssertionError: it failed; with all that it printed.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -125,12 +125,12 @@ class _Python:
 
 
 def run_page(blocks: list[Block], folder: Path, environment: dict[str, str]) -> None:
-    """Runs the blocks of a page that are to be run.
+    """Runs the blocks of a page, except those that have a reason not to be run.
 
-    What Python prints is compared with what the page says, on pages without the quickstart's files.
+    On pages without the quickstart's files, what Python prints is compared with the page.
 
     Raises:
-        AssertionError: one fails, or prints something else; with its place and what it printed.
+        AssertionError: one failed, or printed something else; with its line and its output.
     """
     python = None
     compares = not any(_QUICKSTART in block.text for block in blocks)

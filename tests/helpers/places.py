@@ -1,4 +1,4 @@
-"""Where the project's files lie, and its scripts as modules."""
+"""Paths of the project's folders, and its scripts as modules."""
 
 import importlib.util
 import sys
@@ -8,12 +8,12 @@ from types import ModuleType
 HELPERS = Path(__file__).resolve().parent
 FIXTURES = HELPERS.with_name("fixtures")
 ROOT = HELPERS.parents[1]
-# Corpora and recorded facts, where they lie next to the project.
+# Corpora and recorded results, if they are next to the project.
 SHARED = ROOT.parent / "shared"
 
 
 def load_script(path: str | Path) -> ModuleType:
-    """A script of the project as a module of its own name, without running its `main`.
+    """Imports a script of the project as a module, without running its `main`.
 
     Args:
         path: from the project's root, or absolute.

@@ -12,7 +12,7 @@ def plain_logits(weights, config, ids):
     """GPT-2 on a padded batch, in the weights' precision, every position computed."""
     n, heads = config.n_embd, config.n_head
     batch, length = ids.shape
-    behind = torch.ones(length, length, dtype=torch.bool).triu(1)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def norm(x, name):
         return F.layer_norm(x, (n,), weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-5)
@@ -35,7 +35,7 @@ def plain_logits(weights, config, ids):
         block = f"transformer.h.{i}"
         q, k, v = qkv(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
         scores = q @ k.transpose(2, 3) / math.sqrt(n / heads)
-        mixed = scores.masked_fill(behind, float("-inf")).softmax(dim=3) @ v
+        mixed = scores.masked_fill(future, float("-inf")).softmax(dim=3) @ v
         x = x + linear(mixed.transpose(1, 2).flatten(2), f"{block}.attn.c_proj")
         inner = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
         gelu = inner / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
@@ -97,7 +97,7 @@ MASKS = (
 
 
 def train_only(model, what):
-    """LoRA alone, or everything, the tied head included."""
+    """Makes only LoRA trainable, or everything; returns the model in training mode."""
     if what == "lora":
         lora.mark_only_lora_as_trainable(model)
     else:

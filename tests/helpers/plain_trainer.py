@@ -1,7 +1,7 @@
-"""GPT-2's training as its formulas say it, slow and in float64: what gpt2_ft.py is held against.
+"""GPT-2's training by its formulas, slow and in float64, to compare gpt2_ft.py with.
 
-Whole sequences are padded to the sequence length, logits are made for all positions and the whole
-vocabulary, several processes are one loop, and optimiser and learning rates are written out.
+All rows are padded to the sequence length, logits are computed for all positions and the whole
+vocabulary, several processes are one loop, and optimizer and learning rates are written out.
 """
 
 import math
@@ -21,10 +21,10 @@ class PlainTrainer:
 
     Args:
         flags: those of gpt2_ft.py, with their defaults filled in.
-        weights: tensors under the release's names, LoRA's among them where it is trained.
-        heads: of the attention.
+        weights: tensors under the release's names, including LoRA's if it is trained.
+        heads: the number of attention heads.
         examples: the training data.
-        world_size: processes that are played.
+        world_size: the number of simulated processes.
     """
 
     def __init__(
@@ -194,6 +194,6 @@ class PlainTrainer:
 
 
 def _norm(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
-    centred = x - x.mean(dim=-1, keepdim=True)
-    variance = (centred**2).mean(dim=-1, keepdim=True)
-    return centred / torch.sqrt(variance + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
+    centered = x - x.mean(dim=-1, keepdim=True)
+    variance = (centered**2).mean(dim=-1, keepdim=True)
+    return centered / torch.sqrt(variance + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]

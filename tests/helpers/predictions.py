@@ -1,4 +1,4 @@
-"""Adapters and lines for predict.py, and what each adapter's own model answers to them."""
+"""Adapters and lines for predict.py, and the answers of models with one adapter each."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from transformers.utils.cli import run_script
 
 SCRIPT = ROOT / "examples" / "text-classification" / "predict.py"
 
-# Of several ranks, scales, targets and heads; the last one gives scores.
+# They differ in rank, scale, targets and head; the last one gives scores.
 ADAPTERS = {
     "rte": {
         **{"lora_r": 4, "lora_alpha": 8, "lora_targets": ["query", "value"]},
@@ -37,7 +37,7 @@ FAMILIES = ["roberta", "deberta"]
 
 
 def adapted(base: Path, settings: dict, seed: int):
-    """A model with LoRA and a head that both show in its logits."""
+    """A model with LoRA and a head that both have a visible effect on its logits."""
     config = AutoConfig.from_pretrained(base, apply_lora=True, **settings)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(base, config=config)
@@ -82,7 +82,7 @@ def read(path: Path) -> list[dict]:
 
 
 def alone(base: Path, adapter: Adapter, settings: dict, lines: list[dict]) -> list[torch.Tensor]:
-    """Each line's logits from a model that was built with LoRA, a line at a time."""
+    """Each line's logits from a model built with this one adapter, a line at a time."""
     config = AutoConfig.from_pretrained(base, apply_lora=True, **settings)
     model = AutoModelForSequenceClassification.from_pretrained(base, config=config)
     model.load_adapters([adapter])
@@ -123,7 +123,7 @@ def named(files: dict[str, Path], names=tuple(ADAPTERS)) -> list[str]:
 
 
 def common(base: Path, *paths: Path) -> list[str]:
-    """The arguments of a call but for the adapters; with an input and an output file, or none."""
+    """The arguments of a call without the adapters; with an input and an output file, or none."""
     arguments = ["--model_name_or_path", str(base), "--max_seq_length", "60"]
     for flag, path in zip(("--input_file", "--output_file"), paths, strict=False):
         arguments += [flag, str(path)]
@@ -131,7 +131,7 @@ def common(base: Path, *paths: Path) -> list[str]:
 
 
 def failure(predict, arguments: list[str], capsys) -> str:
-    """The one line that a call ends with, which must fail."""
+    """Runs a call that must fail, and returns its one line of error."""
     argv = sys.argv
     sys.argv = [str(SCRIPT)]
     try:
@@ -153,7 +153,7 @@ GOOD = '{"adapter": "rte", "text": "a dog"}'
 
 
 def failed_untouched(predict, capsys, folder: Path, arguments: list[str]) -> str:
-    """As `failure`, and an output file that was there keeps its content, without another beside."""
+    """As `failure`; also asserts that an existing output file and its folder stay unchanged."""
     out = folder / "out.jsonl"
     out.write_text("mine")
     before = sorted(folder.iterdir())

@@ -1,24 +1,24 @@
-"""A GPU that is not there: tensors that say they are on ``cuda:0``, and compute on the CPU.
+"""A simulated GPU: its tensors report ``cuda:0`` as their device, and compute on the CPU.
 
     with PretendedGpu() as gpu:
         model.to("cuda:0")
         ...
     assert gpu.waits == [] and gpu.launches.total() < 100
 
-What a program does on it is noted as on a real one:
+It records what would happen on a real GPU:
 
     waits      what makes the CPU wait for the device: reading a value, a size that depends on
                values, a copy to the CPU, a copy from memory that is not pinned
     launches   the operations of PyTorch that compute something, by name; views compute nothing, and
-               one that takes a list of tensors counts once, as it is launched for all of them
+               an operation on a list of tensors counts once, because it is launched once
 
-An operation on tensors of both devices is an error, as on a GPU; numbers (tensors without a
-dimension) on the CPU may take part, but not be joined to others. PyTorch's attention kernels for
-GPUs are computed here by their formula. Autocast is the CPU's: what it multiplies in half precision
-is the same.
+An operation on tensors of both devices is an error, as on a GPU. Numbers on the CPU (tensors of
+dimension 0) may take part, but may not be stacked or concatenated. PyTorch's attention kernels for
+GPUs are computed by their formulas. Autocast is the CPU's, which multiplies the same things in half
+precision.
 
-Underneath, PyTorch takes these tensors for the CPU's, because it keeps no graph of gradients for a
-device that is not there. What it decides by device below Python is decided here, in `_FUNCTIONS`.
+For PyTorch's C++ code these tensors are on the CPU, because autograd does not work on a device that
+does not exist. What that code would decide by device is decided here, in `_FUNCTIONS`.
 """
 
 import contextlib
@@ -48,16 +48,16 @@ GPU = torch.device("cuda", 0)
 
 aten = torch.ops.aten
 
-# Memory is taken, and nothing is computed.
+# Operators that allocate memory or only read, and compute nothing.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NO_KERNEL |= {"_unsafe_view", "detach", "lift_fresh", "_local_scalar_dense", "item", "set_data"}
-# Whose result has a size that depends on values, or is a value.
+# Operators whose result is a value, or has a size that depends on values.
 _WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"}
 _WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "allclose", "bincount"}
 _WAITING |= {"_linalg_check_errors"}
-# Whose kernels take a number in the place of a tensor.
+# Operators whose kernels take a number in place of a tensor.
 _WITH_NUMBERS = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
-# To which numbers of the CPU are not given, either.
+# Operators that refuse numbers on the CPU as well.
 _JOINING = {"cat", "stack"}
 
 
@@ -83,7 +83,7 @@ class OnGpu(Tensor):
 
 
 def on_cpu(value: Any) -> Any:
-    """The same with the CPU's tensors, which share their memory with those of the device."""
+    """A tensor of the device as one of the CPU, in the same memory; other values as they are."""
     if not isinstance(value, OnGpu):
         return value
     with torch._C._DisableTorchDispatch():
@@ -91,19 +91,19 @@ def on_cpu(value: Any) -> Any:
 
 
 def brought_back(tensor: Tensor) -> Tensor:
-    """The CPU's, of a tensor on the pretended device or on a real GPU."""
+    """The tensor on the CPU, from the pretended device or from a real GPU."""
     return on_cpu(tensor) if isinstance(tensor, OnGpu) else tensor.detach().cpu()
 
 
 def on_gpu(value: Any) -> Any:
-    """The same with tensors of the device, which share their memory with those of the CPU."""
+    """A tensor of the CPU as one of the device, in the same memory; other values as they are."""
     if not isinstance(value, Tensor) or isinstance(value, OnGpu):
         return value
     return Tensor._make_subclass(OnGpu, value)
 
 
 def compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operation of PyTorch on tensors of the device."""
+    """Runs an operation of PyTorch on tensors of the device."""
     own: dict[int, Tensor] = {}
 
     def bare(value: Any) -> Any:
@@ -113,11 +113,11 @@ def compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         own[id(plain)] = value
         return plain
 
-    # Held to the end, so that no result has the identity of one of them.
+    # These are kept to the end, so that no result can have the id of one of them.
     args, kwargs = tree_map(bare, (args, kwargs))
     given = _rounded_numbers(args, own) if func.overloadpacket.__name__ in _WITH_NUMBERS else args
     kernel = KERNELS.get(func, func)
-    # What was changed in place is returned as it came in.
+    # A tensor that was changed in place is returned as the object that was given.
     return tree_map(lambda value: own.get(id(value), on_gpu(value)), kernel(*given, **kwargs))
 
 
@@ -163,7 +163,7 @@ class PretendedGpu:
         self._stack.close()
 
     def wait(self, what: str) -> None:
-        """Notes that the CPU waits for the device, and where in the project."""
+        """Records that the CPU waits for the device, and where in the project."""
         ours = (str(ROOT / "loralib"), str(ROOT / "NLU"), str(ROOT / "NLG"))
         frames = [f for f in traceback.extract_stack() if f.filename.startswith(ours)]
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "a test"
@@ -172,14 +172,14 @@ class PretendedGpu:
     # ---- copies from device to device ----
 
     def pin(self, x: Tensor) -> Tensor:
-        """A copy in memory from which the device copies without the CPU."""
+        """A copy in pinned memory, from which the device copies without the CPU."""
         pinned = x.clone()
         storage = pinned.untyped_storage()
-        self._pinned[storage.data_ptr()] = storage  # held, so that its address stays its own
+        self._pinned[storage.data_ptr()] = storage  # kept, so that no other tensor gets its address
         return pinned
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether a tensor of the CPU is in such memory."""
+        """Whether a tensor of the CPU is in pinned memory."""
         return x.numel() == 0 or x.untyped_storage().data_ptr() in self._pinned
 
     def move(self, x: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
@@ -196,7 +196,7 @@ class PretendedGpu:
 
 
 class RealGpu:
-    """A GPU that is there, in the place of the pretended one; nothing is noted.
+    """A real GPU in place of the pretended one; nothing is recorded.
 
     Attributes:
         waits, launches: as of `PretendedGpu`.
@@ -218,7 +218,7 @@ GPUS = [PretendedGpu, pytest.param(RealGpu, marks=pytest.mark.gpu)]
 
 
 class _Operations(TorchDispatchMode):
-    """Notes operations, and computes those of the device."""
+    """Records operations, and computes those of the device."""
 
     def __init__(self, gpu: PretendedGpu):
         super().__init__()
@@ -246,7 +246,7 @@ class _Operations(TorchDispatchMode):
         return tree_map(on_gpu, compute(func, args, kwargs))
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        # A number that goes to the device may be a Python number; tensors are `_copied`'s.
+        # A number that is copied to the device may be Python's; `_copied` handles the CPU's.
         is_number = isinstance(target, OnGpu) and source.dim() == 0
         if isinstance(target, OnGpu) != isinstance(source, OnGpu) and not is_number:
             source = self.gpu.move(source.detach(), target.device, non_blocking)
@@ -265,7 +265,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Decides by device what PyTorch decides before an operation is one."""
+    """Handles functions in which PyTorch decides by device before it dispatches operators."""
 
     def __init__(self, gpu: PretendedGpu):
         super().__init__()
@@ -333,7 +333,7 @@ def _new_beside(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more
 def _typed(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Any:
     if not isinstance(x, OnGpu) or not args or isinstance(args[0], torch.dtype):
         return func(x, *args, **more)
-    # Types have a device as well: torch.FloatTensor is the CPU's.
+    # Tensor types have a device too: that of torch.FloatTensor is the CPU.
     kind = args[0] if isinstance(args[0], str) else f"{args[0].__module__}.{args[0].__name__}"
     if "cuda" in kind:
         return x.to(getattr(torch, kind.rpartition(".")[2]).dtype)
@@ -427,7 +427,7 @@ _FUNCTIONS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _attention,
 }
 
-# ---- what PyTorch says of its devices ----
+# ---- what PyTorch reports about devices ----
 
 
 def _by_device(lists: list[list[Tensor]]) -> dict[Any, Any]:
@@ -438,7 +438,7 @@ def _by_device(lists: list[list[Tensor]]) -> dict[Any, Any]:
 
 
 class _Autocast:
-    """`torch.autocast`, where a GPU's is the CPU's as well."""
+    """`torch.autocast`, in which a GPU's turns on the CPU's as well."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any):
         names = ("cuda", "cpu") if device_type == "cuda" else (device_type,)
@@ -457,13 +457,13 @@ _autocast, _is_ordinary = torch.autocast, wrappers._is_ordinary
 
 
 def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
-    """What is replaced for as long as the device is there: owner, name, value."""
+    """Yields what is patched while the device exists: owner, name, value."""
     yield torch, "autocast", _Autocast
     yield torch.accelerator, "is_available", lambda: True
     yield torch.backends.cuda, "is_flash_attention_available", lambda: True
     yield clip_grad, "_group_tensors_by_device_and_dtype", _by_device
     yield _foreach_utils, "_foreach_supported_types", [Tensor, OnGpu]
-    # What makes the device is not there on a real one: its class of tensors, and the two modes.
+    # A real GPU has neither this class of tensors nor the two modes, so the project ignores them.
     yield wrappers, "_is_ordinary", lambda kind: kind is OnGpu or _is_ordinary(kind)
     yield lora_layer, "_PLAIN", {*lora_layer._PLAIN, OnGpu}
     yield lora_layer, "has_mode", lambda: False
@@ -474,7 +474,7 @@ def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "is_bf16_supported": lambda *_, **__: True,
-        "get_arch_list": list,  # which says nothing of what PyTorch has been built for
+        "get_arch_list": list,  # empty: it is unknown what PyTorch was built for
         "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
         "max_memory_allocated": lambda *_: 0,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),

@@ -1,6 +1,6 @@
-"""PyTorch's attention kernels for GPUs, by their formula: what a pretended GPU computes with.
+"""PyTorch's attention kernels for GPUs, by their formula, for the pretended GPU.
 
-They take and return what the operators of these names do, on the CPU.
+They take and return the same as the operators of these names, on the CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +19,9 @@ HALF = (torch.float16, torch.bfloat16)
 class _Attention:
     """softmax(q kᵀ · scale + bias) v of (…, heads, length, dim), and its gradients.
 
-    In float32, or wider where they are.
+    It is computed in float32, or wider if the inputs are.
 
-    Dropout's mask follows from the seed, so that the backward pass has the same.
+    The seed determines dropout's mask, so that the backward pass has the same.
     """
 
     bias: Tensor | None
@@ -52,7 +52,7 @@ class _Attention:
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def _weights(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The probabilities, and what dropout multiplies them with."""
+        """The probabilities, and the factors by which dropout multiplies them."""
         scores = query @ key.transpose(-1, -2) * self._scale(query)
         if self.bias is not None:
             scores = scores + _wide(self.bias)
@@ -87,7 +87,7 @@ def _flash_backward(
 
 
 def _check_bias(bias):
-    """As the real one does: of another bias, PyTorch takes another kernel or a copy."""
+    """Refuses what the real kernel does; for these, PyTorch takes another kernel or a copy."""
     if bias is None:
         return
     strides = [stride for size, stride in zip(bias.shape, bias.stride(), strict=True) if size > 1]

@@ -1,4 +1,4 @@
-"""Ways to multiply that are chosen for products of any size, as if they had been measured."""
+"""Makes products of any size choose a linear method, as if it had been measured."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from loralib.training import product_choices
 
 
 class Ways:
-    """What a machine finds the fastest, which may be another on another day.
+    """Sets the method that a measurement finds to be the fastest, which may differ between runs.
 
     Args:
-        patch: undoes it.
-        folder: the user's cache.
+        patch: pytest's monkeypatch, which undoes it.
+        folder: the folder of the user's cache.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder):
@@ -21,7 +21,7 @@ class Ways:
         patch.setattr(products, "_LARGE_OF_FEW", 1)
 
     def fastest(self, method: str) -> None:
-        """From here on, `method` is; nothing that was measured before is known."""
+        """Makes `method` the fastest from here on, and forgets earlier measurements."""
         self._patch.setattr(products, "_chosen", {})
         self._patch.setattr(product_choices, "_chosen_before", {})
         self._patch.setattr(product_choices, "_read", lambda path: {})
@@ -29,5 +29,5 @@ class Ways:
 
     @staticmethod
     def in_use() -> set[str]:
-        """Those of all products for which there is a choice."""
+        """The methods that products use now."""
         return set(products.choices()["methods"].values())

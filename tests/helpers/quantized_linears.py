@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights, as other packages have them, for tests of LoRA on these."""
+"""Linear layers with quantized weights, similar to other packages', for tests of LoRA on them."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def _named(package: str):
-    """Gives a class the module that classes of another package say that they are of."""
+    """Makes a class look as if it were defined in another package's module."""
 
     def rename(kind: type) -> type:
         kind.__module__ = package
@@ -17,7 +17,7 @@ def _named(package: str):
 
 @_named("bitsandbytes.nn.modules")
 class Params4bit(nn.Parameter):
-    """A parameter that holds numbers of two bytes' signs, and what they are scaled by."""
+    """A parameter of a class of its own, which holds packed numbers of four bits."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -25,7 +25,7 @@ class Params4bit(nn.Parameter):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ, as a function that lets nothing be written to its result."""
+    """x Wᵀ, as a function whose result cannot be changed in place."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
 
 @_named("bitsandbytes.nn.modules")
 class Linear4bit(nn.Linear):
-    """A linear layer that holds its weight packed, one byte for two numbers of four bits."""
+    """A linear layer with a packed weight, two numbers of four bits in each byte."""
 
     def __init__(self, in_features, out_features, bias=True):
         super().__init__(in_features, out_features, bias)
@@ -63,12 +63,12 @@ class Linear4bit(nn.Linear):
 
 @_named("torchao.quantization")
 class Int8Tensor(torch.Tensor):
-    """A tensor that says it holds floating numbers, and holds integers and a scale.
+    """A tensor with a floating-point dtype that holds integers and a scale.
 
     Args:
         integers: (out, in).
         scale: one number.
-        is_of_inputs: whether what it is multiplied with is quantized as well.
+        is_of_inputs: whether inputs are quantized as well, which lets no gradients pass.
     """
 
     @staticmethod
@@ -113,14 +113,14 @@ def _parameter(integers, scale, is_of_inputs=False):
 
 
 def with_int8(layer, is_of_inputs=False):
-    """The linear layer, whose weight is an `Int8Tensor` now."""
+    """Makes the layer's weight an `Int8Tensor`; returns the layer."""
     weight = layer.weight.detach()
     scale = weight.abs().max() / 127
     layer.weight = _parameter((weight / scale).round().to(torch.int8), scale, is_of_inputs)
     return layer
 
 
-# By the package that has such layers.
+# Package -> how its layers are made.
 LAYERS = {
     "torch": nn.Linear,
     "bitsandbytes": Linear4bit,
@@ -156,11 +156,11 @@ class Net(nn.Module):
 
 
 def plain(model):
-    """Such a net as a plain one, with copies of the dequantized weights, and without LoRA."""
+    """The same net with plain layers, copies of the dequantized weights, and no LoRA."""
     net = Net("torch").to(model.head.weight.dtype)
-    kept = {name: t for name, t in model.state_dict().items() if name in net.state_dict()}
+    state = {name: t for name, t in model.state_dict().items() if name in net.state_dict()}
     for name, module in net.named_modules():
         if name.startswith("layers.") and isinstance(module, nn.Linear):
-            kept[f"{name}.weight"] = dequantized(model.get_submodule(name))
-    net.load_state_dict(kept)
+            state[f"{name}.weight"] = dequantized(model.get_submodule(name))
+    net.load_state_dict(state)
     return net

@@ -1,4 +1,4 @@
-"""RoBERTa's cases of roberta_fixture.safetensors, and how its numbers are compared."""
+"""The cases of roberta_fixture.safetensors, and how results are compared with them."""
 
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS

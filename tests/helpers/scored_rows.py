@@ -17,8 +17,8 @@ WORST = ["Punter cheap.", "food", "The the the."]
 def plain_bleu(references, predictions):
     """Corpus BLEU from its definition (Papineni et al. 2002) on mteval-v13a's tokens.
 
-    Each prediction's length is compared with that of the reference closest to it, of two as close
-    the shorter one, as multi-bleu does; all references count, empty ones with length 0.
+    Each prediction's length is compared with that of the reference closest in length, and of two
+    equally close ones with the shorter, as multi-bleu does. Empty references have length 0.
     """
     split = Tokenizer13a()
 
@@ -27,14 +27,14 @@ def plain_bleu(references, predictions):
 
     found, possible, length, closest = [0] * 4, [0] * 4, 0, 0
     for row, prediction in zip(references, predictions, strict=True):
-        system, rights = split(prediction).split(), [split(text).split() for text in row]
+        system, targets = split(prediction).split(), [split(text).split() for text in row]
         length += len(system)
-        closest += sorted((abs(len(right) - len(system)), len(right)) for right in rights)[0][1]
+        closest += sorted((abs(len(words) - len(system)), len(words)) for words in targets)[0][1]
         for n in range(4):
             of_system = grams(system, n + 1)
             possible[n] += len(of_system)
             for gram in set(of_system):
-                most = max(grams(right, n + 1).count(gram) for right in rights)
+                most = max(grams(words, n + 1).count(gram) for words in targets)
                 found[n] += min(of_system.count(gram), most)
     precision = math.prod(f / p for f, p in zip(found, possible, strict=True)) ** (1 / 4)
     return 100 * precision * math.exp(min(0, 1 - closest / length))

@@ -1,6 +1,6 @@
-"""A plugin for pytest, `-p shuffled`: files in random order, and the tests of each as well.
+"""A plugin for pytest, `-p shuffled`: runs files, and the tests of each, in random order.
 
-SHUFFLED in the environment is the seed.
+The environment variable SHUFFLED is the seed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A net of three layers, copies of it with LoRA that is not zero, and banks of their adapters."""
+"""A net of three layers, copies of it with nonzero LoRA, and banks of their adapters."""
 
 import copy
 
@@ -9,7 +9,7 @@ import loralib as lora
 
 
 class Net(nn.Module):
-    """Two layers and a head, which may be given more than its input."""
+    """Two layers and a head: (…, 6) -> (…, 3)."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
 
 def drawn(model, targets, **settings):
-    """A copy of the model with updates that are not zero, in evaluation mode."""
+    """A copy of the model with nonzero LoRA, in evaluation mode."""
     model = copy.deepcopy(model)
     lora.add_lora(model, targets, r=2, **settings)
     for name, parameter in model.named_parameters():

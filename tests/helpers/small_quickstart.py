@@ -1,4 +1,4 @@
-"""What quickstart.sh leaves, very small."""
+"""Makes what quickstart.sh leaves, with very small models."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trainers of two small models, for what does not depend on the model: a line, and spans."""
+"""Trainers of small models, a line and spans, for tests that do not depend on the model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 
 class Line(nn.Module):
-    """y = a·x + b, with dropout on x and, where asked for, the result twice."""
+    """y = a·x + b, with dropout on x and, if `twice`, -y as a second output."""
 
     def __init__(self, a: float = 0.0, b: float = 0.0, dropout: float = 0.0, twice: bool = False):
         super().__init__()
@@ -20,7 +20,7 @@ class Line(nn.Module):
         self.dropout, self.twice = nn.Dropout(dropout), twice
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(examples, …) -> the loss, where there are labels, and the results."""
+        """(examples, …) -> the loss, if there are labels, and the outputs."""
         y = self.dropout(x) * self.a + self.b
         outputs = (y, -y) if self.twice else (y,)
         return outputs if labels is None else (F.mse_loss(y, labels), *outputs)
@@ -53,7 +53,7 @@ def make_points(count: int, seed: int = 0) -> list[dict[str, float]]:
 
 
 class Stream(IterableDataset):
-    """Points that can only be iterated over, in another order in each pass; of unknown length."""
+    """An iterable dataset of points without a length, in another order in each pass."""
 
     def __init__(self, count: int):
         self.points, self.generator = make_points(count), torch.Generator()
@@ -63,19 +63,19 @@ class Stream(IterableDataset):
         return (self.points[index] for index in order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the pass."""
+        """Chooses the order of a pass."""
         self.generator.manual_seed(epoch)
 
 
 class SizedStream(Stream):
-    """The same, of known length."""
+    """The same, with a length."""
 
     def __len__(self) -> int:
         return len(self.points)
 
 
 def make_line_trainer(folder: Path, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
-    """A Trainer on 20 points, which evaluates on 9; its own arguments and settings by name."""
+    """A Trainer on 20 points, which evaluates on 9; takes its arguments and settings by name."""
     own = (
         "model",
         "model_init",
@@ -122,7 +122,7 @@ class Spans(nn.Module):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """(rows, tokens) -> two scores (rows, tokens), and the loss where there are positions."""
+        """(rows, tokens) -> two scores (rows, tokens), and the loss if there are positions."""
         start, end = self.scores(ids).unbind(-1)
         if start_positions is None or end_positions is None:
             return {"start_logits": start, "end_logits": end}

@@ -22,13 +22,13 @@ def has_grouped_mm():
 METHODS = ("loop", "bmm", "batched", *(["grouped"] if has_grouped_mm() else []))
 STACKS = ("gate_up_proj", "down_proj")
 IDS = torch.arange(EXPERTS).repeat_interleave(4)
-# In each of two layers, sums of WIDTH, WIDTH and INNER products follow each other, with updates' of
-# R; what is added up is smaller than this.
+# The terms of successive sums in each of two layers: WIDTH, WIDTH and INNER, and R for each delta.
+# All numbers that are added are smaller than MAGNITUDE.
 TERMS, MAGNITUDE = 2 * (2 * WIDTH + INNER + 3 * R), 8.0
 
 
 class Experts(nn.Module):
-    """Experts as upstream's Transformers holds them, and its ways of computing with them."""
+    """Experts as upstream's Transformers holds them, and its methods of computing with them."""
 
     def __init__(self, way="loop", is_transposed=False):
         super().__init__()
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 
 class Mixture(nn.Module):
-    """As DeepSeek-V3, in which linear layers are called as the experts' stacks; in one layer."""
+    """Like DeepSeek-V3: in one layer, a linear layer has the name of an experts' stack."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         first = {"q_proj": nn.Linear(WIDTH, WIDTH), "experts": Experts(), "shared": shared}
         self.layers = nn.ModuleList([nn.ModuleDict(first), nn.ModuleDict(plain)])
         for layer in self.layers:
-            layer["experts"].act_fn = nn.Tanh()  # which upstream's have, and targets match as well
+            layer["experts"].act_fn = nn.Tanh()  # as upstream's have; targets match it too
 
 
 def build(way="loop", is_transposed=False, layers=2):
@@ -119,7 +119,7 @@ def tokens():
 
 
 def with_sums(layer):
-    """Plain experts in float64 that hold W + s · B A, by hand; and A and B of each stack."""
+    """Plain experts in float64 with W + s · B A, computed by hand, and A and B of each stack."""
     plain = Experts("loop", layer.is_transposed).double()
     factors = {}
     for name in (*STACKS, *(f"{each}_bias" for each in STACKS)):

@@ -1,6 +1,6 @@
 """What the tests of run_ner.py, run_qa.py and run_swag.py share: small data, command lines.
 
-Each task can be learned by a tiny model: what is asked for is told by single words.
+A tiny model can learn each task, because single words determine the answer.
 """
 
 import json
@@ -20,7 +20,7 @@ ANIMALS, PLACES = ["dog", "cat", "teacher"], ["house", "river", "window"]
 
 
 def sentence_rows(chance: random.Random, count: int) -> list[dict]:
-    """Animals are entities of a type, and so are places; an article before them belongs to them."""
+    """Animals are entities of one type, and places of another."""
     rows = []
     for _ in range(count):
         words = chance.choices([*PLAIN, *ANIMALS, *PLACES], k=chance.randint(3, 9))

@@ -54,7 +54,7 @@ def tiny_adapter(metadata=INFO, **settings):
 
 
 def refuses(model, adapter, *parts, **arguments):
-    """`load_into` raises one line that holds all of `parts`, and the model stays as it was."""
+    """Asserts that `load_into` raises one line with all of `parts`, and changes nothing."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         load_into(model, adapter, **arguments)

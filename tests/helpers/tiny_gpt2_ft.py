@@ -1,10 +1,10 @@
-"""gpt2_ft.py with a model of milliseconds in place of the smallest card, for several processes.
+"""gpt2_ft.py with a tiny model in place of every model card, for several processes.
 
     torchrun … tiny_gpt2_ft.py calls.json
 
-The file lists runs, one after the other: the script's arguments as "argv", and as "kill_in_step",
-where that is not null, the step in which process 1 is killed. It has also "more", arguments that
-process 1 is given alone, and "draws" as the seed by which it initializes, where these are there.
+The file is a list of successive runs. Of each, "argv" has the script's arguments, and
+"kill_in_step" the step in which process 1 is killed, or null. Optionally, "more" has arguments for
+process 1 only, and "draws" the seed of its initialization.
 """
 
 import json
@@ -29,7 +29,7 @@ def tiny_config_of(card: str, **lora_fields) -> GPT2Config:
 
 
 class Killed(Scheduler):
-    """Dies as a step begins, in process 1."""
+    """A scheduler that kills process 1 as a step begins."""
 
     kill_in_step: int | None = None
 
@@ -40,7 +40,7 @@ class Killed(Scheduler):
 
 
 def main(argv: list[str] | None = None) -> None:
-    sys.modules["tensorboard"] = sys.modules["matplotlib"] = None  # which take seconds to start
+    sys.modules["tensorboard"] = sys.modules["matplotlib"] = None  # which take seconds to import
     checkpoints.config_of = tiny_config_of
     optimizer.Scheduler = Killed
     set_seed = gpt2_ft.set_seed

@@ -48,13 +48,13 @@ def without_runtimes(log_history: list[dict]) -> list[dict]:
 
 
 def sequence(*values):
-    """Metrics that are these values, evaluation after evaluation."""
+    """A `compute_metrics` that returns these values, one in each evaluation."""
     left = list(values)
     return lambda prediction: {"score": left.pop(0)}
 
 
 class Recorder(TrainerCallback):
-    """Notes what it is told of."""
+    """Records learning rates, epochs and logs."""
 
     def __init__(self):
         self.rates, self.epochs, self.logs = [], [], []

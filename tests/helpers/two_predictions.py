@@ -1,7 +1,7 @@
-"""What test_trainer_mlm.py has each of two processes do: ``two_predictions.py FOLDER``.
+"""What test_trainer_mlm.py runs in each of two processes: ``two_predictions.py FOLDER``.
 
-Predictions, labels and losses of small masked-language models, on rows of several lengths; the
-main process writes them to FOLDER/<family>-<eval_accumulation_steps>.npz.
+Small masked-language models predict rows of several lengths. The main process writes predictions
+and labels to FOLDER/<family>-<eval_accumulation_steps>.npz.
 """
 
 import sys
@@ -89,7 +89,7 @@ def make_trainer(family: str, folder: Path, **settings) -> Trainer:
 
 
 def main(folder: Path) -> None:
-    """Predicts with every family, gathering at once and step by step."""
+    """Predicts with every family, gathering at the end and after every step."""
     for family in FAMILIES:
         for steps in ACCUMULATIONS:
             trainer = make_trainer(family, folder, eval_accumulation_steps=steps)
@@ -103,5 +103,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # It also takes leave of the other process.
+    # It also leaves the process group.
     run_script(partial(main, Path(sys.argv[1])))

@@ -1,8 +1,8 @@
-"""What test_distributed.py has each of two processes do: ``two_processes.py CALLS RESULTS``.
+"""What test_distributed.py runs in each of two processes: ``two_processes.py CALLS RESULTS``.
 
-CALLS is a JSON file: a list of command lines for run_glue.py, and of {"copy": [FROM, TO]}, which
-are done one after the other. Then a short training counts its all-reduces; the main process writes
-the batches that had one to RESULTS.
+CALLS is a JSON file with a list of command lines for run_glue.py and of {"copy": [FROM, TO]}, which
+are run one after the other. A short training then counts its all-reduces; the main process writes
+the numbers of the batches that had one to RESULTS.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def load_script():
 
 
 class Counting(Trainer):
-    """Notes the batch at which gradients are summed over the processes."""
+    """Records the batches at which gradients are summed over the processes."""
 
     def _wrap(self):
         super()._wrap()

@@ -1,7 +1,7 @@
-"""What test_trainer_two_processes.py has each of two processes do: ``two_trainings.py FOLDER``.
+"""What test_trainer_two_processes.py runs in each of two processes: ``two_trainings.py FOLDER``.
 
-Runs on a stream and with several outputs, resumed ones, and an evaluation with a loader of one's
-own; the main process writes what they found to FOLDER/found.json.
+There are runs on a stream and with several outputs, resumed runs, and an evaluation with a loader
+of the user's own. The main process writes the results to FOLDER/found.json.
 """
 
 import json
@@ -36,7 +36,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
 
 
 class Sampled(Trainer):
-    """Evaluates with a loader as 4.4.2's own, which fills up the last process's share."""
+    """Evaluates with a loader like that of 4.4.2, which fills up the last process's share."""
 
     def get_eval_dataloader(self, eval_dataset=None):
         data = eval_dataset or self.eval_dataset
@@ -51,7 +51,7 @@ def on_a_stream(folder: Path, **settings: Any) -> Trainer:
 
 
 def resumed_line(folder: Path) -> list[list[float]]:
-    """Lines that a run with dropout and one that resumes it find."""
+    """The lines that a run with dropout and a run that resumes it find."""
     found = []
     for name, checkpoint in (("whole", None), ("resumed", folder / "whole" / "checkpoint-3")):
         trainer = on_a_stream(folder / name, model=Line(dropout=0.5), **SAVING)
@@ -61,7 +61,7 @@ def resumed_line(folder: Path) -> list[list[float]]:
 
 
 def resumed_spans(folder: Path) -> list[Any]:
-    """Weights and evaluations of a run with several outputs, and of one that resumes it."""
+    """Weights and evaluations of a run with several outputs, and of a run that resumes it."""
     found = []
     for name, checkpoint in (("whole", None), ("resumed", folder / "whole" / "checkpoint-2")):
         trainer = make_span_trainer(
@@ -84,7 +84,7 @@ def in_turn(folder: Path) -> list[int]:
     rank, log = dist.get_rank(), folder / "turns"
     with torch_distributed_zero_first(rank):
         if rank == 0:
-            time.sleep(0.2)  # the other one would be first
+            time.sleep(0.2)  # so that without the block, the other process would be first
         with log.open("a") as file:
             file.write(f"{rank}\n")
     dist.barrier()
@@ -92,7 +92,7 @@ def in_turn(folder: Path) -> list[int]:
 
 
 def main(folder: Path) -> None:
-    """See above."""
+    """Computes all results; the main process writes them."""
     loader = on_a_stream(folder / "plain").get_train_dataloader()
     loader.dataset.set_epoch(0)
     batches = [batch["x"].tolist() for batch in loader]
@@ -128,5 +128,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # It also takes leave of the other process.
+    # It also leaves the process group.
     run_script(partial(main, Path(sys.argv[1])))

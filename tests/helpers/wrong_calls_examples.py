@@ -1,4 +1,4 @@
-"""What the scripts of examples/ say of wrong input: a row a command line, see test_bad_input.py."""
+"""Wrong calls of the scripts in examples/, and parts of their messages; see test_bad_input.py."""
 
 GLUE = "examples/text-classification/run_glue.py"
 MLM = "examples/language-modeling/run_mlm.py"
@@ -11,7 +11,7 @@ SMALL_DATA = "examples/make_small_data.py"
 SMALL_E2E = "examples/make_small_e2e.py"
 RTE = "--task_name rte --data_dir {good}/glue"
 OWN = "--apply_lora --lora_r 2 --lora_alpha 4 --train_file {bad}/"
-# How each is called, before what is wrong.
+# Script -> the valid arguments before the wrong ones.
 COMMON = {
     GLUE: "--model_name_or_path {good}/base --output_dir out --do_train",
     MLM: "--output_dir out --do_train",

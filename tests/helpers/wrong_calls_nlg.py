@@ -1,11 +1,11 @@
-"""What the scripts of NLG/ say of wrong input: a row a command line, see test_bad_input.py."""
+"""Wrong calls of the scripts in NLG/, and parts of their messages; see test_bad_input.py."""
 
 FT = "NLG/src/gpt2_ft.py"
 BEAM = "NLG/src/gpt2_beam.py"
 ENCODE = "NLG/src/gpt2_encode.py"
 DECODE = "NLG/src/gpt2_decode.py"
 SCORES = "NLG/eval/measure_scores.py"
-# How each is called, before what is wrong.
+# Script -> the valid arguments before the wrong ones.
 COMMON = {
     FT: "--platform local --model_card gpt2.xs --work_dir out --lora_dim 2 --seq_len 8 "
     "--valid_data {good}/encoded.jsonl",

@@ -1,4 +1,4 @@
-"""What the scripts of utils/ say of wrong input: a row a command line, see test_bad_input.py."""
+"""Wrong calls of the scripts in utils/, and parts of their messages; see test_bad_input.py."""
 
 CONVERT = "utils/convert.py"
 SPLIT = "utils/split_lora.py"

@@ -1,4 +1,4 @@
-"""Sound files of every kind, and files that are wrong in one way each."""
+"""Valid files of every kind, and files that are wrong in one way each."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ SENTENCES = ["the dog runs", "a cat sings a song", "this river is cold", "some l
 
 
 def write_lines(path: Path, rows: list) -> Path:
-    """JSON lines."""
+    """Writes rows as JSON lines."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
@@ -50,7 +50,7 @@ def make_adapter(path: Path, modules: dict[str, tuple[int, int]]) -> None:
 
 
 def write_good(folder: Path) -> Path:
-    """A folder of sound files."""
+    """Fills a folder with valid files."""
     make_roberta(folder / "base")
     layer = "roberta.encoder.layer.0.attention.self"
     make_adapter(folder / "lora.safetensors", {f"{layer}.query": (8, 8), f"{layer}.value": (8, 8)})
@@ -75,7 +75,7 @@ def write_good(folder: Path) -> Path:
     return folder
 
 
-# Settings of RoBERTa's config.json, by the name of the base that has it -> its value there.
+# Folder of a wrong base -> the setting in its config.json that is wrong.
 CONFIGS = {
     "string_heads": {"num_attention_heads": "2"},
     "zero_heads": {"num_attention_heads": 0},
@@ -111,7 +111,7 @@ GPT2_CONFIGS = {
 }
 
 
-# Text files, by name; those in UTF-16 are made of sound ones.
+# Text files, by name; those in UTF-16 are made from valid ones.
 TEXTS = {
     "repeated.csv": "text,label,label\na,1,0\nb,0,1\n",
     "shifted.csv": "text,label\nx,a dog,1\ny,a cat,0\n",
@@ -175,7 +175,7 @@ def make_gpt2(folder: Path) -> None:
 
 
 def write_bad(folder: Path, good: Path) -> Path:
-    """A folder of files that are not sound."""
+    """Fills a folder with files that are wrong in one way each."""
     for name, content in TEXTS.items():
         (folder / name).write_text(content)
     for name in ("train.json", "corpus.txt", "texts.jsonl", "formatted.jsonl", "encoded.jsonl"):

@@ -1,11 +1,11 @@
-"""Opens what write_for_upstream.py wrote with upstream's Transformers and PEFT; compares logits.
+"""Loads what write_for_upstream.py wrote in upstream's Transformers and PEFT; compares logits.
 
-The second half of a pair, see the first. It runs where upstream is installed, without this project:
+The second half of a pair; see the first. Run it where upstream is installed, without this project:
 
     python tests/interop/check_with_upstream.py OUT
 
 It prints the largest difference of each case. The exit status is 1 if one is above 1e-5, or if
-upstream does not take all that is in a file, misses something, or complains of keys.
+upstream ignores tensors of a file, misses some, or warns about any.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COMPLAINTS = ("missing", "unexpected", "mismatch", "newly initialized", "not use
 
 
 class Complaints(logging.Handler):
-    """Collects what upstream logs or warns of and that is about keys."""
+    """Collects what upstream logs or warns about missing and unexpected tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Complaints(logging.Handler):
 
 
 def open_whole(case: dict[str, str], folder: Path) -> tuple[torch.nn.Module, list[str]]:
-    """A model folder's model, and what its weights lack or have too much."""
+    """The model of a folder, and the tensors that are missing, unexpected or mismatched."""
     model, report = CLASSES[case["head"]].from_pretrained(folder, output_loading_info=True)
     wrong = [f"{what}: {sorted(map(str, some))}" for what, some in report.items() if some]
     return model.eval(), wrong
 
 
 def open_peft(case: dict[str, str], out: Path) -> tuple[torch.nn.Module, list[str]]:
-    """A base with an adapter, and which of the adapter's tensors PEFT did not take as they are."""
+    """A base with an adapter, and the adapter's tensors that PEFT did not load unchanged."""
     base, wrong = open_whole(case, out / case["base"])
     folder = out / case["folder"]
     model = peft.PeftModel.from_pretrained(base, folder).eval()
@@ -81,7 +81,7 @@ def _same(given: Tensor, taken: Tensor) -> bool:
 
 @contextmanager
 def listening() -> Iterator[Complaints]:
-    """Collects complaints, and keeps all other warnings to itself."""
+    """Collects complaints, and hides all other warnings."""
     complaints = Complaints()
     logger = logging.getLogger("transformers")
     logger.addHandler(complaints)
@@ -96,7 +96,7 @@ def listening() -> Iterator[Complaints]:
 
 
 def logits_of(model: torch.nn.Module, head: str, ids: Tensor, mask: Tensor) -> Tensor:
-    """The logits of the batch, zeros at padding; of answers, those of start and end as columns."""
+    """The batch's logits, zero at padding; for question answering, start and end as columns."""
     if head == "multiple_choice":
         pairs = {"input_ids": ids.unflatten(0, (2, 2)), "attention_mask": mask.unflatten(0, (2, 2))}
         return model(**pairs).logits
@@ -117,7 +117,7 @@ def check(case: dict[str, str], out: Path, tensors: dict[str, Tensor]) -> tuple[
                 model, wrong = open_peft(case, out)
             else:
                 model, wrong = open_whole(case, out / case["folder"])
-    except Exception as error:  # upstream refuses in its own ways: the other cases matter, too
+    except Exception as error:  # upstream may raise anything; the other cases are still checked
         return float("nan"), [f"{type(error).__name__}: {error}"]
     logits = logits_of(model, case["head"], tensors["ids"], tensors["mask"])
     difference = (logits - tensors[f"logits/{case['name']}"]).abs().max().item()
@@ -140,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in json.loads((out / "cases.json").read_text()):
         difference, wrong = check(case, out, tensors)
         failed += bool(wrong)
-        said = "ok" if not wrong else "WRONG"
-        print(f"{case['format']:<8}{case['name']:<32}{difference:9.1e}  {said}")
+        verdict = "ok" if not wrong else "WRONG"
+        print(f"{case['format']:<8}{case['name']:<32}{difference:9.1e}  {verdict}")
         for line in wrong:
             print(f"        {line}")
     print(f"{failed} cases are wrong" if failed else "all cases are as they should be")

@@ -1,4 +1,4 @@
-"""What these tests need of the environment; README.md says how it is made."""
+"""Checks and sets up the environment of these tests; README.md says how it is made."""
 
 import importlib.util
 import os

@@ -1,8 +1,8 @@
-"""The models of other libraries that LoRA is put into: tiny ones, of random weights, offline.
+"""The models of other libraries that LoRA is added to: tiny ones with random weights, offline.
 
-Each row of `CASES` is a model as its library builds it from a config, a batch, and the targets,
-which this project and PEFT read alike. The weights are such that each of them shows in outputs of
-about 1; dropout is off, so that two libraries can be compared in training mode.
+Each row of `CASES` has a model that its library builds from a config, a batch, and targets that
+mean the same to this project and to PEFT. The weights have such sizes that outputs are about 1 and
+all weights have a visible effect. Dropout is off, so that training mode can be compared as well.
 """
 
 import zlib
@@ -30,14 +30,14 @@ class Case:
     """A model, a batch for it, and what is adapted.
 
     Args:
-        name: of the row.
+        name: the row's name in test ids.
         make: builds the model; its weights are overwritten.
         batch: the model's keyword arguments.
         targets: ends of module names, or "all-linear".
-        adapted: how many modules these are.
+        adapted: the number of modules that the targets match.
         task: PEFT's `task_type`, which decides what "all-linear" leaves out and what is saved.
         in_peft: the variants that PEFT has for these layers, and computes as it merges them.
-        gain: what the weights of matrices are multiplied by, where outputs need it.
+        gain: a factor for weight matrices, in models whose outputs would not be about 1.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Case:
 
 
 def draw(named: Iterable[tuple[str, nn.Parameter]], seed: str, gain: float = 1.0) -> None:
-    """Gives parameters values of such a size that outputs are of about 1."""
+    """Sets parameters to random values, of such a size that outputs are about 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     for name, parameter in named:
         values = torch.randn(parameter.shape, generator=generator)
@@ -76,7 +76,7 @@ def draw(named: Iterable[tuple[str, nn.Parameter]], seed: str, gain: float = 1.0
 
 
 def train(model: nn.Module) -> nn.Module:
-    """Training mode, but for BatchNorm, whose statistics are the base's as its weights are."""
+    """Sets training mode, except for BatchNorm, whose statistics belong to the frozen base."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -289,7 +289,7 @@ def _unet() -> nn.Module:
 
 
 class Attending(nn.Module):
-    """`nn.MultiheadAttention` between two linear layers; its masks are the forward's."""
+    """`nn.MultiheadAttention` between two linear layers; forward takes its masks."""
 
     def __init__(self, **settings: Any):
         super().__init__()
@@ -307,10 +307,10 @@ class Attending(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """One of each dimension.
+    """A convolution in each of three, two and one dimensions.
 
     Args:
-        deep, flat, line: settings of the three.
+        deep, flat, line: settings of these three.
     """
 
     def __init__(self, deep: Batch, flat: Batch, line: Batch):
@@ -340,7 +340,7 @@ def _other_convolutions() -> nn.Module:
 
 
 class Encoding(nn.Module):
-    """`nn.TransformerEncoder`; what it gives at padded positions depends on the path it takes."""
+    """`nn.TransformerEncoder` with zeros at padding, where its fast path has other values."""
 
     def __init__(self, batch_first: bool):
         super().__init__()
@@ -378,7 +378,7 @@ CASES = [
         15,
         "CAUSAL_LM",
     ),
-    # Its embedding scales what it looks up.
+    # Its embedding multiplies its output by a factor.
     Case(
         "gemma",
         _llama_like("Gemma", head_dim=8, tie_word_embeddings=False),
@@ -392,7 +392,7 @@ CASES = [
     Case("gpt2", _gpt2, tokens, ("c_attn", "c_proj", "c_fc"), 8, "CAUSAL_LM"),
     Case("falcon", _falcon, tokens, "all-linear", 8, "CAUSAL_LM"),
     Case("bert", _bert, tokens, ("query", "value", "dense", "word_embeddings"), 12, "SEQ_CLS"),
-    # Its attention is not scaled: with larger weights it picks one position, and all else rounds.
+    # Its attention is not scaled: with larger weights, it would pick a single position.
     Case(
         "t5",
         _t5,
@@ -420,7 +420,7 @@ CASES = [
         ("conv1", "conv2", "fc"),
         10,
     ),
-    # In PEFT the update of a convolution in groups is not one of its kernel.
+    # PEFT's update of a grouped convolution is not an update of its kernel.
     Case(
         "timm_resnext",
         _timm_resnet("Bottleneck", cardinality=4, base_width=16),
@@ -437,7 +437,7 @@ CASES = [
         38,
     ),
     Case("convolutions", _plain_convolutions, lambda: {"x": _pixels()}, _CONVOLUTIONS, 3),
-    # PEFT gives its own convolutions neither dilation nor padding mode.
+    # PEFT's convolutions ignore dilation and padding mode.
     Case(
         "other_convolutions",
         _other_convolutions,

@@ -1,12 +1,12 @@
-"""Folders of older versions of PEFT that are loaded here, and this project's that these open.
+"""Checks that folders of older versions of PEFT are loaded here, and this project's folders there.
 
-By hand, in this folder's environment; it fetches each version of PEFT, and Transformers 4.57, into
-FOLDER:
+Run it by hand, in this folder's environment. It installs each version of PEFT, and Transformers
+4.57, into FOLDER:
 
     .venv-interop/bin/python tests/interop/older_peft.py FOLDER [VERSION …]
 
-It prints the largest difference between logits of each case. The exit status is 1 if one is above
-1e-5, or if a version opens what it has no setting for, or does not open the rest.
+It prints the largest difference between the logits of each case. The exit status is 1 if one is
+above 1e-5, if a version loads a case that it has no setting for, or if it does not load another.
 """
 
 import os
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before all that import torchvision.
+# Before all modules that import torchvision.
 import torchvision_operators  # noqa: F401
 
 # isort: split
@@ -34,8 +34,8 @@ TOLERANCE = 1e-5
 TOKENS = torch.arange(3, 21).view(2, 9)
 LINEAR, EMBEDDING = ["q_proj", "v_proj"], ["embed_tokens", "q_proj"]
 PATTERNS = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 5}}
-# What PEFT is told, what add_lora is told for the same, and the first version that opens it: before
-# 0.6, PEFT reads no safetensors.
+# PEFT's settings, the same for add_lora, and the first version of PEFT that loads our folder:
+# before 0.6, PEFT reads no safetensors.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "plain": ({}, {}, "0.6"),
     "embedding": ({"target_modules": EMBEDDING}, {"targets": EMBEDDING}, "0.6"),
@@ -49,19 +49,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def fetched(folder: Path, *packages: str) -> str:
-    """A folder with these packages."""
+    """A folder with these packages, which are installed if it does not exist."""
     if not folder.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
         subprocess.run([*pip, *packages], check=True)
     return str(folder)
 
 
-def run_beside(version: str, folder: Path) -> bool:
-    """Runs this file with a version of PEFT before the environment's; whether all was right."""
+def run_with_version(version: str, folder: Path) -> bool:
+    """Runs this file with a version of PEFT that hides the environment's; whether all passed."""
     own = fetched(folder / version, "--no-deps", f"peft=={version}")
     path = [own, fetched(folder / "transformers", *TRANSFORMERS), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    run = subprocess.run([sys.executable, __file__, "--beside", version], env=environment)
+    run = subprocess.run([sys.executable, __file__, "--compare", version], env=environment)
     return run.returncode == 0
 
 
@@ -73,8 +73,8 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
-def filled(model: nn.Module) -> nn.Module:
-    """The model, with other values in all that is trained."""
+def noisy(model: nn.Module) -> nn.Module:
+    """The model, after noise is added to all trained parameters."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -83,38 +83,40 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def logits(model: nn.Module) -> Tensor:
-    """What it computes of the same tokens."""
+    """The model's logits of `TOKENS`."""
     with torch.no_grad():
         return model.eval()(input_ids=TOKENS).logits
 
 
 def loaded_here(more: dict[str, Any], folder: str) -> tuple[nn.Module, nn.Module]:
-    """PEFT's model, and its folder in ours."""
+    """PEFT's model, and ours with its folder loaded."""
     settings = {"target_modules": LINEAR, "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **more}
-    theirs = filled(peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_alpha=6, **settings)))
+    theirs = noisy(peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_alpha=6, **settings)))
     theirs.save_pretrained(folder)
     ours = llama()
     lora.load_adapter(ours, folder)
     return theirs, ours
 
 
-def opened_there(more: dict[str, Any], folder: str) -> tuple[nn.Module, nn.Module]:
-    """Our model, and its folder in PEFT's."""
+def loaded_there(more: dict[str, Any], folder: str) -> tuple[nn.Module, nn.Module]:
+    """Our model, and PEFT's with its folder loaded."""
     ours = llama()
     lora.add_lora(ours, **{"targets": LINEAR, "r": 4, "lora_alpha": 6, **more})
-    lora.save_adapter(filled(ours), folder)
+    lora.save_adapter(noisy(ours), folder)
     return ours, peft.PeftModel.from_pretrained(llama(), folder)
 
 
-def is_right(name: str, both: Callable[..., Any], more: dict[str, Any], is_known: bool) -> bool:
-    """Compares one case in one direction, and prints it; what is not known has to be refused."""
+def passes(
+    name: str, save_and_load: Callable[..., Any], settings: dict[str, Any], is_known: bool
+) -> bool:
+    """Tries one case in one direction and prints it; if PEFT does not know it, it has to fail."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            saved, read = both(more, folder)
+            saved, loaded = save_and_load(settings, folder)
         except (TypeError, ValueError) as error:
             print(f"  {name}: {str(error)[:90]}")
             return not is_known
-    difference = (logits(saved) - logits(read)).abs().max().item()
+    difference = (logits(saved) - logits(loaded)).abs().max().item()
     print(f"  {name}: {difference:.1e}")
     return is_known and difference <= TOLERANCE
 
@@ -125,22 +127,22 @@ def as_numbers(version: str) -> tuple[int, ...]:
 
 
 def compare(version: str) -> bool:
-    """All cases in both directions; whether all is right."""
+    """Tries all cases in both directions; whether all passed."""
     if peft.__version__ != version:
         raise SystemExit(f"PEFT {version} is asked for, and {peft.__version__} is imported")
     print(f"PEFT {version}, Transformers {transformers.__version__}")
-    right, settings = [], set(peft.LoraConfig.__dataclass_fields__)
+    passed, settings = [], set(peft.LoraConfig.__dataclass_fields__)
     for name, (theirs, ours, first) in CASES.items():
-        right.append(is_right(f"{name}, here", loaded_here, theirs, theirs.keys() <= settings))
+        passed.append(passes(f"{name}, here", loaded_here, theirs, theirs.keys() <= settings))
         is_known = as_numbers(version) >= as_numbers(first)
-        right.append(is_right(f"{name}, there", opened_there, ours, is_known))
-    return all(right)
+        passed.append(passes(f"{name}, there", loaded_there, ours, is_known))
+    return all(passed)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--beside"]:
+    if sys.argv[1:2] == ["--compare"]:
         sys.exit(not compare(sys.argv[2]))
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    results = [run_beside(each, Path(sys.argv[1])) for each in sys.argv[2:] or VERSIONS]
+    results = [run_with_version(each, Path(sys.argv[1])) for each in sys.argv[2:] or VERSIONS]
     sys.exit(not all(results))

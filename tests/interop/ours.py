@@ -1,4 +1,4 @@
-"""This project's side: a model with `add_lora`'s layers, and the formulas of the papers by hand."""
+"""This project's side of the comparisons: models with LoRA, and the papers' formulas by hand."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def with_lora(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> nn.Module:
-    """The case's model adapted, with the tensors given, or with values that show.
+    """The case's model with LoRA: the tensors of an adapter, or random ones with a visible effect.
 
     Args:
         dtype: of the base.
@@ -28,8 +28,8 @@ def with_lora(
     model = case.build().to(dtype)
     lora.add_lora(model, case.targets, r=R, lora_alpha=ALPHA, variant=variant, **settings)
     if adapter is None:
-        lora_ = (item for item in model.named_parameters() if "lora_" in item[0])
-        draw(lora_, f"{case.name} {variant}")
+        parameters = (item for item in model.named_parameters() if "lora_" in item[0])
+        draw(parameters, f"{case.name} {variant}")
     else:
         copy_adapter(adapter, model)
     return model
@@ -37,7 +37,7 @@ def with_lora(
 
 @torch.no_grad()
 def copy_adapter(adapter: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Gives a model the adapter's tensors, which have to be all that it has."""
+    """Copies the adapter's tensors into a model, which has to have exactly these."""
     own = adapter_of(model)
     assert own.keys() == adapter.keys()
     for name, tensor in adapter.items():
@@ -48,7 +48,7 @@ def copy_adapter(adapter: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def step(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradients of a loss in which all of it counts, of what is trained."""
+    """The output, and the adapter's gradients of a loss that depends on all of the output."""
     model.zero_grad()
     output = output_of(model, batch)
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
@@ -77,7 +77,7 @@ def bits_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_bits(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Asserts that the base's names, dtypes and values are what they were."""
+    """Asserts that the base's names, dtypes and values are unchanged."""
     after = bits_of(model)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
@@ -98,9 +98,9 @@ def scaling_of(variant: str) -> float:
 def adapted_weights(
     base: nn.Module, adapter: Mapping[str, Tensor], variant: str
 ) -> dict[str, Tensor]:
-    """The weights that the adapted modules compute with, by name, as autograd's functions.
+    """The adapted modules' weights by name, through which gradients flow to the adapter.
 
-    W + s B A, or m · (W + s B A) / ||W + s B A|| of DoRA, whose norm is a constant for autograd.
+    They are W + s B A or, for DoRA, m · (W + s B A) / ||W + s B A||, whose norm has no gradient.
     """
     weights = {}
     for name, A in adapter.items():
@@ -109,21 +109,21 @@ def adapted_weights(
             continue
         weight_name = weight_of(base, module)
         weight = base.get_parameter(weight_name)
-        turned = holds_inputs_first(base, module)
-        matrix = weight.t() if turned else weight.flatten(1)
+        is_transposed = holds_inputs_first(base, module)
+        matrix = weight.t() if is_transposed else weight.flatten(1)
         B = adapter[f"{module}.lora_B"]
         matrix = matrix + scaling_of(variant) * B.flatten(1) @ A.flatten(1)
         if "dora" in variant:
             m = adapter[f"{module}.lora_magnitude_vector"]
             matrix = m.view(-1, 1) * matrix / matrix.detach().norm(dim=1, keepdim=True)
-        weights[weight_name] = matrix.t() if turned else matrix.view(weight.shape)
+        weights[weight_name] = matrix.t() if is_transposed else matrix.view(weight.shape)
     return weights
 
 
 def weight_of(base: nn.Module, module: str) -> str:
-    """The name of the weight that an update by a module's name belongs to."""
+    """The name of the weight that the update of a module is added to."""
     own = {name for name, _ in base.named_parameters()}
-    # A module's own; a packed in_proj's; that of a projection which is not a module.
+    # A module's weight, a packed in_proj's, or that of a projection that is not a module.
     return next(
         n for n in (f"{module}.weight", f"{module}.in_proj_weight", f"{module}_weight") if n in own
     )
@@ -138,7 +138,7 @@ def holds_inputs_first(base: nn.Module, module: str) -> bool:
 def reference_step(
     case: Case, adapter: Mapping[str, Tensor], variant: str, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `step`, of the plain model with the adapted weights."""
+    """Does the same as `step` for the plain model, with `adapted_weights`."""
     base = case.build().to(dtype)
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in adapter.items()}
     batch = to(case.batch(), dtype)
@@ -151,7 +151,7 @@ def reference_step(
 
 
 class _Call(nn.Module):
-    """A model as `output_of` calls it."""
+    """Makes `output_of` a model's forward method."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -163,7 +163,7 @@ class _Call(nn.Module):
 
 
 def to(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its fractions in another dtype."""
+    """The batch with its floating-point tensors in another dtype."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()

@@ -67,7 +67,7 @@ def command(base: Path, text: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", ["lora", "rslora+dora"])
-def test_it_learns_and_what_it_saves_is_loaded(script, base, text, tmp_path, capsys, variant):
+def test_it_learns_and_its_adapter_is_loaded(script, base, text, tmp_path, capsys, variant):
     out = tmp_path / "adapter"
     script.main(command(base, text, out, "--variant", variant, "--lora_plus_ratio", "4"))
     printed = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_it_learns_and_what_it_saves_is_loaded(script, base, text, tmp_path, cap
 def test_targets_are_chosen(script, base, text, tmp_path, capsys):
     out = tmp_path / "adapter"
     script.main(command(base, text, out, "--targets", "q_proj", "v_proj", "--r", "2"))
-    # Of each of two layers, A and B of (32, 32) and of (32, 16).
+    # In each of two layers, A and B of a weight of (32, 32) and of one of (32, 16).
     trained = 2 * 2 * (32 + 32 + 32 + 16)
     assert f"4 modules adapted, {trained} parameters to train" in capsys.readouterr().out
 
@@ -126,7 +126,7 @@ def test_counts_are_at_least_one(script, base, text, tmp_path, capsys, name):
     assert f"--{name} must be at least 1, not 0" in capsys.readouterr().err
 
 
-def test_an_adapter_is_not_written_over(script, base, text, tmp_path, capsys):
+def test_an_adapter_is_not_overwritten(script, base, text, tmp_path, capsys):
     out = tmp_path / "adapter"
     script.main(command(base, text, out, "--epochs", "1"))
     before = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -136,5 +136,5 @@ def test_an_adapter_is_not_written_over(script, base, text, tmp_path, capsys):
         process.run(lambda: script.main(command(base, text, out)), report=lines.append)
     assert "exists already: give another --output_dir" in lines[0]
     assert len(lines) == 1
-    assert capsys.readouterr().out == ""  # it is said before the training
+    assert capsys.readouterr().out == ""  # the error comes before the training
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before

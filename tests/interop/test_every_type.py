@@ -1,10 +1,10 @@
-"""What "all-linear" means in every model type of upstream's Transformers, held against PEFT's.
+"""Compares "all-linear" with PEFT's in every model type of upstream's Transformers.
 
-By hand, as when Transformers has a new version, since it takes some minutes:
+It takes some minutes, so run it by hand, for instance when Transformers has a new version:
 
     bash tests/interop/run.sh tests/interop/test_every_type.py -m every_type
 
-Models are of the size that a type's config has by default, on the meta device: without memory.
+Models have the default size of their type's config, and are on the meta device: without memory.
 """
 
 import re
@@ -22,7 +22,7 @@ TYPES = sorted(transformers.CONFIG_MAPPING)
 
 
 def build(model_type: str) -> nn.Module:
-    """The type's language model or, where it has none, its plain model; on the meta device."""
+    """The type's language model or, if it has none, its plain model; on the meta device."""
     config = transformers.CONFIG_MAPPING[model_type]()
     has_language_model = type(config) in transformers.AutoModelForCausalLM._model_mapping
     auto = transformers.AutoModelForCausalLM if has_language_model else transformers.AutoModel
@@ -31,7 +31,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def with_lora(model: nn.Module) -> tuple[set[str], set[str]]:
-    """The modules that get LoRA, or none, and those that errors say it is not for."""
+    """The modules that get LoRA, and those that errors name as unsupported."""
     refused: set[str] = set()
     while True:
         exclude = [re.compile(re.escape(name)) for name in refused]
@@ -48,7 +48,7 @@ def with_lora(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def with_peft(model: nn.Module) -> tuple[set[str], bool] | None:
-    """The modules that get PEFT's LoRA, and whether parameters get it; None where PEFT refuses."""
+    """The modules that get PEFT's LoRA, and whether parameters do; None if PEFT refuses."""
     config = peft.LoraConfig(r=1, target_modules="all-linear")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -67,7 +67,7 @@ def with_peft(model: nn.Module) -> tuple[set[str], bool] | None:
 
 @pytest.mark.every_type
 @pytest.mark.parametrize("model_type", TYPES)
-def test_all_linear_is_in_numbered_layers_what_it_is_to_peft(model_type: str):
+def test_all_linear_matches_pefts_in_numbered_layers(model_type: str):
     try:
         model, other = build(model_type), build(model_type)
     except Exception as error:
@@ -82,7 +82,7 @@ def test_all_linear_is_in_numbered_layers_what_it_is_to_peft(model_type: str):
     if theirs is not None:
         in_layers = {name for name in theirs[0] if re.search(r"(^|\.)\d+\.", name)} or theirs[0]
         attentions = {n for n, kind in kinds.items() if issubclass(kind, nn.MultiheadAttention)}
-        # Where PEFT takes layers for those of experts, it adapts stacks of these instead.
+        # Where PEFT takes linear layers for experts', it adapts the experts' stacks instead.
         assert in_layers - refused <= ours
         assert theirs[1] or ours <= in_layers | attentions
     lora.remove_lora(model)

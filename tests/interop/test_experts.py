@@ -1,4 +1,4 @@
-"""LoRA on the experts of upstream's mixtures, which are stacks of matrices, beside PEFT's."""
+"""LoRA on the stacks of experts in upstream's mixtures, compared with PEFT's."""
 
 import copy
 import warnings
@@ -63,13 +63,15 @@ def llama4() -> nn.Module:
 
 
 MODELS = {each.__name__: each for each in (mixtral, qwen3_moe, gpt_oss, llama4)}
-CASES = [(name, way) for name in MODELS for way in METHODS if name != "llama4" or way == "eager"]
+CASES = [
+    (name, method) for name in MODELS for method in METHODS if name != "llama4" or method == "eager"
+]
 
 
-def build(name: str, way: str = "eager") -> nn.Module:
+def build(name: str, method: str = "eager") -> nn.Module:
     model = MODELS[name]()
     if name != "llama4":
-        model.set_experts_implementation(way)
+        model.set_experts_implementation(method)
     draw(model.named_parameters(), name)
     return model.train()
 
@@ -79,17 +81,17 @@ def batch() -> dict:
     return {"input_ids": torch.randint(61, (2, 7), generator=generator)}
 
 
-def with_lora(name: str, way: str, targets=(*STACKS, "q_proj")) -> nn.Module:
-    model = build(name, way)
+def with_lora(name: str, method: str, targets=(*STACKS, "q_proj")) -> nn.Module:
+    model = build(name, method)
     lora.add_lora(model, targets, r=R, lora_alpha=ALPHA)
     draw(((n, p) for n, p in model.named_parameters() if "lora_" in n), f"{name} lora")
     return model
 
 
-def with_peft(name: str, way: str, stacks=STACKS, **more) -> nn.Module:
+def with_peft(name: str, method: str, stacks=STACKS, **more) -> nn.Module:
     settings = {"r": R, "lora_alpha": ALPHA, "target_modules": ["q_proj"], **more}
     config = peft.LoraConfig(target_parameters=list(stacks), **settings)
-    model = peft.get_peft_model(build(name, way), config)
+    model = peft.get_peft_model(build(name, method), config)
     draw(((n, p) for n, p in model.named_parameters() if "lora_" in n), f"{name} lora")
     return model
 
@@ -99,35 +101,37 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return output_of(model, batch())
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "method"), CASES)
 @pytest.mark.parametrize("stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "up", "down"])
-def test_pefts_folder_computes_the_same_here(tmp_path: Path, name: str, way: str, stacks):
-    theirs = with_peft(name, way, stacks, rank_pattern={stacks[-1]: 2}, use_rslora=way == "eager")
+def test_pefts_folder_computes_the_same_here(tmp_path: Path, name: str, method: str, stacks):
+    theirs = with_peft(
+        name, method, stacks, rank_pattern={stacks[-1]: 2}, use_rslora=method == "eager"
+    )
     theirs.save_pretrained(tmp_path / "theirs")
-    model = build(name, way)
+    model = build(name, method)
     before = bits_of(model)
     names = lora.load_adapter(model, tmp_path / "theirs")
     assert len(names) == 2 * (len(stacks) + 1)
     assert_same_bits(model, before)
     expected = outputs(theirs)
-    assert (expected - outputs(build(name, way))).abs().max() > 1e-2
+    assert (expected - outputs(build(name, method))).abs().max() > 1e-2
     assert_close(outputs(model), expected)
     assert_close(outputs(model.eval()), expected)
 
     lora.save_adapter(model.train(), tmp_path / "ours")
-    again = peft.PeftModel.from_pretrained(build(name, way), tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(build(name, method), tmp_path / "ours")
     assert_close(outputs(again), expected)
     assert_close(outputs(lora.merge(model)), expected)
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_peft_opens_what_add_lora_has_made(tmp_path: Path, name: str, way: str):
-    model = with_lora(name, way)
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_peft_loads_our_folder_and_computes_the_same(tmp_path: Path, name: str, method: str):
+    model = with_lora(name, method)
     lora.save_adapter(model, tmp_path / "ours")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         theirs = peft.PeftModel.from_pretrained(
-            build(name, way), tmp_path / "ours", is_trainable=True
+            build(name, method), tmp_path / "ours", is_trainable=True
         )
     assert_close(outputs(model), outputs(theirs))
     theirs.train()
@@ -145,7 +149,7 @@ def test_peft_opens_what_add_lora_has_made(tmp_path: Path, name: str, way: str):
             assert_close(mine[n].grad, theirs_grad.detach())
 
 
-def test_a_folder_of_pefts_is_for_a_model(tmp_path: Path):
+def test_pefts_folder_of_two_stacks_needs_the_model(tmp_path: Path):
     with_peft("mixtral", "eager").save_pretrained(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match=r"load_adapter\(model, …\)"):
         lora.read_adapter(tmp_path / "theirs")
@@ -153,8 +157,8 @@ def test_a_folder_of_pefts_is_for_a_model(tmp_path: Path):
     assert lora.read_adapter(tmp_path / "one").lora.targets == ("gate_up_proj_lora", "q_proj")
 
 
-def test_adapters_of_older_versions_come_by_way_of_peft(tmp_path: Path):
-    """Transformers 4 had a module for each expert: PEFT makes such adapters' updates one."""
+def test_adapters_of_transformers_4_are_converted_by_peft(tmp_path: Path):
+    """Transformers 4 had a module for each expert. PEFT merges such adapters into one per stack."""
     tensors, sizes = {}, {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}
     for layer, expert, (name, (out, width)) in product(range(2), range(4), sizes.items()):
         start = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
@@ -175,19 +179,19 @@ def test_adapters_of_older_versions_come_by_way_of_peft(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_ways_of_computing_agree_with_the_merged_model(name: str):
-    models = [with_lora(name, way) for way in METHODS if (name, way) in CASES]
+def test_all_methods_agree_with_the_merged_model(name: str):
+    models = [with_lora(name, method) for method in METHODS if (name, method) in CASES]
     expected = outputs(lora.merge(copy.deepcopy(models[0])))
     for model in models:
         assert_close(outputs(model), expected)
         assert_close(outputs(torch.compile(model, backend="eager")), expected)
 
 
-# Not Llama 4, which accelerate cannot offload so: it asks its embeddings' weight for the device.
-@pytest.mark.parametrize(("name", "way"), [each for each in CASES if each[0] != "llama4"])
+# Not Llama 4, which accelerate cannot offload: it reads the device of its embeddings' weight.
+@pytest.mark.parametrize(("name", "method"), [each for each in CASES if each[0] != "llama4"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_accelerate_offloads_an_adapted_model(tmp_path: Path, name: str, way: str, offload: str):
-    model = with_lora(name, way)
+def test_accelerate_offloads_an_adapted_model(tmp_path: Path, name: str, method: str, offload: str):
+    model = with_lora(name, method)
     expected = outputs(model)
     if offload == "cpu":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Adapters as folders: PEFT's own that are loaded here, and this project's that PEFT opens."""
+"""Folders of adapters: this project loads PEFT's, and PEFT loads this project's."""
 
 import copy
 import warnings
@@ -10,7 +10,7 @@ import torch
 from models import BY_NAME, CASES, VARIANTS, Case, output_of
 from ours import assert_close, assert_same_bits, bits_of, with_lora
 from safetensors.torch import load_file
-from theirs import ALPHA, SETTINGS, adapter_of, as_meant, with_peft
+from theirs import ALPHA, SETTINGS, adapter_of, as_computed, with_peft
 from torch import Tensor, nn
 
 import loralib as lora
@@ -25,13 +25,13 @@ PATTERNS = {
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """An adapter's tensors as PEFT names them; its copy of an embedding's base is none of them."""
+    """An adapter's tensors by PEFT's names, without its copy of an embedding's base weight."""
     tensors = load_file(folder / "adapter_model.safetensors")
     return {name: t for name, t in tensors.items() if not name.endswith(".base_layer.weight")}
 
 
-def opened_by_peft(case: Case, folder: Path) -> nn.Module:
-    """PEFT's model of a folder, which has to say nothing about it."""
+def loaded_by_peft(case: Case, folder: Path) -> nn.Module:
+    """PEFT's model of a folder, which it has to load without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out")
@@ -54,7 +54,7 @@ def test_pefts_own_folder_is_loaded_and_written_again(case: Case, variant: str, 
     names = lora.load_adapter(model, tmp_path / "theirs")
     assert len(names) == case.adapted
     assert_same_bits(model, before)
-    assert_same_tensors(adapter_of(model), as_meant(adapter_of(theirs), "lora_B"))
+    assert_same_tensors(adapter_of(model), as_computed(adapter_of(theirs), "lora_B"))
     with torch.no_grad():
         output = output_of(model, case.batch())
         assert_close(output_of(model.eval(), case.batch()), output)
@@ -68,11 +68,11 @@ def test_pefts_own_folder_is_loaded_and_written_again(case: Case, variant: str, 
 
 
 @pytest.mark.parametrize(("case", "variant"), IN_PEFT, ids=str)
-def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: Path):
+def test_peft_loads_our_folder_and_computes_the_same(case: Case, variant: str, tmp_path: Path):
     model = with_lora(case, variant)
-    said = lora.save_adapter(model, tmp_path / "ours")
-    assert not any("normalized" in line for line in said)
-    theirs = opened_by_peft(case, tmp_path / "ours")
+    remarks = lora.save_adapter(model, tmp_path / "ours")
+    assert not any("normalized" in line for line in remarks)
+    theirs = loaded_by_peft(case, tmp_path / "ours")
     config = theirs.peft_config["default"]
     assert {"use_rslora": config.use_rslora, "use_dora": config.use_dora} == {
         "use_rslora": False,
@@ -80,13 +80,13 @@ def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: P
         **SETTINGS[variant],
     }
     adapter = adapter_of(model)
-    assert_same_tensors(adapter, as_meant(adapter_of(theirs), "lora_B"))
+    assert_same_tensors(adapter, as_computed(adapter_of(theirs), "lora_B"))
     with torch.no_grad():
         output = output_of(model, case.batch())
         assert_close(output_of(theirs, case.batch()), output)
         assert_close(output_of(theirs.merge_and_unload(), case.batch()), output)
         assert_close(output_of(lora.merge(model), case.batch()), output)
-    theirs = opened_by_peft(case, tmp_path / "ours")
+    theirs = loaded_by_peft(case, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours"))
     again = case.build()
@@ -95,7 +95,7 @@ def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: P
 
 
 def test_a_module_in_two_places_is_not_loaded(tmp_path: Path):
-    """PEFT adapts it in the first of them alone."""
+    """PEFT adapts only the first of the two."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model.add_module("again", model[0])
     theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["0"]))
@@ -116,14 +116,14 @@ def test_a_file_of_this_project_holds_every_adapter(case: Case, variant: str, tm
     assert len(names) == case.adapted
     assert_same_bits(again, before)
     assert_same_tensors(adapter_of(again), adapter_of(model))
-    again.requires_grad_(False)  # PyTorch's attention takes another kernel for what is trained
+    again.requires_grad_(False)  # PyTorch's attention takes another kernel for trained weights
     model.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(output_of(again, case.batch()), output_of(model, case.batch()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_releases_file_holds_plain_lora(case: Case, tmp_path: Path):
+def test_the_releases_file_holds_only_plain_lora(case: Case, tmp_path: Path):
     model = with_lora(case)
     if any(isinstance(layer, lora.Embedding) for layer in model.modules()):
         with pytest.raises(CheckpointError, match="embeddings"):
@@ -151,7 +151,7 @@ def test_what_peft_cannot_compute_is_refused(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_patterns_are_pefts(variant: str, tmp_path: Path):
+def test_patterns_mean_what_they_mean_to_peft(variant: str, tmp_path: Path):
     case = BY_NAME["qwen2"]
     theirs = with_peft(case, variant, **PATTERNS)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -159,7 +159,7 @@ def test_patterns_are_pefts(variant: str, tmp_path: Path):
     lora.load_adapter(model, tmp_path / "theirs")
     ours = with_lora(case, variant, adapter_of(theirs), **PATTERNS)
     lora.save_adapter(ours, tmp_path / "ours")
-    opened = opened_by_peft(case, tmp_path / "ours")
+    opened = loaded_by_peft(case, tmp_path / "ours")
     with torch.no_grad():
         output = output_of(theirs, case.batch())
         for other in (model, ours, opened):
@@ -170,13 +170,13 @@ def test_patterns_are_pefts(variant: str, tmp_path: Path):
 @pytest.mark.parametrize("initialization", ["pissa", "olora", "orthogonal"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "convolutions"])
-def test_a_start_made_of_the_weights_reaches_peft(
+def test_peft_loads_adapters_initialized_from_the_weights(
     name: str, variant: str, initialization: str, tmp_path: Path
 ):
     case = BY_NAME[name]
     model = with_lora(case, variant, initialization=initialization)
     lora.save_adapter(model, tmp_path / "ours")
-    theirs = opened_by_peft(case, tmp_path / "ours")
+    theirs = loaded_by_peft(case, tmp_path / "ours")
     again = case.build()
     lora.load_adapter(again, tmp_path / "ours")
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_start_made_of_the_weights_reaches_peft(
         assert_close(output_of(again, case.batch()), output)
 
 
-def test_a_trained_head_and_biases_come_along(tmp_path: Path):
+def test_a_trained_head_and_biases_are_saved_and_loaded(tmp_path: Path):
     case = BY_NAME["bert"]
     model = with_lora(case, "dora", modules_to_train="classifier", bias="lora_only")
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_a_trained_head_and_biases_come_along(tmp_path: Path):
             if parameter.requires_grad and "lora_" not in name:
                 parameter.add_(1)
     lora.save_adapter(model, tmp_path / "ours")
-    theirs = opened_by_peft(case, tmp_path / "ours")
+    theirs = loaded_by_peft(case, tmp_path / "ours")
     again = case.build()
     lora.load_adapter(again, tmp_path / "ours")
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_an_adapter_of_another_model_is_refused_in_one_line(tmp_path: Path):
         assert not adapter_of(model)
 
 
-def test_another_embedding_than_the_adapters_is_refused(tmp_path: Path):
+def test_a_base_with_another_embedding_is_refused(tmp_path: Path):
     case = BY_NAME["llama"]
     theirs = with_peft(case)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""The base's tensors, names and modules stay what they are; copies; half precision."""
+"""LoRA leaves the base's tensors, names and modules unchanged; copies; half precision."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ def add_lora(case: Case, model: nn.Module, **settings: object) -> tuple[str, ...
 
 
 def take_steps(case: Case, model: nn.Module, count: int = 3) -> None:
-    """Trains, with a rate at which every step shows."""
+    """Trains with a learning rate at which every step has a visible effect."""
     optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=0.01, lora_plus_ratio=2))
     train(model)
     for _ in range(count):
@@ -41,7 +41,7 @@ def attributes_of(model: nn.Module) -> dict[str, set[str]]:
 
 @EACH
 @PLAIN_AND_DORA
-def test_the_base_keeps_its_bits_through_all_of_it(case: Case, variant: str):
+def test_the_base_keeps_its_bits_until_lora_is_removed(case: Case, variant: str):
     # Frozen from the start: PyTorch's attention takes other kernels for weights that are trained.
     model, batch = case.build().requires_grad_(False), case.batch()
     before, parameters = bits_of(model), dict(model.named_parameters())
@@ -90,7 +90,7 @@ def test_state_dicts_have_the_bases_names_and_the_adapters(case: Case):
 
 
 @EACH
-def test_optimizers_get_the_adapter_alone(case: Case):
+def test_optimizers_get_only_the_adapter(case: Case):
     model = case.build()
     add_lora(case, model)
     adapter = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -104,7 +104,7 @@ def test_optimizers_get_the_adapter_alone(case: Case):
 
 @EACH
 @PLAIN_AND_DORA
-def test_a_model_is_saved_again_after_it_was_saved_with_lora(case: Case, variant: str):
+def test_a_merged_models_state_dict_fits_the_plain_model(case: Case, variant: str):
     model = with_lora(case, variant)
     lora.merge(model)
     plain = case.build()
@@ -135,7 +135,7 @@ COPIES = {
 @EACH
 @PLAIN_AND_DORA
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_copies_are_models_of_their_own(case: Case, variant: str, make_copy):
+def test_copies_are_independent(case: Case, variant: str, make_copy):
     model = with_lora(case, variant)
     again = make_copy(model)
     output, grads = step(again, case.batch())
@@ -160,7 +160,7 @@ HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str
 @EACH
 @PLAIN_AND_DORA
 @HALF
-def test_a_model_in_half_precision_is_trained_in_float32(case: Case, variant: str, dtype):
+def test_lora_is_float32_in_a_model_in_half_precision(case: Case, variant: str, dtype):
     model = case.build().to(dtype)
     before = bits_of(model)
     add_lora(case, model, variant=variant)
@@ -168,9 +168,9 @@ def test_a_model_in_half_precision_is_trained_in_float32(case: Case, variant: st
     output, _ = step(model, to(case.batch(), dtype))
     assert output.dtype == dtype
     assert output.isfinite().all()
-    take = torch.optim.SGD(lora.parameter_groups(model, lr=0.1))
+    optimizer = torch.optim.SGD(lora.parameter_groups(model, lr=0.1))
     step(model, to(case.batch(), dtype))
-    take.step()
+    optimizer.step()
     assert_same_bits(model, before)
 
 
@@ -184,7 +184,7 @@ def test_a_model_with_lora_is_cast_to_half_precision(case: Case, variant: str, d
     model.to(dtype)
     batch = to(case.batch(), dtype)
     assert {t.dtype for t in model.parameters()} == {dtype}
-    # As far from float32 as the merged weights in half precision are, to a few roundings.
+    # The error is that of merged weights in half precision, up to a few roundings.
     plain = output_of(lora.merge(copy.deepcopy(model)), batch)
     rounding = max((plain - exact).abs().max().item(), torch.finfo(dtype).eps * exact.abs().max())
     for training in (True, False):

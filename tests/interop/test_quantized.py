@@ -1,4 +1,4 @@
-"""LoRA on the quantized layers of bitsandbytes and torchao, beside PEFT's and the formula."""
+"""LoRA on quantized layers of bitsandbytes and torchao, compared with PEFT's and the formula."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
-# In bfloat16 the two sides round at other points: about ten times in each of two layers and back.
+# In bfloat16, both sides round at different points, about 40 times forward and backward.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4 * math.sqrt(40) * 2**-8}
 
 
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(checkpoint: Path, kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model, quantized while it is loaded, as users have it."""
+    """The model, quantized while it is loaded, as users do it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint,
         quantization_config=CONFIGS[kind](dtype),
@@ -119,7 +119,7 @@ def assert_same_step(
 
 @torch.no_grad()
 def dequantized(layer: Any) -> Tensor:
-    """A layer's weight, (out, in), by what its package has for that."""
+    """A layer's weight, (out, in), by its package's own function."""
     weight = layer.weight
     if isinstance(layer, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
@@ -143,7 +143,7 @@ def in_float64(model: nn.Module, checkpoint: Path) -> nn.Module:
 
 
 @EACH
-def test_outputs_and_gradients_are_those_of_the_formula(checkpoint: Path, kind: str):
+def test_outputs_and_gradients_match_the_formula(checkpoint: Path, kind: str):
     model = adapted(checkpoint, kind)
     plain = in_float64(model, checkpoint)
     output, grads = step(model)
@@ -152,11 +152,11 @@ def test_outputs_and_gradients_are_those_of_the_formula(checkpoint: Path, kind: 
     for name, grad in grads.items():
         assert_close(grad.double(), expected_grads[name], what=name)
     lora.remove_lora(plain)
-    with torch.no_grad():  # the updates show
+    with torch.no_grad():  # the updates have a visible effect
         assert (plain(IDS).logits - expected).abs().max() > 0.2 * expected.abs().max()
 
 
-def opened_by_peft(base: nn.Module, folder: Path) -> nn.Module:
+def loaded_by_peft(base: nn.Module, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message=r".*get_apply_tensor_subclass.*")
@@ -165,12 +165,12 @@ def opened_by_peft(base: nn.Module, folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @EACH
-def test_peft_opens_the_folder_and_ours_opens_pefts(
+def test_peft_loads_our_folder_and_we_load_pefts(
     checkpoint: Path, kind: str, dtype: torch.dtype, tmp_path: Path
 ):
     model = adapted(checkpoint, kind, dtype)
     assert lora.save_adapter(model, tmp_path / "ours") == []
-    theirs = opened_by_peft(load(checkpoint, kind, dtype), tmp_path / "ours")
+    theirs = loaded_by_peft(load(checkpoint, kind, dtype), tmp_path / "ours")
     assert_same_step(model, theirs, dtype)
     theirs.save_pretrained(tmp_path / "theirs")
     again = load(checkpoint, kind, dtype)
@@ -179,16 +179,16 @@ def test_peft_opens_the_folder_and_ours_opens_pefts(
 
 
 @EACH
-def test_autocast_as_in_peft(checkpoint: Path, kind: str, tmp_path: Path):
+def test_autocast_matches_pefts(checkpoint: Path, kind: str, tmp_path: Path):
     model = adapted(checkpoint, kind)
     lora.save_adapter(model, tmp_path / "a")
-    theirs = opened_by_peft(load(checkpoint, kind), tmp_path / "a")
+    theirs = loaded_by_peft(load(checkpoint, kind), tmp_path / "a")
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_step(model, theirs, torch.bfloat16)
 
 
 @EACH
-def test_checkpointing_evaluation_and_back(checkpoint: Path, kind: str):
+def test_checkpointing_and_evaluation_do_not_change_training(checkpoint: Path, kind: str):
     model = adapted(checkpoint, kind)
     output, grads = step(model)
     model.gradient_checkpointing_enable()
@@ -207,7 +207,7 @@ def test_checkpointing_evaluation_and_back(checkpoint: Path, kind: str):
 
 
 @EACH
-def test_copies_banks_and_removing_it(checkpoint: Path, kind: str, tmp_path: Path):
+def test_copies_banks_and_removal(checkpoint: Path, kind: str, tmp_path: Path):
     model = adapted(checkpoint, kind).eval()
     assert repr(model.model.layers[0]).count(f", r={R}, lora_alpha={ALPHA}") == 7
     copies = [copy.deepcopy(model)]
@@ -233,7 +233,7 @@ def test_copies_banks_and_removing_it(checkpoint: Path, kind: str, tmp_path: Pat
 
 
 @EACH
-def test_merging_has_a_way_out(checkpoint: Path, kind: str, tmp_path: Path):
+def test_merging_needs_the_plain_base(checkpoint: Path, kind: str, tmp_path: Path):
     model = adapted(checkpoint, kind)
     with pytest.raises(ValueError, match=r"is quantized, so nothing can be merged into it: save"):
         lora.merge(model)
@@ -257,7 +257,7 @@ def test_dequantizing_drops_lora_and_the_adapter_brings_it_back(checkpoint: Path
 
 
 def test_training_goes_on_after_an_evaluation(checkpoint: Path, tmp_path: Path):
-    """For which bitsandbytes packs the layers of a base on some CPUs, those without LoRA too."""
+    """On some CPUs, bitsandbytes packs layers for evaluation, also those without LoRA."""
     model = load(checkpoint, "nf4")
     lora.add_lora(model, "q_proj", r=R)
     draw((item for item in model.named_parameters() if "lora_" in item[0]), "packed")
@@ -270,7 +270,7 @@ def test_training_goes_on_after_an_evaluation(checkpoint: Path, tmp_path: Path):
     assert all(torch.equal(again_grads[name], grad) for name, grad in grads.items())
 
 
-def test_a_base_that_was_evaluated_before(checkpoint: Path, tmp_path: Path):
+def test_a_base_that_evaluation_packed_is_refused(checkpoint: Path, tmp_path: Path):
     trained = load(checkpoint, "nf4")
     lora.add_lora(trained, "q_proj", r=R)
     lora.save_adapter(trained, tmp_path / "a")
@@ -285,7 +285,7 @@ def test_a_base_that_was_evaluated_before(checkpoint: Path, tmp_path: Path):
         lora.load_adapter(base, tmp_path / "a")
     with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
         lora.AdapterBank(base)
-    base.state_dict()  # which unpacks it, to other numbers
+    base.state_dict()  # which unpacks it, to other values
     assert not state.packing_format_for_cpu
     with pytest.raises(ValueError, match=r"packed for evaluation on this CPU: load the model"):
         lora.load_adapter(base, tmp_path / "a")
@@ -296,8 +296,8 @@ def packs(model: nn.Module) -> list[bool]:
     return [bool(layer.support_avx512bf16_for_cpu) for layer in layers]
 
 
-def test_packing_comes_back_with_the_last_lora_but_not_after_a_bank(checkpoint: Path):
-    """Without it, bitsandbytes computes a single row several times slower on the CPUs it is for."""
+def test_packing_returns_when_the_last_lora_is_removed_but_not_after_a_bank(checkpoint: Path):
+    """On CPUs that support it, bitsandbytes computes a single row several times faster with it."""
     model = load(checkpoint, "nf4")
     before = packs(model)
     lora.add_lora(model, "q_proj", r=R)
@@ -306,7 +306,7 @@ def test_packing_comes_back_with_the_last_lora_but_not_after_a_bank(checkpoint: 
     lora.remove_lora(model)
     assert packs(model) == before
     lora.AdapterBank(model).close()
-    assert not any(packs(model))  # else it would be packed, and no other bank could have it
+    assert not any(packs(model))  # else it would be packed, and another bank would refuse it
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
@@ -318,7 +318,7 @@ def test_a_quantized_embedding_is_not_trained(storage: torch.dtype):
     assert all(p.requires_grad for p in model[1].parameters())
 
 
-def test_hooks_of_a_device_map(checkpoint: Path):
+def test_hooks_of_a_device_map_have_to_be_set_after_lora(checkpoint: Path):
     model = load(checkpoint, "nf4")
     attach_align_device_hook(model, execution_device="cpu", offload=False)
     with pytest.raises(UnsupportedLayerError, match=r"or remove them .*, and dispatch it again"):
@@ -357,7 +357,7 @@ def test_layers_of_bitsandbytes_are_quantized_when_they_are_moved(kind: str):
     assert torch.equal(before(x), after(x))
 
 
-def test_torchaos_nf4():
+def test_torchaos_nf4_matches_the_formula():
     layer = nn.Linear(64, 64)
     draw(layer.named_parameters(), "nf4")
     layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 4), requires_grad=False)
@@ -378,8 +378,8 @@ def test_quantized_inputs_are_refused():
         lora.add_lora(model, "0", r=R)
 
 
-def test_upstreams_trainer(checkpoint: Path, tmp_path: Path):
-    """It asks whether the model has PEFT's adapters; docs/any-model.md says what it is told."""
+def test_upstreams_trainer_trains_a_quantized_model(checkpoint: Path, tmp_path: Path):
+    """It asks for PEFT's adapters in a quantized model; docs/any-model.md has this workaround."""
     model = load(checkpoint, "nf4")
     lora.add_lora(model, "all-linear", r=R)
     data = [{"input_ids": row, "labels": row} for row in IDS]

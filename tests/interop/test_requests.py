@@ -1,4 +1,4 @@
-"""What users ask add_lora for in models of other libraries, and what it has to refuse."""
+"""What users ask of add_lora in other libraries' models: targets, slices, ties, and refusals."""
 
 import re
 from collections.abc import Callable
@@ -18,16 +18,16 @@ import transformers
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "falcon", "bert", "t5"])
-def test_all_linear_means_what_it_means_to_peft(name: str):
+def test_all_linear_adapts_what_pefts_adapts(name: str):
     case = BY_NAME[name]
     case = Case(case.name, case.make, case.batch, "all-linear", 0, case.task)
     ours, theirs = adapter_of(with_lora(case)), adapter_of(with_peft(case))
-    # For PEFT all that is not the head's last layer; here what is in the numbered layers.
+    # PEFT takes all but the head's last layer, this project what is in the numbered layers.
     assert ours.keys() == {name for name in theirs if not name.startswith("bert.pooler.")}
 
 
-def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
-    """Of Mixtral, Transformers 5 holds all experts of a layer in one parameter."""
+def test_all_linear_names_the_experts_that_it_leaves_out(tmp_path, caplog):
+    """Transformers 5 holds all of Mixtral's experts of a layer in one parameter."""
     settings = {"intermediate_size": 48, "num_local_experts": 3}
     config = transformers.MixtralConfig(
         vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **settings
@@ -38,10 +38,10 @@ def test_experts_are_named_as_what_all_linear_leaves_out(tmp_path, caplog):
     assert line.startswith(
         "the targets leave out the stacks of matrices model.layers.0.mlp.experts."
     )
-    said = lora.save_adapter(model, tmp_path / "adapter")
-    assert not any("PEFT with Transformers 5" in line for line in said)
+    remarks = lora.save_adapter(model, tmp_path / "adapter")
+    assert not any("PEFT with Transformers 5" in line for line in remarks)
     assert "add 'experts.gate_up_proj', 'experts.down_proj' to targets" in line
-    names = lora.add_lora(model, "experts.*", r=R)  # not the activation beside them
+    names = lora.add_lora(model, "experts.*", r=R)  # not the activation next to them
     ends = ["gate_up_proj_lora", "down_proj_lora"]
     assert [name.rpartition(".")[2] for name in names] == 2 * ends
 
@@ -82,10 +82,10 @@ NOT_IN_PEFT = [
 
 
 @pytest.mark.parametrize(("make", "targets", "expected"), NOT_IN_PEFT)
-def test_what_peft_leaves_out_or_refuses_is_named_and_the_rest_it_computes(
+def test_modules_that_peft_leaves_out_are_named_and_it_computes_the_rest(
     tmp_path, make, targets, expected
 ):
-    """If this fails because PEFT computes the same, the warning has to go."""
+    """If this fails because PEFT computes the same, the remark can be removed."""
 
     def build() -> nn.Module:
         model = make().eval()
@@ -95,7 +95,9 @@ def test_what_peft_leaves_out_or_refuses_is_named_and_the_rest_it_computes(
     model, again, ids = build(), build(), {"input_ids": torch.arange(7)[None]}
     lora.add_lora(model, targets, r=R)
     draw((each for each in model.named_parameters() if "lora_" in each[0]), "lora")
-    said = [line for line in lora.save_adapter(model, tmp_path / "a") if "for PEFT, merge" in line]
+    remarks = [
+        line for line in lora.save_adapter(model, tmp_path / "a") if "for PEFT, merge" in line
+    ]
     lora.load_adapter(again, tmp_path / "a")
     with torch.no_grad():
         output = output_of(model, ids)
@@ -105,10 +107,10 @@ def test_what_peft_leaves_out_or_refuses_is_named_and_the_rest_it_computes(
         except ValueError:
             theirs = torch.zeros_like(output)
     if expected is None:
-        assert not said
+        assert not remarks
         assert_close(theirs, output)
         return
-    (line,) = said
+    (line,) = remarks
     assert expected in line
     assert (theirs - output).abs().max() > 1e-3 * output.abs().max()
 
@@ -160,13 +162,13 @@ def test_an_adapted_model_generates():
     generated = model.generate(ids, **settings)
     merged = lora.merge(model)
     assert torch.equal(merged.generate(ids, **settings), generated)
-    # What the cache of keys and values gives is what the whole sequence gives.
+    # The cache of keys and values gives the same tokens as a pass over the whole sequence.
     with torch.no_grad():
-        said = model(input_ids=generated[:, :-1]).logits.argmax(-1)[0, ids.shape[1] - 1 :]
-    assert torch.equal(said, generated[0, ids.shape[1] :])
+        predicted = model(input_ids=generated[:, :-1]).logits.argmax(-1)[0, ids.shape[1] - 1 :]
+    assert torch.equal(predicted, generated[0, ids.shape[1] :])
 
 
-def test_targets_are_added_to_what_is_there():
+def test_add_lora_adds_targets_to_an_adapted_model():
     case = BY_NAME["attention"]
     model = case.build()
     assert lora.add_lora(model, "last", r=R) == ("last",)
@@ -183,7 +185,7 @@ def test_targets_are_added_to_what_is_there():
     assert grads.keys() == adapter_of(model).keys()
 
 
-def test_an_output_projection_is_adapted_alone():
+def test_an_attentions_output_projection_can_be_adapted_alone():
     case = BY_NAME["attention"]
     model = case.build()
     assert lora.add_lora(model, "out_proj", r=R) == ("attention.out_proj",)
@@ -197,7 +199,7 @@ def test_an_output_projection_is_adapted_alone():
     assert type(model.attention) is nn.MultiheadAttention
 
 
-def test_a_model_is_loaded_with_a_device_map(tmp_path):
+def test_a_model_loaded_with_a_device_map_is_adapted(tmp_path):
     case = BY_NAME["qwen2"]
     case.build().save_pretrained(tmp_path)
     for device_map in ("cpu", {"": "cpu"}):
@@ -207,7 +209,7 @@ def test_a_model_is_loaded_with_a_device_map(tmp_path):
         assert grads.keys() == adapter_of(model).keys()
 
 
-def test_a_model_with_lora_of_pefts_is_refused():
+def test_a_model_with_pefts_lora_is_refused():
     theirs = with_peft(BY_NAME["llama"])
     for model in (theirs, theirs.base_model.model):
         with pytest.raises(
@@ -217,7 +219,7 @@ def test_a_model_with_lora_of_pefts_is_refused():
     assert len(lora.add_lora(theirs.unload(), "q_proj", r=R)) == 2
 
 
-def test_what_save_pretrained_writes_of_an_adapted_model_is_read_as_the_guide_says(tmp_path):
+def test_save_pretrained_of_an_adapted_model_is_loaded_as_the_guide_says(tmp_path):
     case = BY_NAME["gpt2"]
     model = with_lora(case, "lora")
     model.save_pretrained(tmp_path)
@@ -230,7 +232,7 @@ def test_what_save_pretrained_writes_of_an_adapted_model_is_read_as_the_guide_sa
         assert_close(output_of(again, case.batch()), output_of(model, case.batch()))
 
 
-def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
+def test_save_pretrained_of_a_merged_model_is_loaded_as_a_plain_model(tmp_path):
     case = BY_NAME["gpt2"]
     model = lora.merge(with_lora(case, "dora"))
     model.save_pretrained(tmp_path)
@@ -246,7 +248,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize(("name", "target", "expected"), UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_what_has_no_lora_layer_is_named(name: str, target: str, expected: str):
+def test_modules_without_a_lora_layer_are_named(name: str, target: str, expected: str):
     model = BY_NAME[name].build()
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(lora.UnsupportedLayerError, match=expected) as error:
@@ -268,15 +270,15 @@ def of_config(name: str) -> nn.Module:
     return transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")())
 
 
-@pytest.mark.parametrize(("make", "said"), NEVER_CALLED.values(), ids=NEVER_CALLED)
+@pytest.mark.parametrize(("make", "expected"), NEVER_CALLED.values(), ids=NEVER_CALLED)
 def test_layers_that_upstream_never_calls_are_named(
-    make: Callable[[], nn.Module], said: str | None, caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], expected: str | None, caplog: pytest.LogCaptureFixture
 ):
     with torch.device("meta"):
         lora.add_lora(make(), "all-linear", r=2)
     lines = [line for r in caplog.records if "and never calls" in (line := r.getMessage())]
-    assert len(lines) == (said is not None)
-    assert not said or re.search(said, lines[0])
+    assert len(lines) == (expected is not None)
+    assert not expected or re.search(expected, lines[0])
 
 
 def test_quantized_layers_are_named():
@@ -285,6 +287,6 @@ def test_quantized_layers_are_named():
         lora.add_lora(quantized, "0", r=2)
 
 
-def test_near_names_are_listed():
+def test_similar_names_are_listed():
     with pytest.raises(ValueError, match=r"'qproj' matches no module .*; it has .*q_proj"):
         lora.add_lora(BY_NAME["llama"].build(), "qproj", r=2)

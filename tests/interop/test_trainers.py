@@ -1,4 +1,4 @@
-"""Loops of other libraries: Transformers' Trainer, Accelerate's and Lightning's."""
+"""LoRA in the training loops of Transformers' Trainer, Accelerate and Lightning."""
 
 import logging
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ NAMES = ("llama", "gpt2")  # the second of which has tied weights
 
 
 def batch_of(case: Case) -> Batch:
-    """The case's batch with labels, of whole rows: loops of others stack rows."""
+    """The case's tokens with labels, without padding."""
     ids = case.batch()["input_ids"]
     return {"input_ids": ids, "labels": ids}
 
 
 def states_by_hand(case: Case, variant: str = "lora") -> Iterator[tuple[str, Tensor]]:
-    """What each step of PyTorch's loop makes of each tensor of the adapter."""
+    """Trains in a plain PyTorch loop; yields each tensor of the adapter after each step."""
     model = with_lora(case, variant)
     optimizer = torch.optim.SGD(lora.parameter_groups(model, lr=RATE))
     for _ in range(STEPS):
@@ -43,12 +43,12 @@ def states_by_hand(case: Case, variant: str = "lora") -> Iterator[tuple[str, Ten
 
 
 def trained_by_hand(case: Case, variant: str = "lora") -> dict[str, Tensor]:
-    """The last of these."""
+    """The adapter after the last step of `states_by_hand`."""
     return dict(states_by_hand(case, variant))
 
 
-def assert_trained_alike(model: nn.Module, expected: dict[str, Tensor], start: nn.Module) -> None:
-    """Asserts that a model's adapter has moved as this one, but for the rounding of sums."""
+def assert_trained_as(model: nn.Module, expected: dict[str, Tensor], start: nn.Module) -> None:
+    """Asserts that a model's adapter was trained to `expected`, up to the rounding of sums."""
     own, before = adapter_of(model), adapter_of(start)
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -62,7 +62,7 @@ def assert_trained_alike(model: nn.Module, expected: dict[str, Tensor], start: n
 
 
 class SavesAdapter(transformers.TrainerCallback):
-    """Puts the adapter beside each checkpoint."""
+    """Saves the adapter in each checkpoint's folder."""
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Called with the model as it was given."""
@@ -71,7 +71,7 @@ class SavesAdapter(transformers.TrainerCallback):
 
 
 def trainer_of(model: nn.Module, batch: Batch, folder: Path, **options: Any) -> Any:
-    """A Trainer whose batches are all alike, and its checkpoints one step apart."""
+    """A Trainer whose batches are all the same, with a checkpoint after each step."""
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     given = {"max_steps": STEPS, "save_steps": 1, "learning_rate": RATE, "logging_steps": 1}
     given |= {"lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
@@ -96,12 +96,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("name", ["llama", "qwen2"])  # of GPT-2 it counts first tokens as well
-def test_the_trainer_trains_as_pytorch(name: str, options: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # with GPT-2, it counts first tokens as well
+def test_the_trainer_trains_as_a_pytorch_loop(name: str, options: dict[str, Any], tmp_path: Path):
     case = BY_NAME[name]
     model = with_lora(case)
     trainer_of(model, batch_of(case), tmp_path, **options).train()
-    assert_trained_alike(model, trained_by_hand(case), with_lora(case))
+    assert_trained_as(model, trained_by_hand(case), with_lora(case))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -117,7 +117,7 @@ def test_the_trainer_resumes(name: str, optim: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_goes_back_to_the_best(name: str, tmp_path: Path):
+def test_the_trainer_loads_the_best_checkpoint_at_the_end(name: str, tmp_path: Path):
     case = BY_NAME[name]
     options = {"load_best_model_at_end": True, "greater_is_better": True}  # the first step's
     options |= {"eval_strategy": "steps", "eval_steps": 1}
@@ -129,8 +129,8 @@ def test_the_trainer_goes_back_to_the_best(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("with_adapter", [True, False])
-def test_a_trainer_resumes_experts_from_their_adapter(with_adapter: bool, tmp_path: Path):
-    """Checkpoints of Mixtral have other names than the model, by which the Trainer misses LoRA."""
+def test_a_trainer_resumes_experts_only_with_their_adapter(with_adapter: bool, tmp_path: Path):
+    """Mixtral's checkpoints have other names than the model, so that the Trainer loads no LoRA."""
 
     def build() -> nn.Module:
         model = build_experts("mixtral").train()
@@ -172,13 +172,13 @@ def test_accelerate_saves_its_state_and_loads_it(tmp_path: Path):
             accelerator.save_state(tmp_path / "state")
         step()
     plain = accelerator.unwrap_model(model)
-    assert_trained_alike(plain, trained_by_hand(case), with_lora(case))
-    once = {name: each.clone() for name, each in lora.lora_state_dict(model).items()}
+    assert_trained_as(plain, trained_by_hand(case), with_lora(case))
+    first = {name: each.clone() for name, each in lora.lora_state_dict(model).items()}
     accelerator.load_state(tmp_path / "state")
     for _ in range(2):
         step()
     again = lora.lora_state_dict(model)
-    assert all(torch.equal(again[name], each) for name, each in once.items())
+    assert all(torch.equal(again[name], each) for name, each in first.items())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -189,14 +189,14 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(lightning.LightningModule):
-    """A model with LoRA within a module, as its page recommends."""
+    """A Lightning module around a model with LoRA."""
 
     def __init__(self, case: Case, manual: bool = False, variant: str = "lora"):
         super().__init__()
         self.model, self.automatic_optimization = with_lora(case, variant), not manual
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        """The loss; with manual optimization a step as well."""
+        """The loss; with manual optimization, also takes a step."""
         loss = self.model(**batch).loss
         if not self.automatic_optimization:
             optimizer = self.optimizers()
@@ -210,12 +210,12 @@ class Module(lightning.LightningModule):
         self.log("loss", self.model(**batch).loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Of what is trained."""
+        """SGD on what is trained."""
         return torch.optim.SGD(lora.parameter_groups(self.model, lr=RATE))
 
 
-class OfLoraAlone(Module):
-    """Whose checkpoints hold what is trained."""
+class SavesLoraOnly(Module):
+    """A module whose checkpoints hold only LoRA."""
 
     strict_loading = False
 
@@ -240,20 +240,20 @@ def loader_of(case: Case) -> DataLoader:
 
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_lightning_trains_as_pytorch(manual: bool, variant: str, tmp_path: Path):
+def test_lightning_trains_as_a_pytorch_loop(manual: bool, variant: str, tmp_path: Path):
     case = BY_NAME["llama"]
     module = Module(case, manual, variant)
     trainer = lightning_of(tmp_path, enable_checkpointing=False)
     trainer.fit(module, loader_of(case))
     expected = trained_by_hand(case, variant)
-    assert_trained_alike(module.model, expected, with_lora(case, variant))
+    assert_trained_as(module.model, expected, with_lora(case, variant))
     before = trainer.validate(module, loader_of(case), verbose=False)[0]["loss"]
     lora.merge(module.model)
     after = trainer.validate(module, loader_of(case), verbose=False)[0]["loss"]
     assert after == pytest.approx(before, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Module, OfLoraAlone])
+@pytest.mark.parametrize("kind", [Module, SavesLoraOnly])
 def test_lightning_resumes(kind: type[Module], tmp_path: Path):
     case = BY_NAME["llama"]
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1)
@@ -267,7 +267,7 @@ def test_lightning_resumes(kind: type[Module], tmp_path: Path):
     assert all(torch.equal(own[name], each) for name, each in expected.items())
 
 
-def test_lightning_averages(tmp_path: Path):
+def test_lightning_averages_weights(tmp_path: Path):
     case = BY_NAME["llama"]
     module = Module(case)
     averaging = WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
@@ -276,7 +276,7 @@ def test_lightning_averages(tmp_path: Path):
     averages: dict[str, Tensor] = {}
     for name, tensor in states_by_hand(case):
         averages[name] = (averages.get(name, tensor) + tensor) / 2
-    assert_trained_alike(module.model, averages, with_lora(case))
+    assert_trained_as(module.model, averages, with_lora(case))
     of_averages = with_lora(case, adapter=averages).eval()
     loss = of_averages(**batch_of(case)).loss.item()
     assert trainer.callback_metrics["loss"].item() == pytest.approx(loss, rel=1e-5)

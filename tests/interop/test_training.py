@@ -1,4 +1,4 @@
-"""What training is made of: checkpointing, compilation, device maps, several processes."""
+"""LoRA with gradient checkpointing, compilation, device maps, and several processes."""
 
 import sys
 
@@ -33,7 +33,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, variant: str
     torch.manual_seed(0)
     output, grads = step(model, case.batch())
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # whose segments need an input that has a gradient
+    if reentrant:  # whose segments need an input that requires a gradient
         model.enable_input_require_grads()
     torch.manual_seed(0)
     own_output, own_grads = step(train(model), case.batch())
@@ -49,7 +49,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, variant: str
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_modules_whose_weights_are_read_are_named(variant: str, tmp_path):
+def test_modules_that_are_never_called_are_named(variant: str, tmp_path):
     model = torchvision.models.SwinTransformer(
         [4, 4], 8, [1, 1], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=3
     )
@@ -72,7 +72,7 @@ def test_modules_whose_weights_are_read_are_named(variant: str, tmp_path):
 
 @pytest.mark.parametrize("name", COMPILED)
 @PLAIN_AND_DORA
-def test_compiled_models_give_the_same(name: str, variant: str):
+def test_compiled_models_give_the_same_results(name: str, variant: str):
     case = BY_NAME[name]
     model = with_lora(case, variant)
     output, grads = step(model, case.batch())
@@ -116,7 +116,7 @@ def test_an_adapted_model_is_dispatched_by_accelerate(name: str, variant: str, t
         assert_close(output_of(model, case.batch()), output)
 
 
-def test_a_model_that_is_dispatched_already_is_refused():
+def test_a_dispatched_model_is_refused():
     case = BY_NAME["qwen2"]
     model = accelerate.cpu_offload(case.build(), execution_device="cpu")
     classes = [type(module) for module in model.modules()]
@@ -134,7 +134,7 @@ def test_a_model_that_is_dispatched_already_is_refused():
 
 
 @torch.no_grad()
-def test_layers_that_a_model_class_builds_start_as_ever(tmp_path, monkeypatch):
+def test_from_pretrained_initializes_lora_layers_of_a_model_class(tmp_path, monkeypatch):
     base = BY_NAME["bert"].build().eval()
     base.save_pretrained(tmp_path / "base")
     attention = type(base.bert.encoder.layer[0].attention.self)

@@ -1,4 +1,4 @@
-"""PEFT's side: a model with PEFT's LoRA in it, and its tensors under this project's names."""
+"""PEFT's side of the comparisons: models with PEFT's LoRA, and their tensors by our names."""
 
 import re
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 R, ALPHA = 4, 6
 
-# How PEFT says what this project calls a variant.
+# Variant of this project -> PEFT's settings for it.
 SETTINGS: dict[str, dict[str, bool]] = {
     "lora": {},
     "rslora": {"use_rslora": True},
@@ -21,33 +21,33 @@ SETTINGS: dict[str, dict[str, bool]] = {
 
 
 def with_peft(case: Case, variant: str = "lora", **more: Any) -> peft.PeftModel:
-    """The case's model with an adapter whose tensors all have values that show."""
+    """The case's model with PEFT's LoRA: random tensors with a visible effect."""
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
     settings = {"r": R, "lora_alpha": ALPHA, "target_modules": targets, "task_type": case.task}
     config = peft.LoraConfig(**{**settings, **SETTINGS[variant], **more})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it sets fan_in_fan_out for Conv1D itself
+        warnings.simplefilter("ignore")  # PEFT warns that it sets fan_in_fan_out for Conv1D
         model = peft.get_peft_model(case.build(), config)
     draw(((n, p) for n, p in model.named_parameters() if "lora_" in n), f"{case.name} {variant}")
     return model
 
 
-def as_meant(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """PEFT's tensors such that the update of `nn.MultiheadAttention.out_proj` counts once.
+def as_computed(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """PEFT's tensors as PEFT computes with them in `nn.MultiheadAttention.out_proj`.
 
-    PEFT 0.21.2 computes with W + 2 s B A there: what it calls B is half of the B that it computes
-    with, and so is what it gives as A's gradient. (Its pull request 3774 would end this.)
+    PEFT 0.21.2 computes with W + 2 s B A there: its B is half of the B that it computes with, and
+    its gradient of A is half of what this B gives. (Its pull request 3774 would fix this.)
 
     Args:
-        tensors: by this project's names.
-        what: those to be doubled: "lora_B" of an adapter, "lora_A" of gradients.
+        tensors: PEFT's tensors, by this project's names.
+        what: the tensors to be doubled: "lora_B" of an adapter, "lora_A" of gradients.
     """
     twice = f".out_proj.{what}"
     return {name: t * 2 if name.endswith(twice) else t for name, t in tensors.items()}
 
 
 def own_name(name: str) -> str:
-    """A parameter of PEFT's model by the name that this project has for it."""
+    """This project's name for a parameter of PEFT's model."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     name = re.sub(r"\.modules_to_save\.default\.", ".", name)
     return re.sub(

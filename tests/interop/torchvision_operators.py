@@ -1,8 +1,8 @@
-"""Makes torchvision importable where its compiled operators cannot be loaded; imported first.
+"""Makes torchvision importable without its compiled operators; has to be imported before it.
 
-PyPI's wheel is linked to CUDA. Beside a CPU build of torch its import, and with it timm's and
-Transformers', ends with "operator torchvision::nms does not exist". No model here calls one of
-these operators: that they are declared is enough.
+PyPI's wheel is linked to CUDA. With a CPU build of torch, importing it, timm or Transformers fails
+with "operator torchvision::nms does not exist". No model here calls these operators, so it is
+enough to declare them.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Training on two processes that talk through gloo, as a user's loop would: DDP, and FSDP2."""
+"""Training on two processes with gloo, in a loop like a user's: DDP, and FSDP2."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ import loralib as lora
 
 STEPS, WORLD = 2, 2
 
-# The modules that are sharded one by one, by the end of their names.
+# Model -> the ends of the names of the modules that are sharded one by one.
 UNITS = {
     "qwen2": ("layers.0", "layers.1"),
     "gpt2": ("h.0", "h.1"),
@@ -30,7 +30,7 @@ UNITS = {
 
 
 def take_steps(model: nn.Module, batches: list[Batch]) -> None:
-    """Steps with the mean of the batches' losses."""
+    """Takes `STEPS` steps with the mean of the batches' losses."""
     optimizer = torch.optim.SGD(lora.parameter_groups(train(model), lr=0.05, lora_plus_ratio=2))
     for _ in range(STEPS):
         for batch in batches:
@@ -40,13 +40,13 @@ def take_steps(model: nn.Module, batches: list[Batch]) -> None:
 
 
 def batches_of(case: Case) -> list[Batch]:
-    """The case's batch, a row for each process."""
+    """The case's batch, split into one of one row for each process."""
     batch = case.batch()
     return [{name: _row(value, rank) for name, value in batch.items()} for rank in range(WORLD)]
 
 
 def _row(value: Any, rank: int) -> Any:
-    # A mask of (length, length) is every row's.
+    # A mask of (length, length) belongs to all rows.
     is_square = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1]
     return value if is_square else value[rank : rank + 1]
 
@@ -72,8 +72,7 @@ def train_all_on_two(wrapper: str, variants: Sequence[str], folder: Path) -> dic
     """Trains each model of `UNITS` on two processes, which are started once.
 
     Returns:
-        By model and variant, in one string: the trained adapter, and what the model then computes
-        in evaluation.
+        "model variant" -> the trained adapter, and the model's output in evaluation mode.
     """
     torch.multiprocessing.spawn(_train_all, (wrapper, variants, str(folder)), nprocs=WORLD)
     return torch.load(folder / "results.pt")
@@ -113,7 +112,7 @@ def _train_one(
 
 
 def check_refusals(case: Case, model: nn.Module) -> None:
-    """Asserts that what FSDP2 would not notice, or undo, is refused in one line."""
+    """Asserts that changes that FSDP2 would not notice, or would undo, are refused in one line."""
     for change in (
         lora.merge,
         lora.remove_lora,
@@ -125,5 +124,5 @@ def check_refusals(case: Case, model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's values, of all processes."""
+    """The whole tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,13 +1,13 @@
-"""Writes what upstream's Transformers and PEFT have to read: adapters, merged models, and logits.
+"""Writes what upstream's Transformers and PEFT must be able to load: adapters and merged models.
 
-The first half of a pair, to be run by hand. This one runs in the project's environment, the second
-in an environment of its own, with upstream's transformers (5.23 was the last one tried), PEFT
-(0.21.2) and torch:
+The first half of a pair, to be run by hand. Run this one in the project's environment, and the
+second in an environment of its own, with upstream's transformers (last tried: 5.23), PEFT (0.21.2)
+and torch:
 
     python tests/interop/write_for_upstream.py OUT
     python tests/interop/check_with_upstream.py OUT
 
-OUT, which has to be new, then holds
+OUT, which must not exist, then holds
 
     bases/<family>       plain bases as upstream has them, of tests/fixtures/make_peft_fixture.py
     bases/<family>_<head>   the same with other heads
@@ -18,9 +18,9 @@ OUT, which has to be new, then holds
     cases.json           for each folder of the last two its format, its base, and its head
     tensors.safetensors  the batch, and as `logits/<name>` what upstream has to compute
 
-Names that begin with "ours" are of this project's models, whose own logits are expected; names that
-begin with "theirs" are of PEFT's own adapters, which were read and written again, and PEFT's logits
-are expected.
+Names that begin with "ours" are adapters of this project's models, whose logits are expected. Names
+that begin with "theirs" are adapters of PEFT's that this project read and wrote again, and PEFT's
+logits are expected.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from transformers.configuration_utils import LORA_TARGETS
 from transformers.models.auto.modeling_auto import auto_model_for
 from weights import load_base
 
-# Settings of LoRA. DeBERTa's reaches contents alone, which PEFT cannot hold, or positions too.
+# Settings of LoRA. DeBERTa's reaches only contents, which PEFT cannot express, or positions too.
 ENCODERS = {
     "roberta_query_value": {"lora_targets": ["query", "value"]},
     "roberta_all_targets": {"lora_targets": list(LORA_TARGETS)},
@@ -91,9 +91,9 @@ class Writer:
     def add(
         self, name: str, base_name: str, source: Path, logits: Tensor, head: str | None = None
     ) -> None:
-        """Converts an adapter to PEFT's format, if that can hold it, and to a merged model.
+        """Converts an adapter to PEFT's format, if that can express it, and to a merged model.
 
-        Both give `logits`.
+        Both must compute `logits`.
         """
         self.tensors[f"logits/{name}"] = logits.contiguous()
         base = self.bases[base_name]
@@ -107,7 +107,7 @@ class Writer:
 
     @torch.no_grad()
     def add_encoder(self, case: str, settings: dict[str, Any]) -> None:
-        """A classifier of this project, with its LoRA and its head drawn."""
+        """A classifier of this project, with random LoRA and a random head."""
         family = maker.family_of(case)
         model = AutoModelForSequenceClassification.from_pretrained(
             self.bases[family], apply_lora=True, lora_r=3, lora_alpha=12, **settings
@@ -120,7 +120,7 @@ class Writer:
 
     @torch.no_grad()
     def add_head(self, family: str, head: str) -> None:
-        """A model with another head than a classifier's, with its LoRA and the head drawn."""
+        """A model with another head than a classifier's, both it and LoRA random."""
         name, auto_model = f"{family}_{head}", auto_model_for(head)
         settings = {"is_decoder": True} if head == "causal_lm" else {}
         plain = auto_model.from_pretrained(self.bases[family], **settings)
@@ -148,7 +148,7 @@ class Writer:
 
     @torch.no_grad()
     def add_gpt2(self) -> None:
-        """A GPT-2 of this project, with its LoRA drawn, as gpt2_ft.py saves it."""
+        """A GPT-2 of this project, with random LoRA, as gpt2_ft.py saves it."""
         base = read_base(str(self.bases["gpt2"] / "model.safetensors"))
         shape = maker.FAMILIES["gpt2"][0]
         known = {field.name for field in dataclasses.fields(GPT2Config)}
@@ -165,7 +165,7 @@ class Writer:
         self.add("ours_gpt2", "gpt2", source, logits)
 
     def add_pefts(self, case: str) -> None:
-        """An adapter of PEFT's own, which this project reads and writes."""
+        """An adapter of PEFT's, which this project reads and writes."""
         source = self.fixture.write_adapter(self.out / "pefts_own" / case, case)
         family = maker.family_of(case)
         self.add(f"theirs_{case}", family, source, self.fixture.logits(case))
