@@ -453,7 +453,7 @@ def test_a_run_killed_before_its_first_model_may_change_its_settings(tiny, tmp_p
 def test_a_run_resumes_with_another_length(
     tiny, tmp_path, monkeypatch, caplog, result_of, read_metrics, scheduler, steps
 ):
-    """The rate follows the new length from there on. If it is constant, the length has no effect."""
+    """The rate follows the new length from there on. A constant rate does not depend on it."""
     more = f"--save_interval 5 --lora_dropout 0.2 --lr 0.01 --scheduler {scheduler} --max_step"
     argv, whole = (tiny.flags(tmp_path / name, *more.split()) for name in ("run", "whole"))
     gpt2_ft.main([*whole, str(steps)])
