@@ -92,7 +92,7 @@ def test_rows_are_the_releases_except_for_padding(write, seq_len, joint_lm):
 
 @pytest.mark.parametrize("joint_lm", [False, True])
 @pytest.mark.parametrize("seq_len", [3, 6, 64])
-def test_a_batch_knows_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
+def test_a_batch_has_the_positions_of_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
     """They are those up to each row's last target or, in a row without targets, the first one."""
     dataset = FT_Dataset(write(*random_examples(12), ([1, 2, 3, 4], [5])), 13, seq_len, joint_lm)
     batch = collate(list(dataset))
@@ -177,7 +177,7 @@ def test_a_bad_line_is_named(write, line, message):
         FT_Dataset(path, 1, 16, vocab_size=100)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"context": [1], "completion": [2]}\r\n')
     assert FT_Dataset(path, 1, 16)[0].tokens.tolist() == [1, 2]

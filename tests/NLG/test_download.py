@@ -215,7 +215,7 @@ def flags_of(content: bytes) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         ("a page", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
         ("nothing", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
@@ -229,7 +229,7 @@ def flags_of(content: bytes) -> set[int]:
         ("a folder", "Is a directory"),
     ],
 )
-def test_a_wrong_archive_that_the_user_put_there_is_an_error(damage, says, published, tmp_path):
+def test_a_wrong_archive_that_the_user_put_there_is_an_error(damage, message, published, tmp_path):
     path = tmp_path / "data" / "e2e" / "e2e-dataset.zip"
     path.parent.mkdir(parents=True)
     if damage == "a folder":

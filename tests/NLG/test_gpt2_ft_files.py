@@ -207,7 +207,7 @@ def test_report_to_none_excludes_others(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "level"), [("plot", "WARNING"), ("all", "INFO")])
-def test_without_matplotlib_a_run_says_so_once(tiny, tmp_path, caplog, asked, level):
+def test_a_missing_matplotlib_is_logged_once(tiny, tmp_path, caplog, asked, level):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 1, "--report_to", asked))
     levels = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
     assert levels == [level]

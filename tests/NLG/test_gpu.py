@@ -265,7 +265,7 @@ def test_the_other_processes_of_horovod_receive_the_address(monkeypatch, joined)
     assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
 
 
-def test_azure_without_horovod_says_so(monkeypatch, joined):
+def test_azure_without_horovod_is_an_error(monkeypatch, joined):
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(ValueError, match=r"--platform azure needs horovod.*--platform local"):
         start(parse("--platform", "azure"))

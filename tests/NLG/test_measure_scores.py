@@ -41,7 +41,7 @@ def test_rouge_and_cider():
 
 
 @needs_java
-def test_all_of_e2e(tmp_path, capsys):
+def test_all_metrics_of_e2e(tmp_path, capsys):
     references, predictions = write_e2e(tmp_path, [PERFECT[0], WORSE[1], ""])
     measure_scores.main([references, predictions, "-p", "--json", str(tmp_path / "scores.json")])
     lines = capsys.readouterr().out.splitlines()

@@ -317,7 +317,7 @@ def test_lora_is_only_on_c_attn_and_changes_query_and_value(build):
         ("gpt2.lg", 737_280, 774_030_080),
     ],
 )
-def test_sizes(card, trained, size):
+def test_numbers_of_parameters(card, trained, size):
     with torch.device("meta"):
         model = GPT2LMModel(config_of(card, lora_attn_dim=4))
     lora.mark_only_lora_as_trainable(model)

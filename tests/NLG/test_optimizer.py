@@ -170,7 +170,7 @@ def test_cycle_with_a_single_point_is_constant():
 
 
 @pytest.mark.parametrize("factor", [linear, cosine, constant])
-def test_factors_take_no_warmup_and_a_single_step(factor):
+def test_factors_without_a_warmup_or_with_a_single_step(factor):
     assert factor(0, 0, 1) == 1
     assert factor(1, 0, 1) == (factor is constant)
     assert factor(0, 1, 1) == 0

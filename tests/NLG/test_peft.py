@@ -300,7 +300,7 @@ def test_alpha_is_bit_exact_after_a_round_trip(folder, tmp_path, rank, alpha):
     assert_equal(again.tensors, tensors)
 
 
-def test_blocks_beside_other_updates(folder, tmp_path):
+def test_blocks_next_to_other_updates(folder, tmp_path):
     """A block of c_attn has half of the rank that PEFT records, an update of c_proj all of it."""
     path = folder()
     theirs = load_held(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")

@@ -529,7 +529,7 @@ def test_a_finished_run_can_be_started_over(tiny, tmp_path, monkeypatch, result_
     assert result_of(tmp_path / "run") == first
 
 
-def test_two_runs_in_one_folder_at_once(tiny, tmp_path, error_of):
+def test_a_second_run_in_the_same_folder_at_once_is_refused(tiny, tmp_path, error_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     (tmp_path / "run").mkdir()
     with sole_use(tmp_path / "run"):

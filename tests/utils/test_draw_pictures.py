@@ -61,7 +61,7 @@ def test_speeds_are_read_from_their_sections():
         (r"\d{1,2} [A-Z][a-z]+ \d{4}", "A LoRA step of RoBERTa-base: a day"),
     ],
 )
-def test_what_the_tables_lack_is_named(removed, message):
+def test_missing_parts_of_the_tables_are_named(removed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         speed.read_speeds(re.sub(removed, "", PAGE))
 

@@ -254,7 +254,7 @@ def test_a_base_as_the_lora_file(tmp_path, base_path):
     )
 
 
-def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
+def test_a_full_model_as_the_lora_file_or_as_its_base(tmp_path, base_path, lora_path, open_lora):
     whole = tmp_path / "whole.pt"
     save_model(whole, *open_lora(), lora_only=False)
     message = [
@@ -324,7 +324,7 @@ def test_flags_out_of_range(flags, message):
         check_model_params(parse(*flags))
 
 
-def test_another_base(tmp_path, lora_path):
+def test_lora_on_another_base_is_refused(tmp_path, lora_path):
     other = tmp_path / "other.bin"
     torch.save(draw_base(seed=9), other)
     message = [

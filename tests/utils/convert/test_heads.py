@@ -164,8 +164,8 @@ def test_without_a_head_pefts_folder_has_no_task_type(convert, tmp_path):
     tensors = low_rank(LM["roberta"][2].format(0), 16, 16)
     mapping = {"base_model_class": "RobertaForSequenceClassification"}
     write_as_peft(tmp_path / "in", tensors, target_modules=["query"], auto_mapping=mapping)
-    said = convert(tmp_path / "in", tmp_path / "a.safetensors")
-    assert said["head"] == "sequence_classification"
+    printed = convert(tmp_path / "in", tmp_path / "a.safetensors")
+    assert printed["head"] == "sequence_classification"
     convert(tmp_path / "a.safetensors", tmp_path / "out", "--to", "peft")
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] is None
 

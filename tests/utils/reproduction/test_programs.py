@@ -127,7 +127,7 @@ def test_an_estimate_is_what_the_recipe_prints(nlg, run, program, capfd):
     assert programs.show_estimate(nlg, run, []) == 3
 
 
-def test_a_lock_under_which_nothing_is_written_leaves_nothing(tmp_path):
+def test_a_lock_leaves_nothing_if_nothing_is_written(tmp_path):
     with pytest.raises(KeyError), programs.lock_folder(tmp_path / "new" / "run"):
         raise KeyError
     assert not list(tmp_path.iterdir())

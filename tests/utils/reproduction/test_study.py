@@ -315,7 +315,7 @@ def test_results_of_trials_next_to_a_failing_one_are_kept(gpt2, cancelled):
     assert set(begun) <= {0, 1, 2}  # the third may have begun after the first failed
 
 
-def test_an_interrupted_study_begins_nothing_more(gpt2, cancelled):
+def test_an_interrupted_study_starts_no_more_trials(gpt2, cancelled):
     begun = []
 
     def carry_out(trial):

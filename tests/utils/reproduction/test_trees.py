@@ -86,7 +86,7 @@ def test_rte_starts_from_mnlis_run_of_the_same_seed(glue, out):
     assert problem.startswith("it starts from the LoRA weights of roberta_base_mnli")
 
 
-def test_rte_does_not_start_from_an_unfinished_run(glue, out):
+def test_a_run_does_not_start_from_an_unfinished_one(glue, out):
     mnli = run_of(out, "roberta_base_mnli", 1)
     mnli.output.mkdir(parents=True)
     (mnli.output / "pytorch_model_lora.bin").touch()
