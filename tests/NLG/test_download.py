@@ -237,7 +237,7 @@ def test_a_wrong_archive_that_the_user_put_there_is_an_error(damage, message, pu
     else:
         path.write_bytes(spoilt(damage))
     way_out = "; remove it to download it again, or put the published file there"
-    with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(says)}.*{way_out}$") as error:
+    with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(message)}.*{way_out}$") as error:
         fetch(tmp_path, "e2e")
     assert "\n" not in str(error.value)
     assert set(contents_of(tmp_path)) <= {"data/e2e/e2e-dataset.zip"}

@@ -243,9 +243,8 @@ def test_pefts_adapters_are_written_as_they_were_read(folder, tmp_path, case):
     adapted = {name for name in adapted if not name.endswith(".bias")}
     assert targeted_modules(theirs, names) == adapted
     assert targeted_modules(ours, names) == adapted
-    if "c_proj" not in " ".join(
-        theirs["target_modules"]
-    ):  # two modules of a block end in this name
+    # Two modules of a block end in c_proj.
+    if "c_proj" not in " ".join(theirs["target_modules"]):
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
 
     again = read_adapter(path)

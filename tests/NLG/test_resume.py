@@ -203,10 +203,10 @@ def test_a_killed_process_can_be_resumed(
     process.kill()
     assert process.wait() == -signal.SIGKILL
 
-    more_threads = files_of(killed)
-    assert {"model.7.pt", "model.14.pt", "resume.pt", "metrics.jsonl"} <= more_threads.keys()
+    before = files_of(killed)
+    assert {"model.7.pt", "model.14.pt", "resume.pt", "metrics.jsonl"} <= before.keys()
     assert f"{killed}: holds an unfinished run, at step " in error_of(argv)
-    assert files_of(killed) == more_threads
+    assert files_of(killed) == before
 
     gpt2_ft.main([*argv, "--resume"])
     gpt2_ft.main(trial.flags(whole, *more.split()))
@@ -307,10 +307,10 @@ def test_a_run_is_not_resumed_with_other_settings(
 ):
     _other_base(tiny.folder)
     work_dir = Path(killed[killed.index("--work_dir") + 1])
-    more_threads = files_of(work_dir)
+    before = files_of(work_dir)
     line = error_of([*killed, "--resume", *more.format(folder=tiny.folder).split()])
     assert f"{work_dir}: belongs to a run with {named}" in line
-    assert files_of(work_dir) == more_threads
+    assert files_of(work_dir) == before
 
 
 def _other_base(folder: Path) -> None:
@@ -398,27 +398,27 @@ def test_settings_that_do_not_affect_the_model_may_change(tiny, killed, result_o
 
 def test_an_unfinished_run_is_not_overwritten(killed, error_of, files_of):
     work_dir = Path(killed[killed.index("--work_dir") + 1])
-    more_threads = files_of(work_dir)
+    before = files_of(work_dir)
     line = error_of(killed)
     assert f"{work_dir}: holds an unfinished run, at step 9: resume it with --resume" in line
-    assert files_of(work_dir) == more_threads
+    assert files_of(work_dir) == before
 
 
 def test_a_finished_run_is_left_alone(tiny, tmp_path, caplog, files_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main(argv)
-    more_threads = files_of(tmp_path / "run")
+    before = files_of(tmp_path / "run")
     gpt2_ft.main([*argv, "--resume"])
     assert "this run is finished" in caplog.text
-    assert files_of(tmp_path / "run") == more_threads
+    assert files_of(tmp_path / "run") == before
 
 
 def test_the_models_of_two_runs_are_not_mixed(tiny, tmp_path, error_of, files_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main(argv)
-    more_threads = files_of(tmp_path / "run")
+    before = files_of(tmp_path / "run")
     assert f"{tmp_path / 'run'}: holds models of another run" in error_of([*argv, "--lr", "0.5"])
-    assert files_of(tmp_path / "run") == more_threads
+    assert files_of(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
@@ -589,9 +589,9 @@ def _a_list(path: Path) -> None:
 def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     damage(work_dir / "resume.pt")
-    more_threads = files_of(work_dir)
+    before = files_of(work_dir)
     assert f"{work_dir}/resume.pt: missing or damaged (" in error_of([*killed, *more])
-    assert files_of(work_dir) == more_threads
+    assert files_of(work_dir) == before
 
 
 FIELDS = {
@@ -620,11 +620,11 @@ def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, nam
     state = torch.load(path, weights_only=True)
     FIELDS[name](state)
     torch.save(state, path)
-    more_threads = files_of(path.parent)
+    before = files_of(path.parent)
     line = error_of([*killed, "--resume"])
     assert f"{path}: missing or damaged (" in line
     assert line.endswith("); remove it and the model.*.pt next to it to start the run over")
-    assert files_of(path.parent) == more_threads
+    assert files_of(path.parent) == before
 
 
 def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):

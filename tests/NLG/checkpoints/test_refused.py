@@ -279,9 +279,8 @@ def test_flags_that_contradict_the_file(tmp_path, base_path, open_lora, flags, m
     path = tmp_path / "model.7.pt"
     save_model(path, *open_lora(), lora_only=lora_only)
     if lora_only:
-        message = message.replace(
-            "--lora_alpha", "lora_alpha"
-        )  # the library's error, which names no flags
+        # The library's errors name no flags.
+        message = message.replace("--lora_alpha", "lora_alpha")
         refuses([f"{path}: {message}"], ("--init_checkpoint", base_path, *flags), path)
     else:
         message = [f"{path}: {message}: leave {flags[0]} out"]

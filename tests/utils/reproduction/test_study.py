@@ -21,20 +21,7 @@ from reproduction.study_report import Outcome
 from reproduction.study_runs import Results, Trial
 from reproduction.study_trials import Cell, Trials, run_cells
 
-WORDS = [
-    "the",
-    "soup",
-    "film",
-    "was",
-    "very",
-    "not",
-    "good",
-    "bad",
-    "great",
-    "and",
-    "he",
-    "message",
-]
+WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
 HEADERS = {
     "SST-2": "sentence\tlabel",
     "CoLA": None,
