@@ -168,7 +168,7 @@ def test_same_as_the_plain_search_on_random_models_and_settings(seed):
 
 
 def test_every_setting_changes_some_text(model):
-    """So a setting without effect would fail the comparisons above. Texts also end in all ways."""
+    """Otherwise the comparisons above would not test the settings. Texts end in every way, too."""
     lasts, lengths = set(), set()
     for one, other in (
         ({"beam": 5, "length_penalty": 0}, {"beam": 1}),

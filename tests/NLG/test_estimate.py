@@ -29,7 +29,7 @@ def flags(*more: str) -> argparse.Namespace:
 
 
 def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Returns a batch of rows with these lengths; the second half of each row are targets."""
+    """Returns a batch of rows with these lengths, whose second halves are targets."""
     rows = (torch.randint(600, (length + 1,), dtype=torch.int32) for length in lengths)
     return collate([Row(row, len(row) - 1, len(row) // 2) for row in rows])
 
@@ -54,7 +54,7 @@ def test_estimated_memory_is_within_a_tenth_of_a_steps_peak(tmp_path, rank, half
 def test_estimated_operations_are_those_of_the_formula():
     """Each weight takes part in three products: forward, and the gradients of input and weight.
 
-    The head's products are of targets only.
+    The head computes its products for targets only.
     """
     config = GPT2Config(**SHAPE)
     rows, length, width = 8, 20, SHAPE["n_embd"]

@@ -1,4 +1,4 @@
-"""Tests which process of a launcher this is, and two real processes that communicate by gloo."""
+"""Tests how a script finds its place among a launcher's processes, and two processes on gloo."""
 
 import argparse
 import json

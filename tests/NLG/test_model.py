@@ -443,7 +443,7 @@ def test_the_heads_gradients_of_very_many_targets(monkeypatch, dtype):
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("what", ["lora", "all"])
 def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, what, large):
-    """This holds in training and evaluation; results are rounded to bfloat16 as on others."""
+    """In training and evaluation; results are rounded to bfloat16, as on other processors."""
     model, found = train_only(build(**LORA), what), []
     cast_frozen(model, torch.bfloat16)
     for is_emulated in (False, True):

@@ -125,7 +125,7 @@ def test_merging_gives_pefts_logits(folder, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_differ_from_the_bases_and_with_another_alpha(folder, opened, case):
-    """So the tests above would fail if an adapter was ignored or scaled wrongly."""
+    """So the tests above would fail if an adapter were ignored or scaled wrongly."""
     theirs = PEFT.logits(case)
     assert (logits_of(plain_model()) - theirs).abs().max() > 0.1
     alpha = PEFT.config(case)["lora_alpha"]

@@ -24,7 +24,7 @@ from gpu import DistEnv
 from loralib.training.precision import Precision, cast_frozen
 from model import GPT2Config, GPT2LMModel, head_loss
 
-# The limit for a step of two blocks: forward, backward, bfloat16's casts, and the optimizer.
+# The most launches of a step of two blocks: forward, backward, bfloat16's casts, the optimizer.
 LAUNCHES = 160
 # The files that wait at the end of an epoch, for its loss and its checkpoint.
 FILES_AT_EPOCHS_END = {"losses.py", "tensors.py"}
@@ -60,7 +60,7 @@ def files_of(waits: list[str]) -> set[str]:
 
 
 def test_no_step_waits(tiny, tmp_path, steps):
-    """Except for the first step, and the first after an epoch's checkpoint; it has four batches."""
+    """Only an epoch's first of four steps waits: for the model's copy, or for the checkpoint."""
     more = "--bf16 --log_interval 100 --clip 1.0 --label_smooth 0.1 --grad_acc 2"
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 8, *more.split()))
     assert len(steps) == 8

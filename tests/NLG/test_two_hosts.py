@@ -188,19 +188,17 @@ def test_a_link_that_stays_down(hosts, calls, tmp_path):
     wait_for(tmp_path / "down" / "model.60.pt", a)
     hosts.set_link("a", "down")
     assert a.wait(150) != 0
-    output = a.log.read_text(errors="replace")
-    assert re.search(r"process(es)? [23](, 3)? of 4 hangs?: nothing for 10 s", output), output[
-        -3000:
-    ]
-    end, output = time.monotonic() + 60, ""
+    log = a.log.read_text(errors="replace")
+    assert re.search(r"process(es)? [23](, 3)? of 4 hangs?: nothing for 10 s", log), log[-3000:]
+    end, log = time.monotonic() + 60, ""
     # The host's two processes may end one after the other, and the second finds the first gone.
     ended = r"error \(process [23]\): (other .* did not answer in time|another .* is gone)"
-    while len(re.findall(ended, output)) < 2:
-        assert time.monotonic() < end, output[-3000:]
+    while len(re.findall(ended, log)) < 2:
+        assert time.monotonic() < end, log[-3000:]
         time.sleep(0.5)
-        output = b.log.read_text(errors="replace")
-    assert "did not answer in time" in output
-    assert "Traceback" not in output
+        log = b.log.read_text(errors="replace")
+    assert "did not answer in time" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.distributed

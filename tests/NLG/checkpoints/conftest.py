@@ -30,7 +30,7 @@ def base_path(tmp_path):
 
 @pytest.fixture
 def open_lora(base_path):
-    """Opens the base with LoRA whose A and B are random, and trains only these; model and base."""
+    """``open_lora(*flags)``: a model whose random A and B alone are trained, and its base."""
 
     def open_lora(*flags):
         flags = flags or ("--lora_dim", 2, "--lora_alpha", 6)

@@ -113,8 +113,8 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     (tmp_path / "base" / "config.json").write_text(json.dumps(own))
     unrecorded = replace(given.adapter.metadata, text_columns=None)
     write_adapter(tmp_path / "silent.safetensors", replace(given.adapter, metadata=unrecorded))
-    unrecorded = tmp_path / "silent.safetensors"
-    convert(unrecorded, tmp_path / "next", "--to", "merged", "--base", tmp_path / "base")
+    source = tmp_path / "silent.safetensors"
+    convert(source, tmp_path / "next", "--to", "merged", "--base", tmp_path / "base")
     assert "text_columns" not in json.loads((tmp_path / "next" / "config.json").read_text())
 
 

@@ -119,8 +119,8 @@ def test_without_shared_projections_all_formats_fit(convert, tmp_path, settings)
 
 
 def test_info_says_whether_lora_reaches_positions(script, base, tmp_path, capsys):
-    for reached, expected_value in ((False, "not updated by LoRA"), (True, "updated by LoRA")):
+    for reached, expected in ((False, "not updated by LoRA"), (True, "updated by LoRA")):
         make_adapter(base, tmp_path / "in.safetensors", lora_positions=reached)
         script.main([str(tmp_path / "in.safetensors"), "--info"])
         (line,) = (n for n in capsys.readouterr().out.splitlines() if "positions" in n)
-        assert line.split(maxsplit=1)[1].startswith(expected_value)
+        assert line.split(maxsplit=1)[1].startswith(expected)
