@@ -90,7 +90,7 @@ def test_a_block_with_a_gpus_attention_is_one_graph():
         for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
             longest.clear()
             ours, theirs = (loss_of(network, lengths) for network in (model, eager))
-            assert longest == [max(lengths)] * 4  # two blocks, twice
+            assert longest == [max(lengths)] * 4  # two blocks in each of two models
             assert torch.equal(ours, theirs)
             assert_same_bits(gradients_of(model, ours), gradients_of(eager, theirs))
             assert len(graphs) == 2

@@ -194,7 +194,7 @@ def test_an_archive_that_the_user_put_there_is_not_downloaded(published, tmp_pat
 def spoilt(damage: str) -> bytes:
     """Returns the archive with one kind of damage."""
     good = archive(TABLES, zipfile.ZIP_DEFLATED)
-    start = good.index(b"trainset.csv") + len("trainset.csv")  # of its compressed bytes
+    start = good.index(b"trainset.csv") + len("trainset.csv")  # where its compressed bytes begin
     spoils = {
         "a page": b"<html>log in</html>",
         "nothing": b"",

@@ -94,7 +94,7 @@ def test_a_run_on_data(figures_of, tiny):
     figures = figures_of("--max_epoch", 3, "--init_checkpoint", "not_there.pt")
     lora = 2 * (2 * 2 * 16 + 2 * 16 * 2)  # A and B of query and value, in two blocks
     assert figures["trained"].startswith(f"{lora:,} ")
-    assert figures["optimizer steps"] == "12"  # of 14 rows, 4 at a time, three times
+    assert figures["optimizer steps"] == "12"  # 14 rows make four batches, in each of three epochs
     assert figures["a batch"].startswith("4 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
@@ -109,7 +109,7 @@ def test_without_lora_everything_is_trained(tiny, tmp_path, capsys):
 def test_accumulation_and_more_devices(figures_of):
     figures = figures_of("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
     assert figures["an optimizer step"] == "6 batches, 2 a device"
-    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two an update
+    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two per update
 
 
 def test_without_data_rows_have_the_maximum_length(figures_of):

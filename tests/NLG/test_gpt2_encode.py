@@ -139,7 +139,7 @@ def tree(tmp_path, vocab_folder):
     """A copy of the folder NLG, without data."""
     for name in ("create_datasets.sh", "src"):
         (tmp_path / name).symlink_to(NLG / name)
-    # The script goes to its own folder, which is not the link's target.
+    # The script changes to the folder of the link, not to that of its target.
     (tmp_path / "vocab").symlink_to(vocab_folder)
     return tmp_path
 

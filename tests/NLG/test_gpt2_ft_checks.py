@@ -101,7 +101,7 @@ def test_only_the_training_loss_is_smoothed():
 @pytest.mark.parametrize(
     ("flags", "last_step", "schedule_end"),
     [
-        (["--max_epoch", 3], 12, 12),  # of 14 examples, 4 a step
+        (["--max_epoch", 3], 12, 12),  # 14 examples, 4 per step
         (["--max_step", 5], 5, 5),
         (["--max_step", 50, "--max_epoch", 2], 8, 50),
     ],

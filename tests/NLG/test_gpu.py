@@ -53,7 +53,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(distributed, "_attempt_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
     monkeypatch.setattr(watch.Watch, "start", lambda self: None)
-    monkeypatch.setattr(watch, "_watch", None)  # which joining sets
+    monkeypatch.setattr(watch, "_watch", None)  # joining sets it
     monkeypatch.setattr(distributed.dist, "init_process_group", join)
     return calls
 

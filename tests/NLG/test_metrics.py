@@ -71,7 +71,7 @@ FIVE = "a b c d e"
         ([["", FIVE + " f g h i j"]], [FIVE], 0),
         ([[FIVE + " f g h i", ""]], [FIVE], 9),
         ([[FIVE + " f", FIVE[:-2], ""]], [FIVE], 4),
-        # An empty reference makes up for a row that is too short.
+        # An empty reference compensates for a row that is too short.
         ([[FIVE + " " + FIVE + " f", ""], [FIVE + " f g"]], [FIVE, FIVE], 0 + 7),
         ([[FIVE + " " + FIVE + " f"], [FIVE + " f g"]], [FIVE, FIVE], 11 + 7),
     ],

@@ -1,4 +1,4 @@
-"""Tests gpt2_ft.py under a launcher that restarts it: a run with a kill ends bit-exact."""
+"""Tests gpt2_ft.py under a launcher that restarts it: killed runs end bit-exact."""
 
 import json
 from pathlib import Path

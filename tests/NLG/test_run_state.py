@@ -107,7 +107,9 @@ def test_which_run_is_resumed(tmp_path, caplog):
     assert find_run(tmp_path, True) is None
     assert caplog.messages == [f"{tmp_path} holds no run to resume: starting a new one"]
     begin(tmp_path)
-    assert [find_run(tmp_path, resume) for resume in (True, False)] == [None] * 2  # killed at once
+    assert [find_run(tmp_path, resume) for resume in (True, False)] == [
+        None
+    ] * 2  # killed before its first state
     write(tmp_path, *make(1))
     assert find_run(tmp_path, True)["step"] == PROGRESS.step
     with pytest.raises(CheckpointError, match=r"holds an unfinished run, at step 7: resume"):

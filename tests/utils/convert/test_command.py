@@ -57,7 +57,7 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, format, re
 
 @pytest.mark.parametrize(("first", "second"), [("lora", "release"), ("release", "lora")])
 def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, first, second):
-    """It would be read instead of the new one. But an adapter may be written next to itself."""
+    """It would be read instead of the new one. The same adapter may be there in another format."""
     given, folder = trained["roberta"], tmp_path / "folder"
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     convert(tmp_path / "in.safetensors", folder, "--to", first)

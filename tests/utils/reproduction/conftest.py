@@ -22,7 +22,7 @@ def _own_surroundings(monkeypatch, tmp_path):
 
 @pytest.fixture
 def quick_start(monkeypatch) -> None:
-    """Programs start with a Python that has already imported other projects' modules."""
+    """Programs are started by a Python that has already imported the libraries."""
     monkeypatch.setattr(sys, "executable", str(quick_python()))
 
 

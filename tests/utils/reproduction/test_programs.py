@@ -113,7 +113,7 @@ def test_a_process_that_a_run_leaves_behind_keeps_its_folder_locked(nlg, run, pr
         try:
             programs.execute(nlg, run, [])
             break
-        except ValueError:  # it is still ending
+        except ValueError:  # the process is still ending
             time.sleep(0.05)
     assert run.log.read_text() == "again\n"
 
