@@ -258,7 +258,7 @@ def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
 
 @pytest.fixture
 def gpt2(tmp_path, monkeypatch):
-    """``gpt2(jobs, carry_out)``: trials that call `carry_out` instead of training, `jobs` at once."""
+    """``gpt2(jobs, carry_out)``: trials that call `carry_out`, `jobs` at once, and do not train."""
     monkeypatch.setattr(Gpt2Trials, "fingerprint", "a base")
 
     def make(jobs, carry_out):
