@@ -49,7 +49,7 @@ def vocab_folder(encoder_fixture, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trial(tmp_path_factory):
-    """The smallest model card, for subprocesses."""
+    """Files and data of the smallest model card, for subprocesses."""
     from model import config_of
 
     config = config_of("gpt2.xs", lora_attn_dim=2, lora_attn_alpha=8)
@@ -69,7 +69,7 @@ def _tiny_trial(_tiny_script, tmp_path_factory):
 
 @pytest.fixture
 def tiny(monkeypatch, _tiny_script, _tiny_trial, one_process):
-    """A model of milliseconds, which within this process takes the place of the smallest card."""
+    """A model that trains in milliseconds and replaces the smallest card within this process."""
     import checkpoints
 
     monkeypatch.setattr(checkpoints, "config_of", _tiny_script.tiny_config_of)
@@ -82,9 +82,9 @@ def _no_bar(tqdm, *values, **settings):
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """gpt2_ft.py runs here: the variables that it sets are put back, the terminal is left alone.
+    """Lets gpt2_ft.py run in this process: restores its environment variables, shows no bars.
 
-    TensorBoard and matplotlib, which take seconds to start, are not there.
+    TensorBoard and matplotlib, which take seconds to import, count as missing.
     """
     import gpt2_ft
     import metrics_log
@@ -99,7 +99,7 @@ def one_process(monkeypatch):
 
 @pytest.fixture(scope="session")
 def launch():
-    """Runs a script on several processes: ``launch(module, script, *arguments)``.
+    """``launch(module, script, *arguments)``: runs a script on several processes by a launcher.
 
     With `forks`, they and the launcher are forks; see `run_launcher`.
     """
@@ -120,8 +120,8 @@ def launch():
 def launch_tiny(launch, tmp_path):
     """``launch_tiny(module, argv, …)``: gpt2_ft.py on several processes, once for each `argv`.
 
-    With `kill_in_step`, process 1 is killed in that step of the last one; `other` says what else it
-    does otherwise there, see tiny_gpt2_ft.py.
+    With `kill_in_step`, process 1 is killed in that step of the last run. `other` are further
+    differences of process 1 in the last run, see tiny_gpt2_ft.py.
     """
 
     def run(
@@ -142,7 +142,7 @@ def launch_tiny(launch, tmp_path):
 
 @pytest.fixture(scope="session")
 def read_metrics():
-    """``read_metrics(work_dir)``: the lines of steps, and those of evaluations."""
+    """``read_metrics(work_dir)``: the lines of metrics.jsonl for steps, and for evaluations."""
 
     def read(work_dir: Path) -> tuple[list[dict], list[dict]]:
         rows = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ def plain_trainer():
 
 @pytest.fixture
 def error_of(capsys):
-    """``error_of(argv)``: the one line with which gpt2_ft.py ends, with status 1."""
+    """``error_of(argv)``: the error line of gpt2_ft.py, which must end with status 1."""
     import gpt2_ft
     import script
 
@@ -177,7 +177,7 @@ def error_of(capsys):
 
 @pytest.fixture(scope="session")
 def files_of():
-    """``files_of(folder)``: every file's bytes, and when it was written; but for the lock's."""
+    """``files_of(folder)``: each file's bytes and time of writing, except for the lock's."""
 
     def read(folder: Path) -> dict[str, tuple[bytes, int]]:
         files = [path for path in folder.rglob("*") if path.is_file()]

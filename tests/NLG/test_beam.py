@@ -1,4 +1,4 @@
-"""Beam search against a plain one, which has no cache and never ends early."""
+"""Tests beam search against a plain search, which has no cache and never ends early."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ PROMPTS = [[3, 9], [5], [1, 20, 7, 7, 12, 4, 26], [17, 2, 2, 8], [11]]
 
 
 def toy_sentences(count: int, length: int) -> torch.Tensor:
-    """Words have three successors each; sentences end after some of them, and others follow."""
+    """Draws rows of sentences: words have three likely successors each, and some end a sentence."""
     draw = random.Random(5)
     follow = [draw.sample(range(WORDS), k=3) for _ in range(WORDS)]
 
@@ -44,9 +44,9 @@ def toy_sentences(count: int, length: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def model():
-    """Trained for a second or two, so that some continuations are far likelier than others.
+    """A model trained for a second or two, so that some continuations are far likelier than others.
 
-    In float64, where rounding cannot make two of them change places.
+    It is in float64, where rounding cannot change their order.
     """
     torch.manual_seed(0)
     model = GPT2LMModel(CONFIG)
@@ -86,7 +86,7 @@ def may_follow(text: list[int], token: int, settings: BeamSettings) -> bool:
 
 
 def log_probabilities(logits: list[float], text: list[int], settings: BeamSettings) -> list[float]:
-    """Of all tokens, to follow a text; -inf for those that may not."""
+    """Returns each token's log-probability after a text; -inf for one that may not follow it."""
     logits = list(logits)
     for token in set(text):
         penalty = settings.repetition_penalty
@@ -100,7 +100,7 @@ def log_probabilities(logits: list[float], text: list[int], settings: BeamSettin
 
 @torch.no_grad()
 def texts_of(model, prompt: list[int], settings: BeamSettings) -> list[tuple[float, list[int]]]:
-    """All texts that compete, with their sums."""
+    """Returns all texts that compete, each with its sum of log-probabilities."""
     beams, ended = [(0.0, [])], []
     for _ in range(settings.eval_len):
         rows = model(torch.tensor([prompt + text for _, text in beams]))[:, -1].tolist()
@@ -126,7 +126,7 @@ LENGTH_PENALTIES = (0, 0.8, 1.5, -0.5)
 
 
 def first_is_fast(*values):
-    """These as a test's parameters, of which all but the first make it slow."""
+    """Returns the values as parameters of a test, which is marked slow for all but the first."""
     first, *others = values
     return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
@@ -167,8 +167,8 @@ def test_same_as_the_plain_search_on_random_models_and_settings(seed):
     assert search(model, prompts, settings) == expected
 
 
-def test_what_is_compared_above_differs(model):
-    """Texts end in both ways, and every setting changes some."""
+def test_every_setting_changes_some_text(model):
+    """Otherwise the comparisons above would not test the settings. Texts end in every way, too."""
     lasts, lengths = set(), set()
     for one, other in (
         ({"beam": 5, "length_penalty": 0}, {"beam": 1}),
@@ -201,7 +201,7 @@ def test_one_beam_is_greedy_search(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
-def test_a_batch_is_its_prompts_one_by_one(model, length_penalty):
+def test_a_batch_gives_the_same_texts_as_single_prompts(model, length_penalty):
     prompts = [[first, *prompt] for first in range(6) for prompt in PROMPTS]
     settings = BeamSettings(4, 25, length_penalty, 3, eos_token_ids=(STOP, BLANK))
     together = search(model, prompts, settings)
@@ -216,14 +216,14 @@ def test_a_batch_is_its_prompts_one_by_one(model, length_penalty):
 
 @pytest.fixture
 def rows_read(model):
-    """The number of tokens whose logits were computed, step by step."""
+    """A list of the number of tokens whose logits each step computes."""
     counts = []
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: counts.append(len(logits)))
     yield counts
     hook.remove()
 
 
-def test_every_step_is_run_where_nothing_ends(model, rows_read):
+def test_all_steps_run_if_no_text_ends(model, rows_read):
     search(model, PROMPTS, BeamSettings(3, 12, eos_token_ids=()))
     assert rows_read == [len(PROMPTS), *[3 * len(PROMPTS)] * 11]
 
@@ -243,7 +243,7 @@ def test_a_search_ends_when_no_beam_can_win(model, rows_read, length_penalty):
     assert min(alone) < steps
 
 
-def test_the_cache_is_copied_now_and_then_only(model, monkeypatch):
+def test_the_cache_is_copied_only_when_it_is_full(model, monkeypatch):
     copies = []
     keep = TreeCache.keep
     monkeypatch.setattr(
@@ -256,7 +256,7 @@ def test_the_cache_is_copied_now_and_then_only(model, monkeypatch):
 
 
 def chains(prompts, history):
-    """(prompt, beam, its tokens so far) of all beams."""
+    """Yields the prompt's index, the beam's index and the tokens, prompt included, of each beam."""
     for row, beams in enumerate(history.tolist()):
         for column, text in enumerate(beams):
             yield row, column, prompts[row] + text
@@ -265,7 +265,10 @@ def chains(prompts, history):
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3, 10])
 def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch, beams):
-    """Through reorderings, copies and prompts that leave; keys of the first layer tell tokens."""
+    """This holds through reorderings, copies and prompts that are dropped.
+
+    Keys of the first layer depend only on a token and its position, so they identify it.
+    """
     weights, block = model.transformer, model.transformer.h[0]
     copies, checked = [], 0
 
@@ -308,9 +311,9 @@ def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch
 # Batches
 # ------------------------------------------------------------------------------------------------
 
-# Of all lengths, some twice, none beside its like.
+# Prompts of several lengths; some occur twice, but never next to each other.
 MANY = [*PROMPTS, [3], [9, 9, 1, 4], *PROMPTS[::2], [0, 5, 21], PROMPTS[1], [26, 13]]
-OF_BATCHES = BeamSettings(4, 14, 0.8, 4, 1.0, 0, (STOP, BLANK))
+BATCH_SETTINGS = BeamSettings(4, 14, 0.8, 4, 1.0, 0, (STOP, BLANK))
 
 
 def search_in_batches(model, settings, size):
@@ -321,14 +324,15 @@ def search_in_batches(model, settings, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("size", [3, 8, len(MANY)])
-def test_batches_change_no_text(model, beams, size, monkeypatch):
-    settings = dataclasses.replace(OF_BATCHES, beam=beams)
+def test_the_batch_size_changes_no_text(model, beams, size, monkeypatch):
+    settings = dataclasses.replace(BATCH_SETTINGS, beam=beams)
     alone = search_in_batches(model, settings, 1)
-    # A prompt has one text, and prompts have texts of their own: another row's would be seen.
+    # Most prompts have a text that no other has, so a mix-up of rows would be found.
     assert len({*map(tuple, alone)}) > len({*map(tuple, MANY)}) / 2
     assert all(alone[MANY.index(prompt)] == text for prompt, text in zip(MANY, alone, strict=True))
     assert search_in_batches(model, settings, size) == alone
 
+    # If all rows got the first row's logits, the comparison would fail.
     read = beam._Search._read_prompts
     monkeypatch.setattr(
         beam._Search, "_read_prompts", lambda self: read(self)[:1].expand(len(self.ids), -1, -1)
@@ -339,9 +343,9 @@ def test_batches_change_no_text(model, beams, size, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 8, len(MANY)])
-@pytest.mark.parametrize("settings", [OF_BATCHES, BeamSettings(5, 9, 1.0, 2, 1.3, 3, (STOP,))])
-def test_batches_break_no_tie_another_way(settings, size):
-    """Logits are small whole numbers, sums of exact products: tokens of one logit tie exactly."""
+@pytest.mark.parametrize("settings", [BATCH_SETTINGS, BeamSettings(5, 9, 1.0, 2, 1.3, 3, (STOP,))])
+def test_the_batch_size_does_not_change_how_ties_are_broken(settings, size):
+    """Logits are small integers and are computed exactly, so tokens with equal logits tie."""
     model = GPT2LMModel(CONFIG).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -356,7 +360,7 @@ def test_batches_break_no_tie_another_way(settings, size):
 
 
 # ------------------------------------------------------------------------------------------------
-# The steps
+# Parts of a step
 # ------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +385,7 @@ def test_best_candidates(vocabulary, beams):
     assert 0 <= tokens.min() <= tokens.max() < vocabulary
 
 
-def test_best_candidates_may_be_equal_but_are_not_the_same():
+def test_candidates_with_equal_sums_are_distinct():
     found, rows, tokens = best_candidates(torch.zeros(1, 2, 200), torch.zeros(1, 2), 9)
     assert_close_to_rounding(found, torch.full((1, 9), -math.log(200)), 200)
     assert len(set(zip(rows[0].tolist(), tokens[0].tolist(), strict=True))) == 9
@@ -395,7 +399,7 @@ def test_repetition_penalty():
 
 
 @pytest.mark.parametrize(("length", "suppressed"), [(0, True), (2, True), (3, False)])
-def test_no_end_before_the_least_length(length, suppressed):
+def test_no_end_token_before_min_length(length, suppressed):
     logits = torch.zeros(1, 1, 5)
     history = torch.zeros(1, 1, length, dtype=torch.int64)
     penalize(logits, history, torch.tensor([1, 3]), BeamSettings(min_length=3))
@@ -416,7 +420,7 @@ def test_no_end_before_the_least_length(length, suppressed):
         (0, [1, 1, 1], []),
     ],
 )
-def test_no_ngram_comes_twice(size, text, suppressed):
+def test_no_ngram_occurs_twice(size, text, suppressed):
     logits = torch.randn(1, 2, 5)
     others = [4, 3, 2, 1, 0, 1, 3][: len(text)]
     history = torch.tensor([[text, others]], dtype=torch.int64)
@@ -483,19 +487,19 @@ def test_settings_out_of_range(settings, message):
         ([[1]], {"beam": 31}, "beam 31 is more than the 30 tokens"),
     ],
 )
-def test_what_cannot_be_searched(model, prompts, settings, message):
+def test_inputs_that_cannot_be_searched(model, prompts, settings, message):
     settings = BeamSettings(**{"eval_len": 11, "eos_token_ids": (STOP,), **settings})
     with pytest.raises(ValueError, match=message):
         search(model, prompts, settings)
 
 
-def test_the_longest_text_that_there_are_positions_for(model):
+def test_a_text_may_fill_all_positions(model):
     settings = BeamSettings(2, 11, eos_token_ids=())
     assert len(search(model, [[1] * 30], settings)[0]) == 11
 
 
 @pytest.mark.parametrize("eval_len", [1, 5])
-def test_scores_that_are_no_numbers(eval_len):
+def test_scores_that_are_not_finite_are_refused(eval_len):
     model = random_model(0, 20)
     with torch.no_grad():
         model.transformer.ln_f.weight[3] = math.inf

@@ -1,6 +1,6 @@
-"""torch.compile of GPT-2: one graph a forward pass with its loss, and one a block.
+"""Tests torch.compile of GPT-2: a forward pass with its loss is one graph, and so is a block.
 
-`--torch_compile` does the latter; here it needs no compiler.
+--torch_compile compiles blocks. The backends used here need no compiler.
 """
 
 import copy
@@ -19,7 +19,7 @@ from model import GPT2Config, GPT2LMModel
 
 pytestmark = pytest.mark.slow
 
-# Additions that follow one another in a small model.
+# How many additions follow one another in the small model, for `assert_close_to_rounding`.
 TERMS = 400
 
 
@@ -36,7 +36,7 @@ def model():
 
 
 def loss_of(model, lengths):
-    """Of rows whose last two thirds are targets."""
+    """Returns the loss of random rows whose last two thirds are targets."""
     generator = torch.Generator().manual_seed(sum(lengths))
     rows = [torch.randint(60, (n + 1,), generator=generator).int() for n in lengths]
     batch = collate([Row(row, len(row) - 1, len(row) // 3) for row in rows])
@@ -55,7 +55,7 @@ def test_a_forward_pass_is_one_graph(model):
 
 
 def test_a_block_is_one_graph_for_any_number_of_tokens(model):
-    """Two: the first block's, whose input needs no gradient, and the last one's."""
+    """There are two: the first block's graph, whose input needs no gradient, and the last one's."""
     compiled = copy.deepcopy(model)
     graphs = compile_layers(compiled.transformer.h)
     for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
@@ -68,7 +68,7 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(model):
         assert len(graphs) == 2
 
 
-def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(model):
+def test_the_short_batch_makes_the_graphs_that_all_batches_use(model):
     graphs, batch = compile_layers(model.transformer.h), short_batch()
     tensors = (batch[name] for name in ("input", "target", "mask"))
     model(*tensors, packed_rows=batch["packed_rows"]).backward()
@@ -78,7 +78,7 @@ def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(model
 
 
 def test_a_block_with_a_gpus_attention_is_one_graph():
-    """In bfloat16, with packed rows whose lengths, and the longest, change from batch to batch."""
+    """In bfloat16, with packed rows whose lengths change from batch to batch, the longest too."""
     torch.manual_seed(3)
     config = GPT2Config(32, 2, 2, vocab_size=60, n_positions=32, lora_attn_dim=2)
     eager = GPT2LMModel(config)
@@ -90,18 +90,20 @@ def test_a_block_with_a_gpus_attention_is_one_graph():
         for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
             longest.clear()
             ours, theirs = (loss_of(network, lengths) for network in (model, eager))
-            assert longest == [max(lengths)] * 4  # two blocks, twice
+            assert longest == [max(lengths)] * 4  # two blocks in each of two models
             assert torch.equal(ours, theirs)
             assert_same_bits(gradients_of(model, ours), gradients_of(eager, theirs))
             assert len(graphs) == 2
 
 
 class Killed(BaseException):
-    """In the place of a signal."""
+    """Stands in for a signal that kills the run."""
 
 
-def test_a_run_of_the_script(tiny, tmp_path, monkeypatch, read_metrics, error_of):
-    """With evaluations of other batches between the steps; killed after a save, and resumed."""
+def test_a_compiled_run_trains_like_a_plain_one_and_resumes_bit_exact(
+    tiny, tmp_path, monkeypatch, read_metrics, error_of
+):
+    """Evaluations, with batches of other sizes, come between the steps."""
     torch.compiler.reset()
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
     more = ["--max_step", "5", "--save_interval", "3", "--eval_interval", "2"]

@@ -1,4 +1,4 @@
-"""Examples, batches and their order, against the release's rules written out in full padding."""
+"""Tests examples, batches and their order against the release's rules, with full padding."""
 
 import json
 import logging
@@ -26,14 +26,14 @@ def process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
 
 
 def full_padding(context, completion, seq_len, joint_lm):
-    """One example, padded with 0 to the sequence length."""
+    """Returns an example's input, target and mask, padded with 0 to the sequence length."""
 
     def cut(values):
         return (values + [0] * seq_len)[:seq_len]
 
     tokens = context + completion
-    silent = 0 if joint_lm else len(context) - 1
-    mask = [0] * silent + [1] * (len(tokens) - 1 - silent)
+    masked = 0 if joint_lm else len(context) - 1
+    mask = [0] * masked + [1] * (len(tokens) - 1 - masked)
     return cut(tokens), cut(tokens[1:]), cut(mask)
 
 
@@ -55,7 +55,7 @@ def write(tmp_path):
 
 
 def random_examples(count: int, longest: int = 6) -> list[tuple[list[int], list[int]]]:
-    """Each begins with a number of its own."""
+    """Draws examples. Each begins with its own number, by which a test recognizes it."""
     drawn = random.Random(1)
 
     def some():
@@ -70,7 +70,7 @@ def first_tokens(batches) -> list[list[int]]:
 
 @pytest.mark.parametrize("joint_lm", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 4, 5, 6, 7, 40])
-def test_rows_are_the_releases_but_for_the_padding(write, seq_len, joint_lm):
+def test_rows_are_the_releases_except_for_padding(write, seq_len, joint_lm):
     examples = [
         ([5, 6, 7], [8, 9, 10]),
         ([1], [2]),
@@ -92,8 +92,8 @@ def test_rows_are_the_releases_but_for_the_padding(write, seq_len, joint_lm):
 
 @pytest.mark.parametrize("joint_lm", [False, True])
 @pytest.mark.parametrize("seq_len", [3, 6, 64])
-def test_a_batch_knows_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
-    """Those up to each row's last target, as its mask says; of a row that has none, the first."""
+def test_a_batch_has_the_positions_of_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
+    """They are those up to each row's last target or, in a row without targets, the first one."""
     dataset = FT_Dataset(write(*random_examples(12), ([1, 2, 3, 4], [5])), 13, seq_len, joint_lm)
     batch = collate(list(dataset))
     rows, mask = batch["packed_rows"], batch["mask"]
@@ -117,7 +117,7 @@ def test_without_a_context_the_first_token_is_no_target(write, joint_lm):
     assert batch["mask"].tolist() == [[1, 1, 0]]
 
 
-def test_the_last_batch_is_filled_by_the_seed_alone(write):
+def test_only_the_seed_determines_what_fills_the_last_batch(write):
     path = write(*random_examples(10))
     dataset = FT_Dataset(path, 8, 16, seed=3)
     assert (dataset.num_examples, dataset.num_batches, len(dataset)) == (10, 2, 16)
@@ -177,7 +177,7 @@ def test_a_bad_line_is_named(write, line, message):
         FT_Dataset(path, 1, 16, vocab_size=100)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"context": [1], "completion": [2]}\r\n')
     assert FT_Dataset(path, 1, 16)[0].tokens.tolist() == [1, 2]
@@ -210,7 +210,7 @@ def test_examples_that_are_cut_are_counted(write, caplog, monkeypatch):
     assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 1, 0]
 
 
-def test_the_warning_comes_once_a_run_and_only_for_cuts(write, caplog, monkeypatch):
+def test_only_the_main_process_warns_and_only_of_cut_examples(write, caplog, monkeypatch):
     path = write(([1, 2], [3, 4]))
     with caplog.at_level(logging.WARNING):
         FT_Dataset(path, 1, 4)
@@ -223,7 +223,7 @@ def test_the_warning_comes_once_a_run_and_only_for_cuts(write, caplog, monkeypat
     ("examples", "shows"),
     [
         ([([1], [2, 9]), ([1], [3, 4, 9])], True),
-        ([([9, 1, 9], [2, 9]), ([9], [9])], True),  # as --add_bos: contexts have it as well
+        ([([9, 1, 9], [2, 9]), ([9], [9])], True),  # as --add_bos: contexts end in it, too
         ([([], [2, 9]), ([], [3, 9])], True),
         ([([1], [2, 9])], True),
         ([([1], [2, 2])], False),
@@ -233,8 +233,8 @@ def test_the_warning_comes_once_a_run_and_only_for_cuts(write, caplog, monkeypat
         ([([1], [9, 2]), ([1], [3])], False),
     ],
 )
-def test_whether_completions_have_an_end_of_their_own(write, examples, shows):
-    """Which length and objective they are trained with does not matter."""
+def test_whether_completions_show_their_ends(write, examples, shows):
+    """The answer depends neither on the sequence length nor on the objective."""
     path = write(*examples)
     for length, joint_lm in ((3, True), (3, False), (9, False)):
         dataset = FT_Dataset(path, 4, length, joint_lm)
@@ -262,7 +262,7 @@ def test_training_batches_come_in_the_samplers_order(write, world_size, epoch):
         assert batches_per_epoch(dataset, run) == len(expected)
 
 
-def test_another_epoch_or_seed_is_another_order(write):
+def test_epochs_and_seeds_have_different_orders(write):
     dataset = FT_Dataset(write(*random_examples(24)), 4, 16)
     orders = [
         first_tokens(training_batches(dataset, process(), seed, epoch))
@@ -285,7 +285,7 @@ def test_batches_are_skipped_without_being_made(write, monkeypatch, skip):
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 6, 13])
-def test_a_step_is_a_batch_of_the_run_epoch_after_epoch(write, step):
+def test_batches_from_a_step_continue_epoch_after_epoch(write, step):
     dataset = FT_Dataset(write(*random_examples(24)), 4, 16)
     epochs = [first_tokens(training_batches(dataset, process(), 1, epoch)) for epoch in (1, 2, 3)]
     from_step = islice(batches_from(dataset, process(), 1, step), 18 - step)

@@ -1,4 +1,4 @@
-"""NLG/src/download.py against local servers, some of which misbehave."""
+"""Tests NLG/src/download.py on local servers, some of which misbehave."""
 
 import io
 import json
@@ -32,7 +32,7 @@ ROWS = {"trainset.csv": 2, "devset.csv": 1, "testset_w_refs.csv": 1}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves `server.files`; of those in `server.cuts`, only so many bytes."""
+    """Serves `server.files`; of a file in `server.cuts`, only that number of bytes."""
 
     def log_message(self, *args):
         pass
@@ -95,8 +95,8 @@ def fetch(folder, *names):
     download.main([*names, "--folder", str(folder)])
 
 
-def there(folder):
-    """{path: content} of every file, hidden ones too."""
+def contents_of(folder):
+    """Returns {path: content} of all files in a folder, including hidden ones."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -104,7 +104,7 @@ def there(folder):
 def test_vocab_and_corpora(published, tmp_path):
     fetch(tmp_path, "vocab", "e2e", "dart")
     context = b"name : The Mill | Type : pub||"
-    assert there(tmp_path) == {
+    assert contents_of(tmp_path) == {
         "vocab/encoder.json": VOCAB["encoder.json"],
         "vocab/vocab.bpe": VOCAB["vocab.bpe"],
         "data/e2e/train.txt": context + b"One . \n" + context + b"Isn 't . \n",
@@ -115,15 +115,15 @@ def test_vocab_and_corpora(published, tmp_path):
     assert len(published.log) == 4
 
 
-def test_what_is_there_is_kept(published, tmp_path):
+def test_existing_files_are_kept_and_not_downloaded(published, tmp_path):
     fetch(tmp_path, "vocab", "e2e", "dart")
-    before, published.log[:] = there(tmp_path), []
+    before, published.log[:] = contents_of(tmp_path), []
     fetch(tmp_path, "vocab", "e2e", "dart")
     assert published.log == []
     os.remove(tmp_path / "vocab" / "vocab.bpe")
     os.remove(tmp_path / "data" / "e2e" / "valid.txt")
     fetch(tmp_path, "vocab", "e2e", "dart")
-    assert there(tmp_path) == before
+    assert contents_of(tmp_path) == before
     assert published.log == ["/vocab/vocab.bpe", "/e2e.zip"]
 
 
@@ -134,7 +134,7 @@ def test_what_is_there_is_kept(published, tmp_path):
         ("data/e2e/train.txt", "e2e", "has 1 lines, not 2; move it away and run again"),
     ],
 )
-def test_another_file_in_its_place_is_told_and_kept(path, name, message, published, tmp_path):
+def test_another_file_in_its_place_is_an_error_and_kept(path, name, message, published, tmp_path):
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_bytes(b"mine\n")
     with pytest.raises(OSError, match=message):
@@ -175,10 +175,10 @@ def test_a_download_that_fails_leaves_nothing(name, path, spoil, message, publis
     with pytest.raises(OSError, match=message) as error:
         fetch(tmp_path, name)
     assert f"{published.url}{path}" in str(error.value)
-    assert set(there(tmp_path)) <= {"vocab/encoder.json"}
+    assert set(contents_of(tmp_path)) <= {"vocab/encoder.json"}
 
 
-def test_an_archive_that_was_put_there_is_not_downloaded(published, tmp_path):
+def test_an_archive_that_the_user_put_there_is_not_downloaded(published, tmp_path):
     fetch(tmp_path / "downloaded", "e2e")
     path = tmp_path / "own" / "data" / "e2e" / "e2e-dataset.zip"
     path.parent.mkdir(parents=True)
@@ -186,15 +186,15 @@ def test_an_archive_that_was_put_there_is_not_downloaded(published, tmp_path):
     published.log.clear()
     fetch(tmp_path / "own", "e2e")
     assert published.log == []
-    own = there(tmp_path / "own")
+    own = contents_of(tmp_path / "own")
     assert own.pop("data/e2e/e2e-dataset.zip") == published.files["/e2e.zip"]
-    assert own == there(tmp_path / "downloaded")
+    assert own == contents_of(tmp_path / "downloaded")
 
 
 def spoilt(damage: str) -> bytes:
-    """The archive with one kind of damage."""
+    """Returns the archive with one kind of damage."""
     good = archive(TABLES, zipfile.ZIP_DEFLATED)
-    start = good.index(b"trainset.csv") + len("trainset.csv")  # of its compressed bytes
+    start = good.index(b"trainset.csv") + len("trainset.csv")  # where its compressed bytes begin
     spoils = {
         "a page": b"<html>log in</html>",
         "nothing": b"",
@@ -210,12 +210,12 @@ def spoilt(damage: str) -> bytes:
 
 
 def flags_of(content: bytes) -> set[int]:
-    """Where the entries of a zip file's directory have their flags."""
+    """Returns the positions of the entries' flags in a zip file's directory."""
     return {found.start() + 8 for found in re.finditer(b"PK\x01\x02", content)}
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         ("a page", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
         ("nothing", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
@@ -229,7 +229,7 @@ def flags_of(content: bytes) -> set[int]:
         ("a folder", "Is a directory"),
     ],
 )
-def test_another_archive_that_was_put_there_is_told(damage, says, published, tmp_path):
+def test_a_wrong_archive_that_the_user_put_there_is_an_error(damage, message, published, tmp_path):
     path = tmp_path / "data" / "e2e" / "e2e-dataset.zip"
     path.parent.mkdir(parents=True)
     if damage == "a folder":
@@ -237,10 +237,10 @@ def test_another_archive_that_was_put_there_is_told(damage, says, published, tmp
     else:
         path.write_bytes(spoilt(damage))
     way_out = "; remove it to download it again, or put the published file there"
-    with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(says)}.*{way_out}$") as error:
+    with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(message)}.*{way_out}$") as error:
         fetch(tmp_path, "e2e")
     assert "\n" not in str(error.value)
-    assert set(there(tmp_path)) <= {"data/e2e/e2e-dataset.zip"}
+    assert set(contents_of(tmp_path)) <= {"data/e2e/e2e-dataset.zip"}
 
 
 def test_no_server(tmp_path):
@@ -249,17 +249,17 @@ def test_no_server(tmp_path):
     target = tmp_path / "a.txt"
     with pytest.raises(OSError, match=f"/a.txt: .*; try again, or put the file at {target} your"):
         download.fetch(f"http://127.0.0.1:{port}/a.txt", target)
-    assert there(tmp_path) == {}
+    assert contents_of(tmp_path) == {}
 
 
-def test_one_failure_does_not_keep_the_others_away(published, tmp_path, caplog):
+def test_after_a_failure_the_others_are_still_fetched(published, tmp_path, caplog):
     del published.files["/vocab/vocab.bpe"]
     with pytest.raises(OSError, match=r"^vocab: .*/vocab/vocab.bpe: HTTP Error 404"):
         fetch(tmp_path, "webnlg", "dart", "vocab")
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert re.match(r"webnlg: .*/webnlg/train\.json: HTTP Error 404", line)
     assert "vocab" not in line
-    assert set(there(tmp_path)) == {"data/dart/train.json", "vocab/encoder.json"}
+    assert set(contents_of(tmp_path)) == {"data/dart/train.json", "vocab/encoder.json"}
 
 
 @pytest.mark.parametrize("name", ["squad", "gpt2-xl"])
@@ -284,7 +284,7 @@ def test_known_sizes_are_those_of_the_published_files():
 
 
 def run_script(folder, environment, name, *arguments):
-    """Runs one of the shell scripts in a copy of the tree, whose data it is to change."""
+    """Runs a shell script of NLG/ in a folder of its own, because it changes that folder's data."""
     for part in (name, "src"):
         if not (folder / part).exists():
             (folder / part).symlink_to(NLG / part)
@@ -322,22 +322,22 @@ def test_checkpoints_from_the_hub(hub_server, tmp_path):
         assert torch.equal(read_tensors(made / name)[0]["wte.weight"], tensors["wte.weight"])
     assert torch.load(made / names[0], weights_only=True).keys() == tensors.keys()
 
-    # What is there needs no hub.
+    # An existing checkpoint needs no hub.
     shutil.rmtree(repo)
     result = run_script(tree, environment, "download_pretrained_checkpoints.sh", "gpt2")
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_download_data_asks_for_everything(tmp_path):
-    """With a stand-in for python that says what it is called with."""
+def test_download_data_fetches_everything_or_what_is_named(tmp_path):
+    """A stand-in for python prints the arguments that it gets."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     (tmp_path / "download_data.sh").symlink_to(NLG / "download_data.sh")
 
-    def said(*arguments):
+    def arguments_for_python(*arguments):
         return subprocess.run(
             ["bash", str(tmp_path / "download_data.sh"), *arguments],
             env=os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"},
@@ -346,11 +346,11 @@ def test_download_data_asks_for_everything(tmp_path):
             check=True,
         ).stdout
 
-    assert said() == "src/download.py vocab e2e webnlg dart\n"
-    assert said("dart") == "src/download.py dart\n"
+    assert arguments_for_python() == "src/download.py vocab e2e webnlg dart\n"
+    assert arguments_for_python("dart") == "src/download.py dart\n"
 
 
-def test_addresses_and_places():
+def test_files_are_stored_where_create_datasets_reads_them():
     files = [file for files in download.FILES.values() for file in files]
     targets = [file.path for file in files] + [target for _, target, _ in download.E2E_SPLITS]
     assert len(targets) == len(set(targets)) == 11

@@ -1,4 +1,4 @@
-"""NLG/src/encoder.py against upstream's ids, and with vocabularies of every format."""
+"""Tests NLG/src/encoder.py: its ids are upstream's, and it reads vocabularies of every format."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ TWO_FILES = [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")]
 
 @pytest.fixture(scope="session")
 def upstream(encoder_fixture):
-    """What upstream gave."""
+    """The vocabulary, and the ids that upstream's tokenizer computed with it."""
     return json.loads(encoder_fixture.FIXTURE.read_text("utf-8"))
 
 
@@ -40,7 +40,7 @@ def test_decode_is_the_inverse(encoder, encoder_fixture, upstream):
     assert [encoder.decode(ids) for ids in upstream["strings"]] == list(encoder_fixture.STRINGS)
 
 
-def test_decode_shows_half_a_character(encoder):
+def test_decode_replaces_an_incomplete_character(encoder):
     ids = encoder.encode("é")
     assert encoder.decode(ids[:-1]) == "\ufffd"
 
@@ -137,7 +137,7 @@ def test_a_folder_without_vocabulary(tmp_path, vocab_folder):
 
 
 def encode_in_a_process(name, environment):
-    """What a process that knows no hub but the given one makes of a vocabulary's name."""
+    """Returns the ids, or the error, of a process that reaches only the hub of `environment`."""
     code = f"""
 from encoder import get_encoder
 try:
@@ -180,9 +180,9 @@ def test_from_the_hub_and_then_offline(
         ("org/empty", "1", "'org/empty' is not a local folder and cannot be fetched: offline"),
     ],
 )
-def test_what_the_hub_has_not(name, offline, message, hub_server, tmp_path):
+def test_names_without_a_vocabulary_on_the_hub(name, offline, message, hub_server, tmp_path):
     (hub_server.root / "org" / "empty").mkdir(parents=True)
     environment = hub_server.environment(tmp_path / "home", HF_HUB_OFFLINE=offline)
-    said = encode_in_a_process(name, environment)
-    assert message in said
-    assert "\n" not in said
+    output = encode_in_a_process(name, environment)
+    assert message in output
+    assert "\n" not in output

@@ -1,4 +1,4 @@
-"""gpt2_ft.py --estimate: what it says, against what steps take, and what is refused."""
+"""Tests gpt2_ft.py --estimate: its figures against measured steps, and the flags it refuses."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ def flags(*more: str) -> argparse.Namespace:
 
 
 def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Rows of so many positions, the second half of which are targets."""
+    """Returns a batch of rows with these lengths, whose second halves are targets."""
     rows = (torch.randint(600, (length + 1,), dtype=torch.int32) for length in lengths)
     return collate([Row(row, len(row) - 1, len(row) // 2) for row in rows])
 
@@ -38,8 +38,8 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("half", [(), ("--bf16",)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
 @pytest.mark.parametrize("lengths", [[100, 90, 12, 3], [40] * 8], ids=["rows", "padded"])
-def test_memory_is_what_a_step_takes(tmp_path, rank, half, lengths):
-    """To a tenth; it is what PyTorch's allocator has held, but for operations' own buffers."""
+def test_estimated_memory_is_within_a_tenth_of_a_steps_peak(tmp_path, rank, half, lengths):
+    """The peak is that of PyTorch's allocator, without the buffers that operations use inside."""
     args = flags("--lora_dim", str(rank), "--label_smooth", "0.1", *half)
     config = GPT2Config(**SHAPE, lora_attn_dim=rank, lora_dropout=0.1)
 
@@ -51,8 +51,11 @@ def test_memory_is_what_a_step_takes(tmp_path, rank, half, lengths):
     assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
 
 
-def test_arithmetic_is_the_formula_s():
-    """Each weight once forward, to its inputs and to itself; the head's to targets alone."""
+def test_estimated_operations_are_those_of_the_formula():
+    """Each weight takes part in three products: forward, and the gradients of input and weight.
+
+    The head computes its products for targets only.
+    """
     config = GPT2Config(**SHAPE)
     rows, length, width = 8, 20, SHAPE["n_embd"]
     taken = cost_of_batch(
@@ -62,11 +65,11 @@ def test_arithmetic_is_the_formula_s():
     )
     targets = rows * (length - (length + 1) // 2)
     tokens, blocks = rows * length, SHAPE["n_layer"]
-    # The last block computes no more than queries, keys and values but for targets.
+    # For tokens that are no targets, the last block computes only queries, keys and values.
     weights = width**2 * ((12 * blocks - 9) * tokens + 9 * targets)
     weights += width * SHAPE["vocab_size"] * targets
     attention = blocks * rows * length**2 * width * 2
-    # q kᵀ and p v; backward, the gradients of both factors of both, and perhaps q kᵀ once more.
+    # Forward q kᵀ and p v; backward the gradients of their four factors, and perhaps q kᵀ again.
     assert (taken.operations - 3 * 2 * weights) / attention in (6, 7)
 
 
@@ -74,8 +77,8 @@ def test_arithmetic_is_the_formula_s():
 
 
 @pytest.fixture
-def said(tiny, tmp_path, capsys):
-    """What it prints, by the first words of its lines."""
+def figures_of(tiny, tmp_path, capsys):
+    """``figures_of(*flags)``: what the script prints, by the first words of each line."""
 
     def run(*more: object, rate: str = "100") -> dict[str, str]:
         argv = tiny.flags(tmp_path / "run", *more, "--estimate", "--estimate_rate", rate)
@@ -87,42 +90,42 @@ def said(tiny, tmp_path, capsys):
     return run
 
 
-def test_a_run_on_data(said, tiny):
-    figures = said("--max_epoch", 3, "--init_checkpoint", "not_there.pt")
+def test_a_run_on_data(figures_of, tiny):
+    figures = figures_of("--max_epoch", 3, "--init_checkpoint", "not_there.pt")
     lora = 2 * (2 * 2 * 16 + 2 * 16 * 2)  # A and B of query and value, in two blocks
     assert figures["trained"].startswith(f"{lora:,} ")
-    assert figures["optimizer steps"] == "12"  # of 14 rows, 4 at a time, three times
+    assert figures["optimizer steps"] == "12"  # 14 rows make four batches, in each of three epochs
     assert figures["a batch"].startswith("4 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
-def test_without_lora_all_is_trained(tiny, tmp_path, capsys):
+def test_without_lora_everything_is_trained(tiny, tmp_path, capsys):
     argv = tiny.flags(tmp_path / "run", "--max_step", 5, "--estimate", "--estimate_rate", "100")
     argv[argv.index("--lora_dim") + 1] = "0"
     gpt2_ft.main(argv)
     assert "(100.00 %)" in capsys.readouterr().out
 
 
-def test_accumulation_and_more_devices(said):
-    figures = said("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
+def test_accumulation_and_more_devices(figures_of):
+    figures = figures_of("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
     assert figures["an optimizer step"] == "6 batches, 2 a device"
-    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two an update
+    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two per update
 
 
-def test_without_data_rows_are_as_long_as_can_be(said):
-    figures = said("--train_data", "not_there.jsonl", "--max_step", 5)
+def test_without_data_rows_have_the_maximum_length(figures_of):
+    figures = figures_of("--train_data", "not_there.jsonl", "--max_step", 5)
     assert figures["a batch"] == "4 rows; 48 tokens, at most 48"
     assert figures["optimizer steps"] == "5"
 
 
-def test_rows_of_one_length_have_no_known_end(said):
-    figures = said("--estimate_length", 5, "--max_epoch", 5)
+def test_with_a_length_instead_of_data_the_number_of_steps_is_unknown(figures_of):
+    figures = figures_of("--estimate_length", 5, "--max_epoch", 5)
     assert figures["a batch"] == "4 rows; 20 tokens, at most 20"
     assert "optimizer steps" not in figures
 
 
-def test_float16_without_a_gpu(said):
-    assert said("--max_step", 5, "--fp16")["computed in"] == "float16, on cpu"
+def test_float16_without_a_gpu(figures_of):
+    assert figures_of("--max_step", 5, "--fp16")["computed in"] == "float16, on cpu"
 
 
 def test_a_rate_is_measured_in_steps_of_two_blocks(tiny, tmp_path, monkeypatch, capsys):
@@ -132,7 +135,7 @@ def test_a_rate_is_measured_in_steps_of_two_blocks(tiny, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_a_shape_with_another_number_of_blocks(blocks):
+def test_with_layers_changes_the_number_of_blocks(blocks):
     config = GPT2Config(**SHAPE, lora_attn_dim=4, lora_rank_pattern={"h.3.attn.c_attn": 2})
     other = config.with_layers(blocks)
     assert (other.n_layer, other.lora_rank_pattern) == (blocks, {})
@@ -156,11 +159,11 @@ def test_a_recipe_needs_no_files():
     assert "devices                 3\n" in done.stdout
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--estimate", "--estimate_rate", "0"], "a number of GFLOP/s above 0, not 0"),
         (["--estimate", "--estimate_rate", "fast"], "estimate_rate has to be a number of GFLOP"),
@@ -170,8 +173,8 @@ def test_a_recipe_needs_no_files():
         (["--estimate_length", "5"], "estimate_length needs estimate"),
     ],
 )
-def test_bad_input(more, said):
-    with pytest.raises(ValueError, match=said):
+def test_values_that_are_refused(more, message):
+    with pytest.raises(ValueError, match=message):
         flags(*more)
 
 

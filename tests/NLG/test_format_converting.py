@@ -1,4 +1,4 @@
-"""The three format_converting scripts: the rows that they make, and what they refuse."""
+"""Tests the three format_converting scripts: the rows that they write, and what they refuse."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ MILL = "name : The Mill | Type : pub"
 
 
 def webnlg(*entries, numbers=None):
-    """WebNLG's format of entries (category, triples, [(comment, text)])."""
+    """Returns entries (category, triples, [(comment, text)]) in WebNLG's format."""
     rows = []
     for number, (category, triples, texts) in enumerate(entries, start=1):
         entry = {
@@ -36,7 +36,7 @@ def webnlg(*entries, numbers=None):
 
 
 def dart(*entries):
-    """DART's format of entries (triples, texts)."""
+    """Returns entries (triples, texts) in DART's format."""
     return json.dumps(
         [
             {"tripleset": triples, "annotations": [{"source": "x", "text": text} for text in texts]}
@@ -164,7 +164,7 @@ def test_rows(name, tmp_path, mark):
         ("dart", dart(([], ["One."])), ": entry 1: the context is empty"),
     ],
 )
-def test_what_is_refused(name, content, message, tmp_path):
+def test_bad_input_is_refused(name, content, message, tmp_path):
     source, target = tmp_path / "source", tmp_path / "formatted.jsonl"
     source.write_text(content, "utf-8")
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -174,8 +174,8 @@ def test_what_is_refused(name, content, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_utf_16_is_named(name, tmp_path):
-    """As some Windows programs save it."""
+def test_utf_16_is_an_error_that_names_it(name, tmp_path):
+    """Some Windows programs save text as UTF-16."""
     module, content, _ = CASES[name]
     source = tmp_path / "source"
     source.write_text(content, "utf-16")
@@ -184,7 +184,7 @@ def test_utf_16_is_named(name, tmp_path):
 
 
 def test_texts_that_are_left_out_are_counted(tmp_path, caplog):
-    """WebNLG's that are not good."""
+    """They are WebNLG's texts that are not marked as good."""
     for name, (module, content, _) in CASES.items():
         (tmp_path / name).write_text(content, "utf-8")
         with caplog.at_level(logging.INFO):
@@ -219,7 +219,7 @@ def test_an_error_is_one_line_and_keeps_the_old_file(tmp_path):
     assert target.read_text() == "old"
 
 
-# Made-up sentences in the manner of the corpus: as published, and as the release has them.
+# Sentences in the style of the corpus, in the challenge's form and in the release's.
 SENTENCES = [
     ("The Mill, a pub, isn't family-friendly.", "The Mill , a pub , isn 't family - friendly . "),
     ("It's rated 3.5; it costs £20-25!", "It 's rated 3.5 ; it costs £ 20 - 25 ! "),
@@ -235,7 +235,7 @@ TEST_SENTENCES = [
 @pytest.mark.parametrize(
     ("name", "sentences"), [("trainset.csv", SENTENCES), ("testset_w_refs.csv", TEST_SENTENCES)]
 )
-def test_csv_in_the_releases_form(name, sentences, tmp_path):
+def test_csv_is_converted_to_the_releases_format(name, sentences, tmp_path):
     rows = [
         f'"name[The Mill], eatType[pub], priceRange[£20-25], familyFriendly[no]","{text}"'
         for text, _ in sentences
@@ -255,7 +255,7 @@ def test_csv_in_the_releases_form(name, sentences, tmp_path):
     ("published", "release", "differing"),
     [("devset.csv", "valid.txt", 1), ("testset_w_refs.csv", "test.txt", 0)],
 )
-def test_csv_gives_the_releases_files(published, release, differing):
+def test_the_challenges_csv_files_become_the_releases_files(published, release, differing):
     if not (DATA / "e2e" / published).is_file():
         pytest.skip(f"needs e2e/{published} in {DATA}")
     lines = format_converting_e2e.as_lines(DATA / "e2e" / published)

@@ -1,4 +1,4 @@
-"""gpt2_beam.py: from files to predictions, with every kind of bad input."""
+"""Tests gpt2_beam.py, from files to predictions, and its errors about bad input."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9,
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """A base, LoRA for it, both in one file, and the release's format of LoRA: without metadata."""
+    """A folder with a base, LoRA for it, both in one file, and LoRA without metadata (old.pt)."""
     folder = tmp_path_factory.mktemp("beam")
     torch.manual_seed(2)
     model = GPT2LMModel(config_of("gpt2.xs"))
@@ -61,7 +61,7 @@ def write_contexts(path: Path, contexts: list) -> None:
 
 @pytest.fixture
 def decode(files, tmp_path, one_process):
-    """Runs the script and reads its predictions; flags come on top of the usual ones."""
+    """Runs the script and returns its predictions; flags are added to the usual ones."""
 
     def run(*more: object, data: Path | None = None) -> list[list[int]]:
         gpt2_beam.main(flags(files, tmp_path, data or files / "data.jsonl", *more))
@@ -85,7 +85,7 @@ def read(path: Path) -> list[list[int]]:
 
 
 def expected(files: Path, name: str, contexts: list, settings: BeamSettings) -> list[list[int]]:
-    """One search a line, with the LoRA branches computed beside the weights."""
+    """Returns predictions of one search per context, by a model whose LoRA is not merged."""
     args = argparse.Namespace(
         model_card="gpt2.xs", init_checkpoint=str(files / name), lora_dim=None, lora_alpha=None
     )
@@ -116,7 +116,7 @@ def test_defaults_are_the_releases():
     assert wanted.items() <= args.items()
 
 
-def test_end_tokens_add_up_and_are_forgotten():
+def test_end_tokens_add_up_within_a_call_only():
     more = ["--eos_token_id", "628", "--eos_token_id", "13"]
     assert gpt2_beam.parse_args(more).eos_token_id == [50256, 628, 13]
     assert gpt2_beam.parse_args(more[:2]).eos_token_id == [50256, 628]
@@ -125,7 +125,7 @@ def test_end_tokens_add_up_and_are_forgotten():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_a_line_for_each_line(decode, files, batch_size):
+def test_each_context_gets_a_prediction(decode, files, batch_size):
     settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
     texts = decode("--batch_size", batch_size)
     assert texts == expected(files, "base.pt", CONTEXTS, settings)
@@ -167,8 +167,8 @@ def test_texts_that_end_are_padded_with_zeros(decode, files):
     assert texts[0] == [first, 0, 0, 0, 0, 0]
 
 
-def test_a_prediction_says_how_long_its_text_is(decode, files, tmp_path):
-    """So that the padding after an end by any token is not taken for text."""
+def test_a_prediction_records_its_texts_length(decode, files, tmp_path):
+    """The length tells text from padding, whatever the end token is."""
     first = decode()[0][0]
     lengths = {}
     for name, flags in (("open", []), ("ended", ["--eos_token_id", first, "--length_penalty", 0])):
@@ -179,13 +179,13 @@ def test_a_prediction_says_how_long_its_text_is(decode, files, tmp_path):
     assert lengths["ended"][0] == 1
 
 
-def test_no_text_that_can_end_is_warned_of(decode, caplog):
+def test_a_min_length_that_lets_no_text_end_is_warned_of(decode, caplog):
     decode("--min_length", 6)
     assert "--min_length is --eval_len, 6: no text can end before it" in caplog.text
 
 
 @pytest.mark.slow
-def test_base_and_lora_apart_are_the_whole_model(decode, files):
+def test_base_and_lora_in_two_files_decode_like_one_file(decode, files):
     plain = decode()
     texts = decode("--lora_path", files / "lora.pt")
     assert texts != plain
@@ -202,7 +202,7 @@ def test_base_and_lora_apart_are_the_whole_model(decode, files):
     [("lora", "default", ("safetensors", "peft")), ("rslora+dora", "olora", ("safetensors",))],
 )
 def test_lora_on_every_projection(decode, files, tmp_path, variant, initialization, formats):
-    """What is decoded with base and LoRA apart, in any format, is what both in one file give."""
+    """Base and LoRA in two files, in any format, give the texts of both in one file."""
     args = argparse.Namespace(
         model_card="gpt2.xs",
         init_checkpoint=str(files / "base.pt"),
@@ -232,7 +232,7 @@ def test_lora_on_every_projection(decode, files, tmp_path, variant, initializati
         assert decode("--lora_path", tmp_path / name) == texts
 
 
-def test_an_adapter_of_any_form(decode, files, tmp_path):
+def test_adapters_of_all_formats(decode, files, tmp_path):
     adapter = read_adapter(files / "lora.pt")
     texts = decode("--lora_path", files / "lora.pt")
     write_adapter(tmp_path / "lora.safetensors", adapter)
@@ -242,8 +242,8 @@ def test_an_adapter_of_any_form(decode, files, tmp_path):
     assert decode("--lora_path", tmp_path / "peft", "--lora_dim", 4, "--lora_alpha", 32) == texts
 
 
-def test_an_adapter_that_the_model_has_no_layers_for_is_folded(decode, files, tmp_path):
-    """PEFT's usual c_attn, of one A for query, key and value; and one of c_proj beside it."""
+def test_an_adapter_that_the_model_has_no_layers_for_is_merged(decode, files, tmp_path):
+    """PEFT's usual adapter has one A for all of c_attn. This one also adapts c_proj."""
     widths = {"c_attn": 3 * 128, "c_proj": 128}
     modules = [f"transformer.h.{block}.attn.{name}" for block in range(4) for name in widths]
     tensors = {}
@@ -258,11 +258,11 @@ def test_an_adapter_that_the_model_has_no_layers_for_is_folded(decode, files, tm
     for module in modules:
         update = tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
         base[f"{module}.weight"] = base[f"{module}.weight"] + update.t()
-    torch.save(base, tmp_path / "folded.pt")
-    assert texts == decode("--init_checkpoint", tmp_path / "folded.pt") != decode()
+    torch.save(base, tmp_path / "merged.pt")
+    assert texts == decode("--init_checkpoint", tmp_path / "merged.pt") != decode()
 
 
-def test_a_model_to_decode_is_plain(files, tmp_path):
+def test_lora_is_merged_before_decoding(files, tmp_path):
     args = gpt2_beam.parse_args(
         flags(files, tmp_path, files / "data.jsonl", "--lora_path", files / "lora.pt", "--bf16")
     )
@@ -286,7 +286,7 @@ def test_half_precision(decode):
     assert texts[0] == texts[2]
 
 
-def test_contexts_are_cut_on_the_left(decode, files, tmp_path, caplog):
+def test_long_contexts_keep_their_last_tokens(decode, files, tmp_path, caplog):
     path = tmp_path / "long.jsonl"
     contexts = [[1, 2, 3, 4, 5], [9, 3, 4, 5], [3, 4, 5], [8]]
     write_contexts(path, contexts)
@@ -298,7 +298,7 @@ def test_contexts_are_cut_on_the_left(decode, files, tmp_path, caplog):
     assert "2 of 4 contexts are longer than --seq_len - --eval_len = 3 tokens" in warning
 
 
-def test_an_absolute_output_file_is_taken_as_it_is(files, tmp_path, one_process):
+def test_an_absolute_output_file_is_not_put_into_work_dir(files, tmp_path, one_process):
     path = tmp_path / "elsewhere" / "texts.jsonl"
     more = ["--output_file", path, "--work_dir", tmp_path / "work"]
     gpt2_beam.main(flags(files, tmp_path, files / "data.jsonl", *more))
@@ -306,8 +306,11 @@ def test_an_absolute_output_file_is_taken_as_it_is(files, tmp_path, one_process)
     assert not (tmp_path / "work").exists()
 
 
-def test_a_prediction_says_which_context_it_is_of(decode, files, tmp_path):
-    """The whole one: a search may have its end alone. What --add_bos appends does not count."""
+def test_a_prediction_records_its_contexts_digest(decode, files, tmp_path):
+    """The digest is of the full context, although the search uses only the end of a long one.
+
+    End-of-text tokens, which --add_bos appends, are ignored.
+    """
     contexts = [*CONTEXTS, [*range(1, 20)], [*CONTEXTS[0], 50256]]
     write_contexts(tmp_path / "data.jsonl", contexts)
     decode(data=tmp_path / "data.jsonl")
@@ -401,7 +404,7 @@ def test_base_and_lora_that_do_not_fit(files, tmp_path, one_process, base, more,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flags_are_compared_before_anything_is_read(tmp_path, monkeypatch, one_process):
+def test_processes_compare_flags_before_anything_is_read(tmp_path, monkeypatch, one_process):
     def compare(args, dist_env):
         raise LookupError(args.lora_alpha)
 
@@ -411,7 +414,7 @@ def test_flags_are_compared_before_anything_is_read(tmp_path, monkeypatch, one_p
 
 
 @pytest.mark.distributed
-def test_two_processes_write_what_one_does(decode, files, tmp_path, launch):
+def test_two_processes_write_what_one_process_writes(decode, files, tmp_path, launch):
     alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)
     more = ["--lora_path", files / "lora.pt", "--batch_size", 1, "--output_file", "two.jsonl"]
     command = flags(files, tmp_path, files / "data.jsonl", *more)
@@ -432,17 +435,17 @@ def test_an_error_is_one_line(files, tmp_path, monkeypatch, capsys, one_process)
     assert "--lora_path" in line
 
 
-@pytest.mark.parametrize("way", ["onednn", "packed"])
-def test_texts_are_the_same_however_products_are_computed(decode, tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("method", ["onednn", "packed"])
+def test_the_linear_method_changes_no_text(decode, tmp_path, monkeypatch, method):
     if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     usual = decode()
-    compute, used = METHODS[way], set()
+    compute, used = METHODS[method], set()
     monkeypatch.setattr(products, "_chosen", {})
     monkeypatch.setattr(product_choices, "_chosen_before", {})
     monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "_fastest", lambda *_: way)
-    monkeypatch.setitem(METHODS, way, lambda *given: used.add(given[1].shape) or compute(*given))
+    monkeypatch.setattr(products, "_fastest", lambda *_: method)
+    monkeypatch.setitem(METHODS, method, lambda *given: used.add(given[1].shape) or compute(*given))
     assert decode() == usual
     assert used == {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (50257, 128)}

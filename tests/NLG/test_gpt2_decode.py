@@ -1,4 +1,4 @@
-"""NLG/src/gpt2_decode.py: groups, layouts of the references, and predictions that do not fit."""
+"""Tests gpt2_decode.py: groups, layouts of references, and predictions that do not fit."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from encoder import get_encoder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
 
-# Context, reference, category seen, predicted text.
+# Context, reference, whether the category is seen, predicted text.
 ROWS = [
     ("A", "First of A.", True, " A is said.<|endoftext|> and more"),
     ("B", "First_of B, it's.", False, " B is\nsaid.\n\nand more"),
@@ -28,7 +28,7 @@ ROWS = [
 
 @pytest.fixture
 def run(tmp_path, vocab_folder):
-    """Decodes rows and predictions in a folder; what it wrote, {name: lines}."""
+    """Writes rows and predictions, and decodes them; returns the result of `written`."""
     encoder = get_encoder(vocab_folder)
 
     def run(*flags, rows=ROWS, predictions=None, cate=True, keys=None):
@@ -53,7 +53,7 @@ def run(tmp_path, vocab_folder):
 
 
 def written(folder):
-    """{name: lines} of what the script wrote."""
+    """Returns {name: lines} of the files that the script wrote."""
     paths = [folder / "ref", *(folder / "ref").glob("*"), folder / "pred"]
     return {
         str(path.relative_to(folder)): path.read_text("utf-8").split("\n")[:-1]
@@ -75,7 +75,7 @@ def test_e2e(run):
             "First of C.",
             "",
         ],
-        # C's prediction fills eval_len, and 0 is a token like any other.
+        # Without an end token, the zeros of C's prediction are decoded like any token.
         "pred": ["A is said.", "B is said.", "C!!"],
     }
 
@@ -90,8 +90,8 @@ def test_a_folder_of_references(kind, run):
     }
 
 
-def test_references_that_are_cut_are_told(run, caplog):
-    """Marks and blank lines at the end are nothing that is lost."""
+def test_references_that_are_cut_are_warned_of(run, caplog):
+    """The warning does not count references that lose only end marks and blank lines."""
     run(rows=[*ROWS, ("D", "Whole.\n\n<|endoftext|>\n", True, "")])
     [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "input: references are cut at a blank line or <|endoftext|>, like" in warning
@@ -101,13 +101,13 @@ def test_references_that_are_cut_are_told(run, caplog):
     assert "cut" not in caplog.text
 
 
-def test_references_beyond_those_of_this_call_are_refused(run, tmp_path):
-    """A scorer would mix them up; whose they are, nothing tells, so that they are not removed."""
+def test_a_folder_with_more_reference_files_is_refused(run, tmp_path):
+    """A scorer would mix them up. They may be the user's own, so they are not removed."""
     run("--ref_type", "dart", "--ref_num", "4")
     for name in ("reference10", "reference", "reference07", "reference2.bak", "other"):
         (tmp_path / "ref" / name).write_text("mine\n")
     left = [tmp_path / "ref" / f"reference{number}" for number in (2, 3, 10)]
-    while left:  # whichever are there, also where they do not follow on
+    while left:  # any of them, also if their numbers have gaps
         before = {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()}
         with pytest.raises(ValueError, match="would be taken for references of this") as error:
             run("--ref_type", "dart", "--ref_num", "2")
@@ -120,7 +120,7 @@ def test_references_beyond_those_of_this_call_are_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
-def test_an_input_among_the_references_is_not_called_left_over(run, tmp_path, number):
+def test_an_input_among_the_references_is_reported_as_an_input(run, tmp_path, number):
     (tmp_path / "ref").mkdir()
     keys = tmp_path / "ref" / f"reference{number}"
     keys.write_text("1\n" * len(ROWS))
@@ -130,8 +130,8 @@ def test_an_input_among_the_references_is_not_called_left_over(run, tmp_path, nu
     assert os.listdir(tmp_path / "ref") == [keys.name]
 
 
-def test_the_length_of_a_prediction_ends_it(run, vocab_folder):
-    """A text that another token than the usual ones has ended; older files do not say it."""
+def test_the_recorded_length_ends_a_prediction(run, vocab_folder):
+    """A text may end in any token, so it has a length. Older files do not record it."""
     text = get_encoder(vocab_folder).encode(" A.")
     row = {"predict": [*text, 0, 0], "length": len(text)}
     made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
@@ -139,7 +139,7 @@ def test_the_length_of_a_prediction_ends_it(run, vocab_folder):
     del row["length"]
     made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
     assert made["pred"] == ["A.!!"] * 3
-    row["length"] = 0  # ended at once
+    row["length"] = 0
     made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
     assert made["pred"] == [""] * 3
 
@@ -161,25 +161,25 @@ def test_references_beyond_ref_num_are_counted(run, caplog):
 def test_tokenize_and_lower(flags, expected, run):
     made = run("--ref_type", "webnlg", *flags)
     assert made["ref/reference0"] == expected
-    said = ["A is said.", "B is said.", "C!!"]
-    said = [text.lower() for text in said] if "--lower" in flags else said
+    predicted = ["A is said.", "B is said.", "C!!"]
+    predicted = [text.lower() for text in predicted] if "--lower" in flags else predicted
     if "--tokenize" in flags:
-        said = [text.replace(".", " .").replace("!", " !") for text in said]
-    assert made["pred"] == said
+        predicted = [text.replace(".", " .").replace("!", " !") for text in predicted]
+    assert made["pred"] == predicted
 
 
 @pytest.mark.parametrize(
-    ("which", "first", "said"),
+    ("which", "references", "predicted"),
     [
         ("all", ["First of A.", "First_of B, it's.", "First of C."], ["A is", "B is", "C!!"]),
         ("seen", ["First of A.", "First of C."], ["A is", "C!!"]),
         ("unseen", ["First_of B, it's."], ["B is"]),
     ],
 )
-def test_filter(which, first, said, run):
+def test_filter(which, references, predicted, run):
     made = run("--ref_type", "webnlg", "--filter", which)
-    assert made["ref/reference0"] == first
-    assert [text.removesuffix(" said.") for text in made["pred"]] == said
+    assert made["ref/reference0"] == references
+    assert [text.removesuffix(" said.") for text in made["pred"]] == predicted
 
 
 def test_grouped_by_keys(run):
@@ -191,7 +191,7 @@ def test_grouped_by_keys(run):
     }
 
 
-def test_predictions_in_any_order_that_differ(run, vocab_folder, caplog):
+def test_predictions_come_in_any_order_and_a_groups_first_counts(run, vocab_folder, caplog):
     encoder = get_encoder(vocab_folder)
     texts = ["zero", "one", "two", "three", "zero", "one"]
     predictions = [{"id": n, "predict": encoder.encode(text)} for n, text in enumerate(texts)]
@@ -245,15 +245,15 @@ def ids(*numbers):
         ),
     ],
 )
-def test_what_does_not_fit(given, message, run, tmp_path):
+def test_input_that_does_not_fit_is_refused(given, message, run, tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         run(*given.pop("flags", ()), **given)
     assert str(error.value).startswith(message.format(tmp_path))
     assert written(tmp_path) == {}
 
 
-def noted(vocab_folder, contexts, add_bos=True):
-    """Predictions that say their contexts, as gpt2_beam.py does."""
+def predictions_for(vocab_folder, contexts, add_bos=True):
+    """Returns predictions with the digests of their contexts, as gpt2_beam.py writes them."""
     ids = get_encoder(vocab_folder).encode_batch(contexts)
     ends = [END_OF_TEXT_ID] * add_bos
     digests = [context_digest(row + ends) for row in ids]
@@ -261,15 +261,15 @@ def noted(vocab_folder, contexts, add_bos=True):
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_predictions_of_this_input(run, vocab_folder, add_bos):
-    predictions = noted(vocab_folder, [row[0] for row in ROWS], add_bos)
+def test_predictions_for_this_input_are_decoded(run, vocab_folder, add_bos):
+    predictions = predictions_for(vocab_folder, [row[0] for row in ROWS], add_bos)
     assert run(predictions=predictions)["pred"] == ["A", "A", "A"]
-    del predictions[3]["context_digest"]  # as older files
+    del predictions[3]["context_digest"]  # as in older files
     assert run(predictions=predictions)["pred"] == ["A", "A", "A"]
 
 
-def test_predictions_of_another_input_with_as_many_rows(run, vocab_folder, tmp_path):
-    predictions = noted(vocab_folder, ["A", "B", "A", "D", "A", "A"])
+def test_predictions_for_another_input_are_refused(run, vocab_folder, tmp_path):
+    predictions = predictions_for(vocab_folder, ["A", "B", "A", "D", "A", "A"])
     with pytest.raises(ValueError, match="gpt2_beam") as error:
         run(predictions=predictions)
     assert str(error.value) == (
@@ -292,7 +292,7 @@ def test_predictions_of_another_input_with_as_many_rows(run, vocab_folder, tmp_p
         ),
     ],
 )
-def test_no_file_is_written_over_another(flags, message, run, tmp_path):
+def test_no_file_overwrites_another(flags, message, run, tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         run(*flags.format(tmp_path).split())
     assert str(error.value).startswith(message.format(tmp_path))

@@ -1,4 +1,4 @@
-"""NLG/src/gpt2_encode.py, and create_datasets.sh, which runs it."""
+"""Tests NLG/src/gpt2_encode.py, and create_datasets.sh, which runs it."""
 
 import json
 import os
@@ -106,7 +106,7 @@ CORPORA = {
 @pytest.mark.slow
 @pytest.mark.parametrize("corpus", CORPORA)
 @pytest.mark.parametrize("eos", [True, False])
-def test_the_release_s_corpora_show_their_ends_as_they_are_encoded(corpus, eos, tmp_path):
+def test_only_corpora_encoded_with_add_eos_show_their_ends(corpus, eos, tmp_path):
     data = NLG.parents[1] / "shared" / "data"
     if not (data / "nlg" / corpus).is_file() or not (data / "gpt2-vocab").is_dir():
         pytest.skip("GPT-2's vocabulary or the corpus is not on this machine")
@@ -136,10 +136,10 @@ DART = [{"tripleset": [["a", "B", "c"]], "annotations": [{"text": "A text."}]}]
 
 @pytest.fixture
 def tree(tmp_path, vocab_folder):
-    """A folder NLG without data."""
+    """A copy of the folder NLG, without data."""
     for name in ("create_datasets.sh", "src"):
         (tmp_path / name).symlink_to(NLG / name)
-    # The script goes to its own folder, which is not the link's target.
+    # The script changes to the folder of the link, not to that of its target.
     (tmp_path / "vocab").symlink_to(vocab_folder)
     return tmp_path
 
@@ -155,7 +155,7 @@ def create_datasets(tree, *corpora):
 
 
 def fill(tree):
-    """E2E's training set and DART's dev set."""
+    """Writes E2E's training set and DART's dev set."""
     for name in ("e2e/train.txt", "dart/dart-v1.1.1-full-dev.json"):
         path = tree / "data" / name
         path.parent.mkdir(parents=True)
@@ -175,21 +175,21 @@ TEXTS = {"e2e": ("name : The Mill", " The Mill is a pub ."), "dart": ("a : b : c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "given", "skipped"),
+    ("given_corpora", "made_corpora", "skipped"),
     [
         ([], ["dart", "e2e"], ["data/e2e/test.txt", "data/webnlg_challenge_2017/dev.json"]),
         (["dart"], ["dart"], ["data/dart/dart-v1.1.1-full-test.json"]),
     ],
 )
-def test_create_datasets(asked, given, skipped, tree, vocab_folder):
+def test_create_datasets(given_corpora, made_corpora, skipped, tree, vocab_folder):
     fill(tree)
-    result = create_datasets(tree, *asked)
+    result = create_datasets(tree, *given_corpora)
     assert result.returncode == 0, result.stderr
-    assert made(tree) == [name for corpus in given for name in MADE[corpus]]
+    assert made(tree) == [name for corpus in made_corpora for name in MADE[corpus]]
     for name in skipped:
         assert f"{name} does not exist, skipped" in result.stdout.splitlines()
     encoder = get_encoder(vocab_folder)
-    for corpus in given:
+    for corpus in made_corpora:
         (row,) = read_lines(tree / "data" / MADE[corpus][0])
         context, completion = map(encoder.encode, TEXTS[corpus])
         assert row == {"context": [*context, 50256], "completion": [*completion, 50256]}
@@ -197,15 +197,15 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("given_corpora", "message"),
     [
         ([], "data holds none of the corpora"),
         (["webnlg"], "the data of webnlg is missing"),
         (["squad"], "unknown corpus 'squad'"),
     ],
 )
-def test_create_datasets_without_data(asked, message, tree):
-    result = create_datasets(tree, *asked)
+def test_create_datasets_without_data(given_corpora, message, tree):
+    result = create_datasets(tree, *given_corpora)
     assert result.returncode == 1
     assert f"create_datasets.sh: error: {message}" in result.stderr
 

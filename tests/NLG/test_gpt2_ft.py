@@ -1,4 +1,4 @@
-"""gpt2_ft.py against a plain trainer: losses, learning rates and weights, step by step."""
+"""Tests gpt2_ft.py against a plain trainer: losses, learning rates and weights, step by step."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ SETTINGS = {
     "no_decay_bias": (False, True),
     "lora": (False, True),
 }
-# Every pair of settings is in one of them.
+# Every pair of values of two settings is in one of them.
 CASES = [
     ("cosine", 1, 0.0, 0.1, "clm", False, True, True),
     ("cosine", 3, 0.5, 0.0, "jlm", True, False, False),
@@ -56,7 +56,7 @@ def query_value_key(bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.fixture
 def compare(plain_trainer, read_metrics):
-    """Holds a finished run against the plain trainer."""
+    """Compares a finished run with the plain trainer."""
 
     def compare_with(
         trial, argv: list[str], world_size: int = 1, valid_examples: list | None = None
@@ -87,7 +87,8 @@ def compare(plain_trainer, read_metrics):
         for name, tensor in trained.items():
             expected = plain.p[name.removeprefix("module.transformer.")]
             if name.endswith("c_attn.bias"):
-                # A softmax does not see the key's: there AdamW makes steps of rounding's noise.
+                # The key's bias does not change a softmax. Its gradient is rounding noise, from
+                # which AdamW makes steps.
                 (*rest, key), (*right, right_key) = map(query_value_key, (tensor, expected))
                 torch.testing.assert_close(key.double(), right_key, rtol=0, atol=1e-3)
                 tensor, expected = torch.cat(rest), torch.cat(right)
@@ -103,7 +104,7 @@ def test_every_pair_of_settings_is_in_a_case():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_training_is_the_formulas(tiny, compare, tmp_path, case):
+def test_training_follows_the_formulas(tiny, compare, tmp_path, case):
     setting = dict(zip(SETTINGS, case, strict=True))
     lr = 0.03 if setting["lora"] else 0.003
     more = f"{SCHEDULES[setting['scheduler']]} --lr {lr} --weight_decay 0.5 --eval_interval 4 "
@@ -118,7 +119,7 @@ def test_training_is_the_formulas(tiny, compare, tmp_path, case):
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 @pytest.mark.parametrize("obj", ["clm", "jlm"])
 def test_an_evaluation_is_the_mean_over_all_targets(tiny, compare, tmp_path, size, obj):
-    """However they are put into batches, and whatever training adds to the loss."""
+    """It does not depend on the batch size, or on what training adds to the loss."""
     more = f"--valid_batch_size {size} --obj {obj} --max_step 2 --eval_interval 1 "
     more += "--label_smooth 0.2 --lora_dropout 0 --lr 0.03"
     argv = tiny.flags(tmp_path / "run", *more.split())
@@ -141,7 +142,7 @@ def test_an_evaluation_has_neither_dropout_nor_gradients(tmp_path):
     assert model.training
 
 
-def test_the_best_perplexity_is_kept(tiny, read_metrics, tmp_path):
+def test_best_ppl_is_the_lowest_perplexity_so_far(tiny, read_metrics, tmp_path):
     more = "--scheduler cycle --i_steps 0,3,4,8 --i_lrs 0,0.03,1,1 --eval_interval 1"
     gpt2_ft.main(tiny.flags(tmp_path / "run", *more.split()))
     rows = read_metrics(tmp_path / "run")[1]
@@ -151,22 +152,22 @@ def test_the_best_perplexity_is_kept(tiny, read_metrics, tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_processes_are_one_with_the_mean_gradient(launch, trial, compare, tmp_path):
+def test_two_processes_train_on_the_mean_gradient(launch, trial, compare, tmp_path):
     more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
     argv = trial.flags(tmp_path / "run", *more.split())
     result = launch("torch.distributed.launch", SCRIPT, *argv)
     assert result.returncode == 0, result.stderr
     compare(trial, argv, world_size=2)
-    # One process shows and writes.
+    # Only one process logs.
     assert result.stderr.count(": valid_loss ") == 1
 
 
 @pytest.mark.distributed
 def test_two_processes_of_torchrun(launch_tiny, tiny, compare, tmp_path):
-    """All of the model; LoRA; and too little to evaluate.
+    """Three runs: of the full model, of LoRA, and with one example to evaluate.
 
-    Five batches are two and a half for each process, and two in an epoch: with LoRA the third epoch
-    ends the run after six steps, before step ⌈3 · 5 / 2⌉, at which the rate would be 0.
+    LoRA's run has five batches, so an epoch has two full ones for each process. Its third epoch
+    ends after six steps, before step ⌈3 · 5 / 2⌉, at which the rate would be 0.
     """
     more = "--obj jlm --correct_bias --lr 0.003 --scheduler cosine --max_step 8 --grad_acc 3"
     whole = tiny.flags(tmp_path / "whole", *more.split(), "--eval_interval", 2, lora=False)
@@ -194,7 +195,7 @@ def test_two_processes_of_torchrun(launch_tiny, tiny, compare, tmp_path):
     ],
 )
 def test_a_process_with_another_flag_or_base(launch_tiny, tiny, tmp_path, more, message):
-    """Any of them would make the processes wait for each other, or train other models."""
+    """Otherwise the processes would wait for each other forever, or train different models."""
     tensors = read_tensors(tiny.base)[0]
     name = next(name for name in tensors if name.endswith("ln_f.bias"))
     torch.save({**tensors, name: tensors[name] * 1.001}, tmp_path / "another.pt")
@@ -209,7 +210,7 @@ def test_a_process_with_another_flag_or_base(launch_tiny, tiny, tmp_path, more, 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all of the model"])
-def test_all_processes_start_from_the_first_one_s_draws(launch_tiny, tiny, tmp_path, lora):
+def test_all_processes_start_from_the_first_ones_random_weights(launch_tiny, tiny, tmp_path, lora):
     base = ["--init_checkpoint", str(tiny.base)] if lora else []
     folders = [tmp_path / "one", tmp_path / "other"]
     runs = [tiny.flags(folder, "--max_step", 3, "--lr", 0.01, *base) for folder in folders]
@@ -222,7 +223,7 @@ def test_all_processes_start_from_the_first_one_s_draws(launch_tiny, tiny, tmp_p
 
 
 def without_base(argv):
-    """The command line of a training of all of a model that is initialized at random."""
+    """Returns a command line that trains a full model from random weights."""
     dropped = {"--init_checkpoint", "--lora_dim", "--lora_alpha"}
     pairs = zip(argv[::2], argv[1::2], strict=True)
     return [word for flag, value in pairs if flag not in dropped for word in (flag, value)]

@@ -1,4 +1,4 @@
-"""gpt2_ft.py's flags, and what a training is told and refused before it begins."""
+"""Tests gpt2_ft.py's flags, and its warnings and errors before the training begins."""
 
 from types import SimpleNamespace
 
@@ -19,27 +19,27 @@ from loralib.lora_layer import lora_layers
 from loralib.training.precision import Precision
 
 FILES = ("--train_data", "train", "--valid_data", "valid")
-OF_THE_RELEASE = ("--roll_interval", "--roll_lr", "--roll_step", "--eval_epoch")
+IGNORED_FLAGS = ("--roll_interval", "--roll_lr", "--roll_step", "--eval_epoch")
 
 
 def test_flags_of_the_release_without_effect_are_accepted():
-    args = vars(parse_args([*FILES, *(word for flag in OF_THE_RELEASE for word in (flag, "3"))]))
-    assert [args[flag[2:]] for flag in OF_THE_RELEASE] == [3] * 4
+    args = vars(parse_args([*FILES, *(word for flag in IGNORED_FLAGS for word in (flag, "3"))]))
+    assert [args[flag[2:]] for flag in IGNORED_FLAGS] == [3] * 4
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_said"),
+    ("flags", "is_warned_of"),
     [
         (["--lora_dim", "1"], True),
         (["--lora_dim", "1", "--lr", "1e-5"], False),
         (["--lora_dim", "0"], False),
-        (["--lora_dim", "1", "--scheduler", "cycle"], False),  # which has rates of its own
+        (["--lora_dim", "1", "--scheduler", "cycle"], False),  # cycle has its own rates
     ],
 )
-def test_a_rate_for_lora_that_nobody_has_given(caplog, flags, is_said):
+def test_the_default_rate_is_warned_of_with_lora(caplog, flags, is_warned_of):
     warn_of_rate(SimpleNamespace(**vars(parse_args([*FILES, "--lora_alpha", "4", *flags]))))
     expected = "--lr is not given: it is 1e-05, the release's default; its recipes have 2e-4"
-    assert caplog.messages == [expected] * is_said
+    assert caplog.messages == [expected] * is_warned_of
 
 
 def test_steps_that_make_no_update(caplog):
@@ -54,8 +54,10 @@ def test_steps_that_make_no_update(caplog):
         check_updates(3, 2)
 
 
-def test_which_files_do_not_show_where_texts_end(caplog):
-    shows, does_not = (SimpleNamespace(shows_ends=lambda said=said: said) for said in (True, False))
+def test_files_that_do_not_show_where_texts_end_are_warned_of(caplog):
+    shows, does_not = (
+        SimpleNamespace(shows_ends=lambda answer=answer: answer) for answer in (True, False)
+    )
     warn_of_ends({"a": shows, "b": shows})
     assert not caplog.messages
     warn_of_ends({"a": does_not, "b": shows, "c": does_not})
@@ -85,8 +87,8 @@ def test_flags_that_do_not_fit_the_model(flags, message):
             check_fits(*given)
 
 
-def test_only_a_training_s_loss_is_smoothed():
-    """An evaluation gives no number, as its figures are to be those of any run."""
+def test_only_the_training_loss_is_smoothed():
+    """Evaluations are not, so that runs with different smoothing can be compared."""
     batch = {name: torch.zeros(1) for name in ("input", "target", "mask", "packed_rows")}
     loss_of = loss_function(Precision(torch.float32, "cpu"), torch.device("cpu"))
 
@@ -97,14 +99,14 @@ def test_only_a_training_s_loss_is_smoothed():
 
 
 @pytest.mark.parametrize(
-    ("flags", "last_step", "schedule_s_end"),
+    ("flags", "last_step", "schedule_end"),
     [
-        (["--max_epoch", 3], 12, 12),  # of 14 examples, 4 a step
+        (["--max_epoch", 3], 12, 12),  # 14 examples, 4 per step
         (["--max_step", 5], 5, 5),
         (["--max_step", 50, "--max_epoch", 2], 8, 50),
     ],
 )
-def test_a_run_is_what_its_flags_say(tiny, tmp_path, flags, last_step, schedule_s_end):
+def test_a_run_is_built_as_the_flags_say(tiny, tmp_path, flags, last_step, schedule_end):
     args = parse_args(tiny.flags(tmp_path, *map(str, flags), "--lora_dropout", "0.25"))
     alone = DistEnv(0, 1, 0, torch.device("cpu"))
     run = build_run(args, alone, *read_data(args, alone), new_lora=True)
@@ -112,12 +114,12 @@ def test_a_run_is_what_its_flags_say(tiny, tmp_path, flags, last_step, schedule_
     trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in run.model.named_parameters() if "lora_" in name}
     assert (run.epoch_steps, run.last_step) == (4, last_step)
-    assert (run.scheduler.max_step, run.identity["last step"]) == (schedule_s_end,) * 2
+    assert (run.scheduler.max_step, run.identity["last step"]) == (schedule_end,) * 2
     assert run.identity["base"] == run.base.fingerprint
 
 
 @pytest.mark.parametrize("objective", ["clm", "jlm"])
-def test_an_evaluation_judges_completions_alone(tiny, tmp_path, objective):
+def test_evaluations_score_completions_only(tiny, tmp_path, objective):
     args = parse_args(tiny.flags(tmp_path, "--obj", objective))
     trained, evaluated = read_data(args, DistEnv(0, 1, 0, torch.device("cpu")))
     assert (trained.joint_lm, evaluated.joint_lm) == (objective == "jlm", False)

@@ -1,4 +1,4 @@
-"""gpt2_ft.py: what it writes and when, the flags that it takes, and what it says to bad ones."""
+"""Tests gpt2_ft.py: what it writes and when, the flags that it accepts, and its errors."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ FLAGS_OF_THE_RELEASE = ROOT.parent / "shared" / "facts" / "nlg_cli.json"
 
 
 def models_of(work_dir: Path) -> dict[int, dict[str, torch.Tensor]]:
-    """The tensors of ``model.<step>.pt``, by step."""
+    """Returns the tensors of each ``model.<step>.pt``, by step."""
     paths = {int(path.name.split(".")[1]): path for path in work_dir.glob("model.*.pt")}
     return {step: read_tensors(paths[step])[0] for step in sorted(paths)}
 
@@ -39,7 +39,7 @@ def is_lora_only(tensors: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("more", ["", "--save_lora_only", "--bf16"])
 def test_checkpoints_of_lora(tiny, tmp_path, more):
-    """Four batches an epoch: after the third and sixth step, and at the end of each epoch."""
+    """They are written every three steps, and after each epoch of four steps."""
     argv = tiny.flags(tmp_path, *f"--max_epoch 2 --save_interval 3 --lr 0.03 {more}".split())
     argv[argv.index("--init_checkpoint") + 1] = str(tiny.base)
     gpt2_ft.main(argv)
@@ -74,7 +74,7 @@ def test_the_first_limit_ends_the_run(tiny, tmp_path, read_metrics, more):
     assert len(read_metrics(tmp_path)[0]) == 4
 
 
-def test_an_accumulation_that_is_not_full_at_the_end_is_dropped(tiny, tmp_path):
+def test_an_incomplete_accumulation_at_the_end_is_dropped(tiny, tmp_path):
     for steps in (6, 8):
         more = f"--max_step {steps} --grad_acc 3 --lr 0.03 --scheduler constant"
         gpt2_ft.main(tiny.flags(tmp_path / str(steps), *more.split()))
@@ -82,7 +82,7 @@ def test_an_accumulation_that_is_not_full_at_the_end_is_dropped(tiny, tmp_path):
     assert all(torch.equal(tensor, eight[name]) for name, tensor in six.items())
 
 
-def test_a_checkpoint_says_what_it_is(tiny, tmp_path):
+def test_a_checkpoint_has_metadata(tiny, tmp_path):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2))
     for step in (2, 4):
         path = tmp_path / f"model.{step}.pt"
@@ -94,8 +94,8 @@ def test_a_checkpoint_says_what_it_is(tiny, tmp_path):
     assert "model_state_dict" in content
 
 
-def test_training_goes_on_from_the_last_file(tiny, tmp_path):
-    """Which says itself what rank it has."""
+def test_training_continues_from_a_models_file(tiny, tmp_path):
+    """The file records the rank, so --lora_dim is not given."""
     gpt2_ft.main(tiny.flags(tmp_path / "first", "--max_step", 2))
     more = ["--max_step", 2, "--init_checkpoint", tmp_path / "first" / "model.2.pt"]
     gpt2_ft.main(tiny.flags(tmp_path / "next", "--save_interval", 1, *more, lora=False))
@@ -110,7 +110,7 @@ def test_new_lora_weights_change_nothing_at_first(tiny, tmp_path, read_metrics):
     assert first[0]["loss"] == second[0]["loss"]
 
 
-def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
+def test_metrics_are_written_at_their_intervals(tiny, tmp_path, read_metrics):
     more = "--max_step 7 --log_interval 3 --eval_interval 2"
     gpt2_ft.main(tiny.flags(tmp_path, *more.split()))
     steps, evaluations = read_metrics(tmp_path)
@@ -122,7 +122,7 @@ def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What pictures were drawn of, by panel and line; matplotlib is there."""
+    """A list of the panels of each picture that is drawn; matplotlib counts as available."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(metrics_log, "is_matplotlib_available", lambda: True)
     pictures, draw = [], curves._draw
@@ -156,7 +156,7 @@ def test_a_run_is_drawn_at_its_end(tiny, tmp_path, drawn, read_metrics):
         }
     ]
     assert (tmp_path / CURVES_NAME).read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "runs").exists()  # TensorBoard is not there
+    assert not (tmp_path / "runs").exists()  # TensorBoard is not available
 
 
 def test_a_resumed_run_is_drawn_as_a_whole(tiny, tmp_path, drawn, monkeypatch):
@@ -190,32 +190,32 @@ def test_a_run_killed_at_its_picture_is_drawn_when_it_resumes(tiny, tmp_path, dr
 
 
 @pytest.mark.parametrize("report_to", ["none", "tensorboard", "plot"])
-def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
+def test_report_to_chooses_where_metrics_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
     if report_to == "tensorboard":
         with pytest.raises(ValueError, match="report_to tensorboard: it is not installed"):
-            parse_args(argv)  # before anything is read
+            parse_args(argv)
         return
     gpt2_ft.main(argv)
     assert len(drawn) == (report_to == "plot")
 
 
-def test_none_goes_with_no_other_place(tiny, tmp_path):
+def test_report_to_none_excludes_others(tiny, tmp_path):
     argv = tiny.flags(tmp_path / "run", "--report_to", "none", "plot")
     with pytest.raises(ValueError, match=r"report_to none: leave it out, or plot$"):
         parse_args(argv)
 
 
 @pytest.mark.parametrize(("asked", "level"), [("plot", "WARNING"), ("all", "INFO")])
-def test_without_matplotlib_a_run_says_so_once(tiny, tmp_path, caplog, asked, level):
+def test_a_missing_matplotlib_is_logged_once(tiny, tmp_path, caplog, asked, level):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 1, "--report_to", asked))
-    said = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
-    assert said == [level]
+    levels = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
+    assert levels == [level]
     assert (tmp_path / "model.1.pt").is_file()
     assert not (tmp_path / CURVES_NAME).exists()
 
 
-def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
+def test_a_run_logs_its_settings_steps_and_results(tiny, tmp_path, caplog):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 2, "--eval_interval", 2))
     before, *steps, evaluated, wrote, after = (
         record.getMessage()
@@ -246,7 +246,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
     ],
 )
 def test_completions_without_an_end_are_warned_of(tiny, tmp_path, caplog, ends, objective, without):
-    """As gpt2_encode.py makes them without --add_eos."""
+    """gpt2_encode.py writes such completions without --add_eos."""
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--obj", objective)
     paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "valid")}
     for name, path in paths.items():
@@ -266,7 +266,7 @@ def test_completions_without_an_end_are_warned_of(tiny, tmp_path, caplog, ends, 
         assert text.endswith(": encode them with gpt2_encode.py --add_eos")
 
 
-def test_a_log_of_errors_is_empty(tiny, tmp_path, caplog):
+def test_log_level_error_hides_everything_else(tiny, tmp_path, caplog):
     argv = tiny.flags(tmp_path, "--max_step", 1, "--log_level", "error", "--report_to", "plot")
     gpt2_ft.main(argv)
     assert not caplog.messages
@@ -298,7 +298,7 @@ def release_flags():
     return json.loads(FLAGS_OF_THE_RELEASE.read_text())["gpt2_ft.py"]
 
 
-def test_all_flags_of_the_release_are_taken(release_flags):
+def test_all_flags_of_the_release_are_accepted(release_flags):
     assert len(release_flags) == 42
     samples = {"int": 3, "float": 0.25, "str": "text", None: "text"}
     for entry in release_flags:
@@ -307,7 +307,7 @@ def test_all_flags_of_the_release_are_taken(release_flags):
             assert parse()[name] is False
             assert parse(flag)[name] is True
             continue
-        # Of the platforms and schedulers those are taken that there is something for.
+        # Only platforms and schedulers that are implemented are accepted.
         values = {"platform": ["local", "philly", "k8s", "azure"]}.get(name)
         values = values or entry.get("choices") or [samples[entry.get("type")]]
         for value in set(values) - {"inv_sqrt", "dev_perf"}:
@@ -320,9 +320,9 @@ def test_defaults_are_the_releases(release_flags, monkeypatch):
     given = {entry["flag"].removeprefix("--"): entry.get("default") for entry in release_flags}
     given |= {"train_data": "a", "valid_data": "b", "work_dir": "gpt2_model"}
     given |= {"fp16": False, "correct_bias": False, "no_decay_bias": False}
-    # Not given, they are those of the file, or else the release's: the test below.
+    # If they are not given, those of the file are used, else the release's: see the next test.
     assert (given.pop("lora_dim"), given.pop("lora_alpha")) == (0, 128)
-    # Not given, it is 0 for one process, as the release's: that of several has to be known.
+    # If it is not given, it is 0 for one process, as in the release. Several need one each.
     assert given.pop("local_rank") == 0
     defaults = parse()
     assert {name: defaults[name] for name in given} == given
@@ -330,7 +330,7 @@ def test_defaults_are_the_releases(release_flags, monkeypatch):
     assert parse()["work_dir"] == "elsewhere"
 
 
-def test_alpha_is_128_where_nothing_says_otherwise(tiny, tmp_path):
+def test_alpha_is_128_by_default(tiny, tmp_path):
     flags = ["--lora_dim", 2, "--max_step", 1, "--save_lora_only"]
     gpt2_ft.main(tiny.flags(tmp_path, *flags, lora=False))
     path = tmp_path / "model.1.pt"
@@ -362,7 +362,7 @@ def test_a_wrong_command_line(tiny, tmp_path, capsys, more, message):
 
 @pytest.fixture
 def finished(tiny, tmp_path, files_of):
-    """The folder of a run, which has to be the same at the end of the test."""
+    """The folder of a finished run, which the test must not change."""
     work_dir = tmp_path / "run"
     gpt2_ft.main(tiny.flags(work_dir, "--max_step", 2))
     before = files_of(work_dir)
@@ -399,7 +399,7 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
         ("", ": is empty"),
     ],
 )
-def test_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of, content, message):
+def test_texts_instead_of_token_ids(tiny, finished, tmp_path, error_of, content, message):
     path = tmp_path / "texts"
     path.write_text(content)
     error = error_of(tiny.flags(finished, "--max_step", 4, "--train_data", path))
@@ -407,14 +407,14 @@ def test_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of, con
     assert "; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then" in error
 
 
-def test_formatted_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of):
+def test_formatted_texts_instead_of_token_ids(tiny, finished, tmp_path, error_of):
     path = tmp_path / "texts"
     path.write_text('{"context": "a", "completion": "b"}')
     error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", path))
     assert f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these from it" in error
 
 
-def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
+def test_a_folder_instead_of_a_data_file(tiny, finished, tmp_path, error_of):
     error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", tmp_path))
     assert f"{tmp_path}: is a folder; give a file of it, such as train.jsonl" in error
 
@@ -468,7 +468,7 @@ def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
         ("--max_step 4 --world_size 2", "--world_size is 2, but the launcher started 1"),
     ],
 )
-def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
+def test_invalid_settings_are_refused(tiny, finished, error_of, more, message):
     more = more.format(folder=tiny.folder)
     assert message in error_of(tiny.flags(finished, *more.split()))
 
@@ -480,7 +480,7 @@ def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
         *("--adam_beta2 -0.5", "--warmup_step -1", "--lora_dim -1", "--lora_alpha -2"),
     ],
 )
-def test_a_number_out_of_its_range_is_said_before_files_that_are_missing(error_of, more):
+def test_numbers_are_checked_before_files_are_read(error_of, more):
     flag, value = more.split()
     error = error_of(["--train_data", "none", "--valid_data", "none", flag, value])
     assert f"{flag} must " in error
@@ -498,7 +498,7 @@ def test_lora_needs_a_base(tiny, finished, error_of):
     assert message in error_of(argv)
 
 
-def test_without_lora_there_is_no_part_to_save(tiny, finished, error_of):
+def test_flags_that_need_lora(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--save_lora_only", lora=False)
     assert "--save_lora_only needs LoRA: add --lora_dim" in error_of(argv)
     argv = tiny.flags(finished, "--max_step", 4, "--lora_dropout", 0.1, lora=False)
@@ -552,8 +552,8 @@ def test_a_work_folder_that_is_a_file(tiny, tmp_path, error_of):
     assert path.read_text() == "kept"
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_metrics):
-    """The rate explodes at the fifth step; what was saved before stays."""
+def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, error_of, read_metrics):
+    """The rate explodes at the fifth step; what was saved before is kept."""
     more = "--scheduler cycle --i_steps 0,3,4,12 --i_lrs 0.01,0.01,1e30,1e30 --save_interval 3"
     error = error_of(tiny.flags(tmp_path, *more.split()))
     assert "the loss of step 6 is nan at learning rate 1e+30: that step is not saved" in error
@@ -566,25 +566,25 @@ def test_a_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_me
     ("more", "count"),
     [("", 1), ("--lr 1e-5", 0), ("--scheduler cycle --i_steps 0,1 --i_lrs 0.1,0.1", 0)],
 )
-def test_a_learning_rate_that_nobody_has_chosen_is_warned_of(tiny, tmp_path, caplog, more, count):
-    """Of LoRA alone, and not where the default's is given."""
-    said = "--lr is not given: it is 1e-05, the release's default; its recipes have 2e-4"
+def test_the_default_rate_is_warned_of_with_lora(tiny, tmp_path, caplog, more, count):
+    """There is no warning if the same rate is given, or without LoRA."""
+    warning = "--lr is not given: it is 1e-05, the release's default; its recipes have 2e-4"
     argv = tiny.flags(tmp_path / "lora", *f"--max_step 1 {more}".split())
     gpt2_ft.main(argv)
-    assert caplog.text.count(said) == count
+    assert caplog.text.count(warning) == count
     caplog.clear()
     gpt2_ft.main(tiny.flags(tmp_path / "full", "--max_step", 1, lora=False))
-    assert said not in caplog.text
+    assert warning not in caplog.text
 
 
-def test_a_validation_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_metrics):
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, error_of, read_metrics):
     more = "--max_step 4 --eval_interval 1 --lr 1e30 --scheduler constant"
     error = error_of(tiny.flags(tmp_path, *more.split()))
     assert "the validation loss after step 1 is nan" in error
     assert read_metrics(tmp_path)[1] == []
 
 
-def test_the_script_itself_ends_with_one_line(trial, tmp_path):
+def test_an_error_of_the_script_is_one_line(trial, tmp_path):
     data = tmp_path / "bad.jsonl"
     data.write_text('{"context": [1], "completion": [2]}\n{"context"\n')
     argv = trial.flags(tmp_path / "run", "--max_step", 1, "--train_data", data)
@@ -596,8 +596,8 @@ def test_the_script_itself_ends_with_one_line(trial, tmp_path):
     assert end == ""
 
 
-def test_a_run_is_without_heavy_imports(trial, tmp_path):
-    """From the base to a checkpoint; TensorBoard comes with the first figures."""
+def test_a_run_has_no_heavy_imports(trial, tmp_path):
+    """The run writes a checkpoint, but no metrics, because the first ones import TensorBoard."""
     argv = trial.flags(tmp_path / "run", "--max_step", 2, "--log_interval", 100)
     code = (
         "import json, runpy, sys\n"

@@ -1,4 +1,4 @@
-"""Which process this is, by launcher; and two real processes that talk through gloo."""
+"""Tests how a script finds its place among a launcher's processes, and two processes on gloo."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def torchrun(rank: int, size: int, local_rank: int) -> dict[str, str]:
 
 @pytest.fixture
 def joined(monkeypatch):
-    """A machine without launcher and GPU; the list of what a process group was asked for."""
+    """A list of the arguments with which process groups are initialized; no launcher, no GPU."""
     for name in (*NAMES, *OPENMPI):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -53,14 +53,14 @@ def joined(monkeypatch):
     monkeypatch.setattr(distributed, "_attempt_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
     monkeypatch.setattr(watch.Watch, "start", lambda self: None)
-    monkeypatch.setattr(watch, "_watch", None)  # which joining sets
+    monkeypatch.setattr(watch, "_watch", None)  # joining sets it
     monkeypatch.setattr(distributed.dist, "init_process_group", join)
     return calls
 
 
 @pytest.fixture
 def environment(monkeypatch, joined):
-    """Sets what a launcher sets."""
+    """Sets environment variables as a launcher does."""
 
     def set_all(values: dict[str, str]) -> None:
         for name, value in values.items():
@@ -71,11 +71,11 @@ def environment(monkeypatch, joined):
 
 @pytest.fixture
 def two_gpus(monkeypatch, joined):
-    """Pretends that there are two; the list of those that were made current."""
+    """Pretends that there are two GPUs; a list of the devices that are made current."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # A PyTorch that has been built for CUDA would ask the GPU what it can do.
+    # A PyTorch that is built for CUDA would otherwise ask the GPU for its capability.
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
@@ -109,7 +109,7 @@ def test_plain_python_is_one_process(platform, joined):
 
 
 @pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
-def test_torchs_launcher(platform, environment, joined):
+def test_torchrun(platform, environment, joined):
     environment({**torchrun(5, 6, 1), **MASTER})
     run = start(parse("--platform", platform))
     assert run == DistEnv(5, 6, 1, torch.device("cpu"))
@@ -118,14 +118,14 @@ def test_torchs_launcher(platform, environment, joined):
 
 
 def test_openmpi(environment, joined):
-    # As left over from whatever started mpirun: on k8s it does not count.
+    # PyTorch's variables may be left over from what started mpirun. On k8s, OpenMPI's come first.
     environment({**openmpi(2, 4, 1), **torchrun(0, 1, 0), **MASTER})
     assert start(parse()) == DistEnv(2, 4, 1, torch.device("cpu"))
     assert joined == [("gloo", {"rank": 2, "world_size": 4})]
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(2, 4, 1)
 
 
-def test_openmpi_counts_on_k8s_alone(environment, joined):
+def test_openmpi_counts_only_on_k8s(environment, joined):
     environment(openmpi(2, 4, 1))
     assert start(parse("--platform", "local")).world_size == 1
 
@@ -177,16 +177,16 @@ def test_an_environment_that_does_not_fit(environment, joined, values, flags, me
 
 
 @pytest.mark.parametrize(
-    "left", [{"RANK": "0"}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}]
+    "variables", [{"RANK": "0"}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}]
 )
-def test_one_variable_of_a_single_process(environment, joined, left):
-    environment(left)
+def test_a_leftover_variable_does_no_harm_to_a_single_process(environment, joined, variables):
+    environment(variables)
     assert start(parse()) == DistEnv(0, 1, 0, torch.device("cpu"))
     assert joined == []
 
 
-def test_one_process_a_machine(environment, joined, monkeypatch):
-    """Each in a container with one GPU or none: it need not be said which of its machine it is."""
+def test_only_machines_with_several_gpus_need_a_local_rank(environment, joined, monkeypatch):
+    """A machine or container with one GPU or none runs a single process, whose local rank is 0."""
     environment({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"^LOCAL_RANK is not set in the environment: start"):
@@ -204,7 +204,7 @@ def test_each_process_has_a_gpu(environment, joined, two_gpus):
     assert joined == [("nccl", {"rank": 3, "world_size": 4, "device_id": device})]
 
 
-def test_a_single_process_takes_the_gpu_that_it_is_told(joined, two_gpus):
+def test_local_rank_chooses_the_gpu_of_a_single_process(joined, two_gpus):
     assert start(parse("--local_rank", 1)).device == torch.device("cuda", 1)
 
 
@@ -215,7 +215,7 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
     assert two_gpus == []
 
 
-def test_flags_that_processes_have_to_share(monkeypatch):
+def test_processes_compare_their_flags(monkeypatch):
     compared = []
     monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
     args = parse("--local_rank", 1)
@@ -229,7 +229,7 @@ def test_flags_that_processes_have_to_share(monkeypatch):
 
 
 def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) -> list:
-    """Puts a horovod of four processes in place; the list of what was broadcast."""
+    """Installs a stand-in for horovod with four processes; returns a list of what is broadcast."""
     sent = []
     hvd = types.ModuleType("horovod.torch")
     hvd.init = lambda: sent.append("init")
@@ -248,7 +248,7 @@ def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) ->
     return sent
 
 
-def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
+def test_the_first_process_of_horovod_sends_its_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 0, None)
     assert start(parse("--platform", "azure")) == DistEnv(0, 4, 0, torch.device("cpu"))
     (host, port) = sent[1]
@@ -258,20 +258,20 @@ def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
     assert joined == [("gloo", {"rank": 0, "world_size": 4})]
 
 
-def test_horovod_brings_the_others_the_address(monkeypatch, joined):
+def test_the_other_processes_of_horovod_receive_the_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 3, ("far.example", "77"))
     assert start(parse("--platform", "azure")) == DistEnv(3, 4, 1, torch.device("cpu"))
     assert sent == ["init", None]
     assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
 
 
-def test_azure_without_horovod_says_so(monkeypatch, joined):
+def test_azure_without_horovod_is_an_error(monkeypatch, joined):
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(ValueError, match=r"--platform azure needs horovod.*--platform local"):
         start(parse("--platform", "azure"))
 
 
-def test_one_process_shares_with_itself():
+def test_communication_of_a_single_process():
     barrier(1)
     value = torch.tensor([1.0, 2.0], requires_grad=True)
     total = sum_over_processes(value, 1)
@@ -313,7 +313,7 @@ run(main)
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["launch", "run"])
 def test_two_processes(launcher, tmp_path):
-    """As the release's README starts them, and by its successor."""
+    """They are started by the launcher in the release's README, and by its successor."""
     (tmp_path / "worker.py").write_text(WORKER)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A base in bfloat16, trained with --bf16: its frozen weights are the file's own memory."""
+"""Tests that with --bf16 the frozen weights of a base in bfloat16 stay mapped from its file."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from loralib.io.tensors import read_tensors, write_tensors
 
 @pytest.fixture
 def train(tiny, tmp_path, monkeypatch):
-    """Trains LoRA, on numbers of bfloat16 that a file holds in a dtype."""
+    """Trains on a file of this dtype, whose values are rounded to bfloat16 in any case."""
     create_adam_optimizer = gpt2_ft.create_adam_optimizer
 
     def run(path, dtype, *flags):
@@ -29,8 +29,8 @@ def train(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["base.safetensors", "base.bin"])
-def test_frozen_weights_are_the_mapped_file_s(train, tmp_path, name):
-    """DoRA begins at the norms of the base's rows, pissa at its singular values."""
+def test_frozen_weights_are_mapped_from_the_file(train, tmp_path, name):
+    """DoRA and PiSSA compute initial values from the base, as precisely as from one in float32."""
     path, lora = tmp_path / name, ("--lora_variant", "dora", "--lora_init", "pissa")
     model, written = train(path, torch.bfloat16, *lora)
     frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
@@ -45,7 +45,7 @@ def test_frozen_weights_are_the_mapped_file_s(train, tmp_path, name):
     assert_same_bits(ours, theirs)
 
 
-def test_what_is_trained_is_in_float32(train, tmp_path):
+def test_trained_weights_are_in_float32(train, tmp_path):
     path = tmp_path / "base.safetensors"
     model, written = train(path, torch.bfloat16, "--lora_dim", 0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}

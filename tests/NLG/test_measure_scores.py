@@ -1,4 +1,4 @@
-"""measure_scores.py: metrics of Java's, tables of E2E and WebNLG, bad files."""
+"""Tests measure_scores.py: metrics that need Java, the tables of E2E and WebNLG, and bad files."""
 
 import json
 import runpy
@@ -35,13 +35,13 @@ def test_rouge_and_cider():
     ]
     assert scores[0][0] == pytest.approx(1)
     assert all(perfect > worse > 0 for perfect, worse in scores)
-    # A common subsequence of 3 words, of 4 in the prediction, of 6 in the reference; β is 1.2.
+    # The common subsequence has 3 words, the prediction 4, and the reference 6; β is 1.2.
     by_hand = (1 + 1.44) * 0.75 * 0.5 / (0.5 + 1.44 * 0.75)
     assert metrics.rouge_l([["a b c d e f"]], ["a c x e"]) == pytest.approx(by_hand)
 
 
 @needs_java
-def test_all_of_e2e(tmp_path, capsys):
+def test_all_metrics_of_e2e(tmp_path, capsys):
     references, predictions = write_e2e(tmp_path, [PERFECT[0], WORSE[1], ""])
     measure_scores.main([references, predictions, "-p", "--json", str(tmp_path / "scores.json")])
     lines = capsys.readouterr().out.splitlines()
@@ -56,7 +56,7 @@ def test_all_of_e2e(tmp_path, capsys):
 
 @pytest.fixture
 def pretended_java(tmp_path, monkeypatch):
-    """Makes a script be the program java, with the package of its jars beside it."""
+    """Installs a shell script as the program java, and an empty package pycocoevalcap."""
 
     def pretend(script):
         program = tmp_path / "bin" / "java"
@@ -72,11 +72,11 @@ def pretended_java(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for java")
 class TestPretendedJava:
-    def test_a_program_that_only_says_where_to_get_java_is_none(self, pretended_java):
+    def test_a_stub_without_a_runtime_counts_as_missing(self, pretended_java):
         pretended_java("echo No Java runtime present. >&2; exit 1")
         assert "there is no Java runtime" in metrics.missing_java()
 
-    def test_one_that_fails_is_an_error(self, pretended_java):
+    def test_a_java_that_fails_is_an_error(self, pretended_java):
         pretended_java('[ "$1" = -version ] || { echo Could not reserve memory >&2; exit 3; }')
         assert metrics.missing_java() is None
         with pytest.raises(ValueError, match="ended with 3: Could not reserve memory"):
@@ -87,7 +87,7 @@ class TestPretendedJava:
         with pytest.raises(ValueError, match="gave 3 lines for 9 texts"):
             metrics.ptb_tokens(REFERENCES, WORSE)
 
-    def test_meteor_gets_as_many_references_for_each_prediction(self, pretended_java):
+    def test_meteor_gets_equally_many_references_for_each_prediction(self, pretended_java):
         # The fifth argument is the file of predictions, the sixth that of references.
         pretended_java('echo $(( 100 * $(wc -l < "$5") + $(wc -l < "$6") ))')
         assert metrics.meteor(REFERENCES, WORSE) == 309
@@ -108,7 +108,7 @@ def write_e2e(folder, predictions, references=REFERENCES):
 
 
 def write_columns(folder, predictions, missing="", references=REFERENCES):
-    """Files reference0 to reference2; `missing` is put where a row has fewer, None its first."""
+    """Writes reference0 to reference2. Rows with fewer get `missing` or, if None, their first."""
     for n in range(3):
         column = [row[n] if n < len(row) else missing or "" for row in references]
         if missing is None:
@@ -119,7 +119,7 @@ def write_columns(folder, predictions, missing="", references=REFERENCES):
 
 
 def fails(argv, monkeypatch, capsys):
-    """Runs the program, which must fail, and returns what it said."""
+    """Runs the program, which must fail with one line, and returns that line."""
     monkeypatch.setattr(sys, "argv", ["measure_scores.py", *argv])
     with pytest.raises(SystemExit) as end:
         measure_scores.start()
@@ -155,7 +155,7 @@ def test_e2e_without_java(tmp_path, capsys, caplog):
 
 
 @pytest.mark.usefixtures("no_java")
-def test_java_is_not_missed_where_no_metric_needs_it(tmp_path, capsys, caplog):
+def test_without_a_metric_that_needs_java_there_is_no_warning(tmp_path, capsys, caplog):
     measure_scores.main([*write_e2e(tmp_path, PERFECT), "-m", "bleu,NIST"])
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert not caplog.messages
@@ -194,9 +194,8 @@ LONG = ["The Punter.", "x " * 24, "x " * 24]
 
 @pytest.mark.usefixtures("no_java")
 @pytest.mark.parametrize("predictions", [SHORT, WORSE, LONG])
-def test_empty_references_are_for_bleu_and_ter(tmp_path, predictions):
-    """Rows with empty lines have the scores of rows without; but for BLEU, where it is short, and
-    TER, where a row with one is at a rate above 1."""
+def test_only_bleu_and_ter_count_empty_references(tmp_path, predictions):
+    """BLEU differs if predictions are short, TER if a row's rate is above 1; others are equal."""
     scores = []
     for missing in ("", None):
         path = tmp_path / f"{missing}.json"
@@ -222,8 +221,8 @@ def test_single_reference_file_with_and_without_its_number(tmp_path):
 
 
 @pytest.mark.usefixtures("no_java")
-def test_a_byte_order_mark_is_no_character(tmp_path, capsys):
-    said = []
+def test_a_byte_order_mark_is_ignored(tmp_path, capsys):
+    outputs = []
     for mark in (b"", b"\xef\xbb\xbf"):
         for path in write_e2e(tmp_path, PERFECT):
             Path(path).write_bytes(mark + Path(path).read_bytes())
@@ -232,8 +231,8 @@ def test_a_byte_order_mark_is_no_character(tmp_path, capsys):
         first = tmp_path / "reference0"
         first.write_bytes(mark + first.read_bytes())
         measure_scores.main(arguments)
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n\n\n"])
@@ -269,13 +268,13 @@ def test_foreign_json_file_is_left_alone(tmp_path, monkeypatch, capsys, content)
 
 
 @pytest.mark.usefixtures("no_java")
-def test_empty_predictions_count_and_are_told(tmp_path, caplog):
+def test_empty_predictions_are_warned_of(tmp_path, caplog):
     measure_scores.main([*write_e2e(tmp_path, [PERFECT[0], " ", ""]), "-m", "bleu"])
     assert caplog.messages == [f"{tmp_path / 'pred.txt'}: 2 of 3 predictions are empty"]
 
 
 @pytest.mark.parametrize(
-    ("references", "predictions", "said"),
+    ("references", "predictions", "message"),
     [
         ("a\n\nb\n\n", "a\n", "pred.txt: 1 predictions for 2 rows of references"),
         ("a\nb\n", "a\n\nb\nc\n\n", "give the references first, then the predictions"),
@@ -295,18 +294,18 @@ def test_empty_predictions_count_and_are_told(tmp_path, caplog):
         ("a\n", None, "pred.txt"),
     ],
 )
-def test_bad_e2e_files(tmp_path, monkeypatch, capsys, references, predictions, said):
+def test_bad_e2e_files(tmp_path, monkeypatch, capsys, references, predictions, message):
     paths = tmp_path / "ref.txt", tmp_path / "pred.txt"
     for path, text in zip(paths, (references, predictions), strict=True):
         if text is not None:
             path.write_bytes(text.encode(errors="surrogateescape"))
     table = tmp_path / "scores.json"
-    assert said in fails([*map(str, paths), "--json", str(table)], monkeypatch, capsys)
+    assert message in fails([*map(str, paths), "--json", str(table)], monkeypatch, capsys)
     assert not table.exists()
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({"reference1": None}, "reference1 (with -nr 3)"),
         ({"reference2": "a\nb\n"}, "reference0 has 3 lines, but "),
@@ -317,7 +316,7 @@ def test_bad_e2e_files(tmp_path, monkeypatch, capsys, references, predictions, s
         ({"hypothesis": None}, "hypothesis"),
     ],
 )
-def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
+def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, message):
     arguments = write_columns(tmp_path, WORSE)
     for name, text in files.items():
         if text is None:
@@ -325,12 +324,12 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
         else:
             (tmp_path / name).write_text(text)
     table = tmp_path / "scores.json"
-    assert said in fails([*arguments, "--json", str(table)], monkeypatch, capsys)
+    assert message in fails([*arguments, "--json", str(table)], monkeypatch, capsys)
     assert not table.exists()
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["r", "p", "-m", "bleu,bert"], "'bert' for these arguments; known: bleu, nist, meteor"),
         (["-R", "r", "-H", "p", "-m", "nist"], "known: bleu, meteor, ter, chrf++"),
@@ -345,11 +344,11 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
         (["r", "p", "-H", "p"], "give either"),
     ],
 )
-def test_bad_arguments(monkeypatch, capsys, argv, said):
-    assert said in fails(argv, monkeypatch, capsys)
+def test_bad_arguments(monkeypatch, capsys, argv, message):
+    assert message in fails(argv, monkeypatch, capsys)
 
 
-def test_the_home_folder_is_that_of_the_user(tmp_path, monkeypatch, capsys):
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch, capsys):
     for name in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(name, str(tmp_path))
     write_e2e(tmp_path, PERFECT)
@@ -365,13 +364,13 @@ def test_the_home_folder_is_that_of_the_user(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", ["e2e/measure_scores.py", "GenerationEval/eval.py"])
-def test_names_of_the_release(tmp_path, monkeypatch, capsys, script):
+def test_scripts_under_the_releases_names(tmp_path, monkeypatch, capsys, script):
     arguments = (
         [*write_columns(tmp_path, PERFECT), *["-lng", "en", "-nc", "6", "-nw", "2", "-b", "2"]]
         if script.startswith("Generation")
         else [*write_e2e(tmp_path, PERFECT), "-p"]
     )
-    # As Python starts a script: with its folder first on the path, and nothing imported.
+    # As when Python starts a script: its folder is first on the path, and nothing is imported.
     others = [entry for entry in sys.path if Path(entry) != EVAL]
     monkeypatch.setattr(sys, "path", [str((EVAL / script).parent), *others])
     monkeypatch.delitem(sys.modules, "measure_scores")

@@ -1,4 +1,4 @@
-"""The metrics: hand-computed cases, plain references, what does not matter."""
+"""Tests the metrics against cases computed by hand, and against plain implementations."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_worse_predictions_score_worse(name):
     )
     if name == "ter":
         assert good < worse < worst < nothing
-    elif name == "bleu":  # in neither of the last two, four words in a row are right
+    elif name == "bleu":  # neither of the last two has a matching 4-gram
         assert good > worse > worst == nothing == 0
     else:
         assert good > worse > worst > nothing == 0
@@ -47,15 +47,15 @@ def test_order_of_references_does_not_matter(name):
 
 @pytest.mark.parametrize("name", PYTHON_METRICS)
 def test_order_of_rows_does_not_matter(name):
-    # The last row has fewer references than the others: now it is the first.
+    # The last row, which has fewer references than the others, becomes the first.
     metric = PYTHON_METRICS[name]
     assert metric(REFERENCES[::-1], WORSE[::-1]) == pytest.approx(metric(REFERENCES, WORSE))
 
 
 def test_bleu_by_hand():
-    # Precisions 4/5, 3/4, 2/3, 1/2, and as long as the reference.
+    # The precisions are 4/5, 3/4, 2/3 and 1/2, and the lengths are equal.
     assert metrics.bleu([["a b c d e"]], ["a b c d f"]) == pytest.approx(100 * 0.2**0.25)
-    # All n-grams match, but of the references the closest in length has 6 words.
+    # All n-grams match, but the reference of the closest length has 6 words.
     brief = metrics.bleu([["a b c d e f", "a b c d e f g h"]], ["a b c d e"])
     assert brief == pytest.approx(100 * math.exp(1 - 6 / 5))
 
@@ -67,23 +67,23 @@ FIVE = "a b c d e"
     ("references", "predictions", "closest"),
     [
         ([[FIVE + " f g h i j"]], [FIVE], 10),
-        ([[FIVE + " f g h i j", ""]], [FIVE], 0),  # as close: the shorter
+        ([[FIVE + " f g h i j", ""]], [FIVE], 0),  # equally close: the shorter
         ([["", FIVE + " f g h i j"]], [FIVE], 0),
         ([[FIVE + " f g h i", ""]], [FIVE], 9),
         ([[FIVE + " f", FIVE[:-2], ""]], [FIVE], 4),
-        # An empty reference makes up for a row that is too short.
+        # An empty reference compensates for a row that is too short.
         ([[FIVE + " " + FIVE + " f", ""], [FIVE + " f g"]], [FIVE, FIVE], 0 + 7),
         ([[FIVE + " " + FIVE + " f"], [FIVE + " f g"]], [FIVE, FIVE], 11 + 7),
     ],
 )
-def test_bleu_s_closest_length(references, predictions, closest):
+def test_bleu_uses_the_closest_length(references, predictions, closest):
     length = 5 * len(predictions)
     by_hand = 100 * math.exp(min(0, 1 - closest / length))
     assert plain_bleu(references, predictions) == pytest.approx(by_hand)
     assert metrics.bleu(references, predictions) == pytest.approx(by_hand)
 
 
-def test_bleu_knows_case_only_outside_e2e():
+def test_bleu_ignores_case_only_for_e2e():
     references, predictions = (
         [["The Punter is cheap , isn't it ?"]],
         ["the punter IS cheap, isn't it?"],
@@ -98,7 +98,7 @@ def test_bleu_knows_case_only_outside_e2e():
         (["a b c d"], "a c d", 1 / 4),
         (["a b c d"], "c d a b", 1 / 4),  # one shift of two words
         (["a b c d"], "A b c d", 1 / 4),  # case counts
-        (["a b c d", "a b x y z c"], "a b c", 1 / 4),  # of the nearest, per word of it
+        (["a b c d", "a b x y z c"], "a b c", 1 / 4),  # the nearest reference counts
         (["a b"], "c d e f", 2),
     ],
 )
@@ -106,14 +106,14 @@ def test_ter_by_hand(references, prediction, expected):
     assert metrics.ter([references], [prediction]) == pytest.approx(expected)
 
 
-def test_ter_of_many_rows():
+def test_ter_in_several_processes_is_the_same():
     times = 1 + metrics.TER_POOL_FROM // len(REFERENCES)
     many = metrics.ter(REFERENCES * times, WORSE * times)
     assert many == pytest.approx(metrics.ter(REFERENCES, WORSE), rel=1e-12)
 
 
-def test_ter_is_the_mean_of_the_rows_lowest():
-    """Not all edits by all words: a short row counts as much as a long one."""
+def test_ter_is_the_mean_of_the_rows_lowest_rates():
+    """Edits and words are not summed over rows: a short row counts as much as a long one."""
     references = [["a b c d e f g h", "x"], ["a b"]]
     assert metrics.ter(references, ["a b c d e f g h", "c d e f"]) == pytest.approx((0 + 2) / 2)
 
@@ -121,15 +121,15 @@ def test_ter_is_the_mean_of_the_rows_lowest():
 @pytest.mark.parametrize(
     ("references", "predictions", "expected"),
     [
-        # TER by hand is above; here, lines of files where a row has fewer references.
+        # In files, a row with fewer references than others has empty ones.
         ([["a b c d", ""]], ["a c d"], 1 / 4),
-        ([["a b", ""]], ["c d e f"], 1),  # 2 of its only one
+        ([["a b", ""]], ["c d e f"], 1),  # the other one's rate is 2
         ([["", "a b"]], ["c d e f"], 1),
         ([["a b", " "], ["a b"]], ["c d e f", "c d e f"], (1 + 2) / 2),
         ([[""]], [""], 1),
     ],
 )
-def test_a_reference_without_words_is_at_a_rate_of_1(references, predictions, expected):
+def test_a_reference_without_words_has_a_rate_of_1(references, predictions, expected):
     assert metrics.ter(references, predictions) == pytest.approx(expected)
 
 
@@ -142,12 +142,12 @@ def f2(found, predicted, right):
     ("references", "predictions", "expected"),
     [
         # Characters: 2 of 2 (reference: 3), 1 of 1 (2); words: 0 of 1 (1). The other orders are
-        # empty, and count.
+        # empty, and count as 0.
         ([["abc"]], ["ab"], (f2(2, 2, 3) + f2(1, 1, 2)) / 8),
-        # The reference whose F2 is the highest; a full stop is a word of its own.
+        # The reference with the highest F2 counts; a full stop is a word.
         ([["xyz", "ab."]], ["ab"], (f2(2, 2, 3) + f2(1, 1, 2) + f2(1, 1, 2)) / 8),
-        # Counts of both rows are added up, then divided; a lone "abc" has 3 + 2 + 1 n-grams and a
-        # word.
+        # The counts of both rows are summed, then divided. An "abc" has 3 + 2 + 1 n-grams of
+        # characters and one of words.
         (
             [["abc"], ["abc"]],
             ["ab", "abc"],
@@ -159,8 +159,8 @@ def test_chrf_by_hand(references, predictions, expected):
     assert metrics.chrf(references, predictions) == pytest.approx(expected)
 
 
-def test_an_order_without_a_match_is_smoothed_in_e2e_alone():
-    """multi-bleu-detok prints 0; of mteval-v13a, the first such order has half a match."""
+def test_only_e2es_bleu_smooths_an_order_without_a_match():
+    """multi-bleu-detok gives 0; mteval-v13a counts half a match for the first such order."""
     references, predictions = [["a b c d e"]], ["a b c x"]
     assert metrics.bleu(references, predictions) == 0
     by_hand = (3 / 4 * 2 / 3 * 1 / 2 * (1 / 2) / 1) ** 0.25 * math.exp(1 - 5 / 4)
@@ -177,11 +177,11 @@ def test_nist_of_references_without_words():
 @pytest.mark.parametrize(
     ("references", "prediction", "expected"),
     [
-        # Each word once among three: worth log2 3; a longer n-gram is certain after its beginning.
+        # Each of three words occurs once, so it is worth log2 3. Longer n-grams are worth 0.
         (["a b c"], "a b c", math.log2(3)),
         (["a b c"], "a b", math.log2(3) / 2),  # 2/3 as long
-        # Six words: a is worth log2(6/3), b and c log2(6/1); the pairs a b and a c log2(3/1). No
-        # reference has a twice, though they have it three times together.
+        # Of six words, a is worth log2(6/3), b and c log2(6/1); the pairs a b and a c log2(3/1).
+        # The second a does not match, because no single reference has two.
         (["a b d", "a c", "a"], "a b a c", (1 + 2 * math.log2(6)) / 4 + 2 * math.log2(3) / 3),
     ],
 )
@@ -190,7 +190,7 @@ def test_nist_by_hand(references, prediction, expected):
 
 
 def plain_nist(references, predictions):
-    """NIST from its definition, one n-gram length after the other, on strings."""
+    """Computes NIST by its definition, one length of n-grams after the other."""
     split = Tokenizer13a()
     rows = [[split(text.lower()).split() for text in row] for row in references]
     systems = [split(text.lower()).split() for text in predictions]
@@ -225,6 +225,6 @@ def plain_nist(references, predictions):
 
 
 @pytest.mark.parametrize("predictions", [PERFECT, WORSE, WORST])
-def test_nist_equals_a_plain_reference(predictions):
+def test_nist_is_that_of_a_plain_implementation(predictions):
     expected = plain_nist(REFERENCES, predictions)
     assert metrics.nist(REFERENCES, predictions) == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""A run's figures: metrics.jsonl, TensorBoard's files, the picture; who writes them, since when."""
+"""Tests the log of a run's metrics: metrics.jsonl, TensorBoard's files, and learning curves."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from metrics_log import METRICS_NAME, MetricsLog
 
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch):
-    """The rows of each picture that is drawn, where matplotlib is installed and not TensorBoard."""
+    """A list of the rows of each picture; matplotlib counts as installed, TensorBoard does not."""
     drawn = []
     monkeypatch.setattr(metrics_log, "is_installed", lambda name: False)
     monkeypatch.setattr(metrics_log, "is_matplotlib_available", lambda: True)
@@ -40,8 +40,8 @@ def test_a_new_run_begins_a_new_log(tmp_path):
     ]
 
 
-def test_a_resumed_run_goes_on_after_its_step(tmp_path, caplog):
-    """What a killed run wrote later is written again; a kill may have damaged lines."""
+def test_a_resumed_run_continues_after_its_step(tmp_path, caplog):
+    """Lines of later steps, which a killed run left, are removed, and so are damaged ones."""
     sound, damaged = (
         [f'{{"step": {step}}}' for step in (1, 2, 3, 4)],
         ['{"step": "3"}', "[4]", '{"s'],

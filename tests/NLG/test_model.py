@@ -1,4 +1,4 @@
-"""GPT-2: upstream's logits, the loss and its gradients, half precision, weights."""
+"""Tests GPT-2: upstream's logits, the loss and its gradients, half precision, and weights."""
 
 import math
 
@@ -27,20 +27,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = ("plain", "one-head", "deep")
 HALVES = [(torch.bfloat16, 0.08), (torch.float16, 0.01)]
 LORA = {"lora_attn_dim": 2, "lora_attn_alpha": 6}
-# The terms of the sums that follow one another: in "deep" 5 blocks, 24 wide, of three products of
-# that width and one of 96, and attention; the head.
+# How many additions follow one another in "deep": in each of 5 blocks, three products over 24 terms
+# and one over 96, and attention; in the head, one over 24.
 TERMS = 5 * (3 * 24 + 4 * 24 + 12 + 16) + 24
 
 
 @pytest.fixture(scope="module")
 def upstream(gpt2_fixture):
-    """What make_gpt2_fixture.py wrote."""
+    """Upstream's logits, which make_gpt2_fixture.py has written."""
     return load_file(gpt2_fixture.FIXTURE)
 
 
 @pytest.fixture
 def build(gpt2_fixture):
-    """Builds a model with the fixture's weights; LoRA's are drawn, B as well."""
+    """Builds a model with the fixture's weights; LoRA's are random, including B."""
 
     def build(shape="plain", **lora_fields):
         n, layers, heads, vocabulary, positions, _ = gpt2_fixture.SHAPES[shape]
@@ -61,7 +61,7 @@ def close(ours, theirs):
 
 
 def close_by_size(ours, theirs, dtype=torch.float32, terms=2 * TERMS):
-    """In relation to the largest value that there should be; by default forward and back."""
+    """Allows rounding relative to the largest value; by default of a forward and backward pass."""
     assert_close_to_rounding(ours.double(), theirs.double(), terms, dtype, magnitude=0.0)
 
 
@@ -81,7 +81,7 @@ def test_logits_are_upstreams(upstream, gpt2_fixture, build, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_plain_reference_is_upstream_too(upstream, gpt2_fixture, build, shape):
+def test_the_plain_implementations_logits_are_upstreams(upstream, gpt2_fixture, build, shape):
     model = build(shape)
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
     for i, row in enumerate(gpt2_fixture.draw_rows(shape)):
@@ -126,14 +126,14 @@ def test_loss_and_gradients(monkeypatch, build, kind, what, label_smooth, at_onc
 
 
 def packed(batch):
-    """What data_utils.py says of a batch's tokens."""
+    """Returns the packed rows that data_utils.py makes for a batch."""
     mask = batch[2]
     last = [max(row.nonzero().flatten().tolist(), default=0) for row in mask]
     return PackedRows.from_lengths([n + 1 for n in last], mask.shape[1]).with_targets(mask)
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_a_batch_that_knows_its_tokens_has_the_same_bits(build, kind):
+def test_results_with_and_without_packed_rows_are_bit_exact(build, kind):
     model, batch = train_only(build(**LORA), "all"), draw_batch(kind)
     found = []
     for rows in (None, packed(batch)):
@@ -144,7 +144,7 @@ def test_a_batch_that_knows_its_tokens_has_the_same_bits(build, kind):
     assert_same_bits(*found)
 
 
-def test_rows_that_know_no_targets(build):
+def test_packed_rows_without_targets(build):
     model, batch = build(**LORA), draw_batch("clm")
     rows = packed(batch)
     rows.targets = None
@@ -152,8 +152,8 @@ def test_rows_that_know_no_targets(build):
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-def test_no_value_of_a_tensor_is_asked_for(build, what):
-    """On the meta device there are none, so that any waiting for a device would be an error."""
+def test_the_blocks_read_no_value_from_the_device(build, what):
+    """Tensors on the meta device have no values, so reading one would be an error."""
     model, batch = train_only(build(**LORA), what).to("meta"), draw_batch("clm")
     rows = packed(batch).to("meta")
     ids = rows.pack(batch[0].to("meta"))
@@ -172,7 +172,7 @@ def test_loss_without_gradients_is_the_same(build, label_smooth):
         close_by_size(model.eval()(*batch, label_smooth), expected)
 
 
-def test_the_gradient_is_linear_in_the_loss_s(build):
+def test_gradients_scale_with_the_gradient_of_the_loss(build):
     model, batch = train_only(build(**LORA), "all"), draw_batch("jlm")
     model(*batch).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -207,7 +207,7 @@ def test_masks_of_any_type(build, dtype):
 
 
 @pytest.mark.parametrize("trained", [0, 1], ids=["hidden states", "weight"])
-def test_the_head_s_gradient_of_one_factor_alone(trained):
+def test_head_loss_with_a_single_trained_factor(trained):
     torch.manual_seed(0)
     factors, targets = [torch.randn(5, 3), torch.randn(7, 3)], torch.tensor([0, 6, 2, 2, 1])
     exact = exact_head_gradients(*factors, targets)
@@ -217,8 +217,8 @@ def test_the_head_s_gradient_of_one_factor_alone(trained):
     assert factors[1 - trained].grad is None
 
 
-def test_certain_and_hopeless_targets():
-    """Logits of ±1000, whose probabilities float32 does not have."""
+def test_targets_whose_probability_rounds_to_1_or_0():
+    """Logits are ±1000, so the probabilities are beyond float32's precision."""
     hidden = torch.tensor([[1000.0], [1000.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]])
     loss = head_loss(hidden, weight, torch.tensor([0, 1]), torch.ones(2), 0.0)
@@ -227,19 +227,19 @@ def test_certain_and_hopeless_targets():
     assert hidden.grad.flatten().tolist() == [0, 2]
 
 
-# ---- what does not count costs nothing ----
+# ---- what the loss does not depend on ----
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-def test_nothing_behind_the_last_target_matters(build, what):
+def test_tokens_after_the_last_target_change_nothing(build, what):
     ids, labels, mask = draw_batch("clm")
-    behind = mask.flip(1).cumsum(1).flip(1) == 0
-    behind[:, 0] = False
-    assert behind.any(dim=1).all()
+    after = mask.flip(1).cumsum(1).flip(1) == 0
+    after[:, 0] = False
+    assert after.any(dim=1).all()
     results = []
     for junk in (0, 52, -7, 10**9):
         model = train_only(build(**LORA), what)
-        others = [x.masked_fill(behind, junk) for x in (ids, labels)]
+        others = [x.masked_fill(after, junk) for x in (ids, labels)]
         loss = model(*others, mask, 0.1)
         loss.backward()
         trained = [p.grad for p in model.parameters() if p.requires_grad]
@@ -248,14 +248,14 @@ def test_nothing_behind_the_last_target_matters(build, what):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_labels_that_do_not_count_may_be_anything(build):
+def test_masked_labels_may_be_anything(build):
     model, (ids, labels, mask) = build(), draw_batch("scattered")
     assert torch.equal(
         model(ids, labels.masked_fill(mask == 0, -100), mask), model(ids, labels, mask)
     )
 
 
-def test_a_row_s_loss_does_not_depend_on_its_batch(build):
+def test_a_rows_loss_does_not_depend_on_its_batch(build):
     model, (ids, labels, mask) = build(**LORA), draw_batch("clm")
     total = model(ids, labels, mask, 0.1) * (mask.sum() + 0.0001)
     rows = [
@@ -267,7 +267,7 @@ def test_a_row_s_loss_does_not_depend_on_its_batch(build):
     assert torch.equal(model(*wider, 0.1), model(ids, labels, mask, 0.1))
 
 
-def test_padding_is_not_computed_and_the_end_is_on_targets_alone(build, monkeypatch):
+def test_padding_is_not_computed_and_the_last_mlp_gets_only_targets(build, monkeypatch):
     monkeypatch.setattr(row_buckets, "_largest_step", lambda x: 0)
     model, batch = build(**LORA), draw_batch("clm")
     sizes = {}
@@ -290,7 +290,7 @@ def test_padding_is_not_computed_and_the_end_is_on_targets_alone(build, monkeypa
 # ---- LoRA ----
 
 
-def test_lora_is_on_c_attn_alone_and_changes_query_and_value(build):
+def test_lora_is_only_on_c_attn_and_changes_query_and_value(build):
     model, base = build(**LORA), build()
     names = {name for name, _ in model.named_parameters() if "lora_" in name}
     assert names == {f"transformer.h.{i}.attn.c_attn.lora_{ab}" for i in range(2) for ab in "AB"}
@@ -317,7 +317,7 @@ def test_lora_is_on_c_attn_alone_and_changes_query_and_value(build):
         ("gpt2.lg", 737_280, 774_030_080),
     ],
 )
-def test_sizes(card, trained, size):
+def test_numbers_of_parameters(card, trained, size):
     with torch.device("meta"):
         model = GPT2LMModel(config_of(card, lora_attn_dim=4))
     lora.mark_only_lora_as_trainable(model)
@@ -339,7 +339,7 @@ def test_merging_gives_the_same_logits(gpt2_fixture, build):
     close(merged(ids), expected)
 
 
-def test_evaluation_and_training_differ_by_lora_s_dropout_alone(build):
+def test_training_differs_from_evaluation_only_by_loras_dropout(build):
     ids, labels, mask = draw_batch("clm")
     model = build(**LORA, lora_dropout=0.5)
     evaluated = model.eval()(ids, labels, mask)
@@ -401,9 +401,9 @@ def exact_head_gradients(hidden, weight, targets):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_probabilities_too_small_for_float16_count_together(device):
-    """60,000 tokens of probability 2.5e-8: of each, float16 has nothing; of all, 0.0015."""
+    """Each of 60,000 tokens has probability 2.5e-8, which float16 rounds to 0; all have 0.0015."""
     weight = torch.ones(60_000, 2, dtype=torch.float16, device=device)
-    # The last one: a float32 sum that begins with 1 does not see what is added of 2.5e-8.
+    # The target comes last: a float32 sum that begins with its 1 would not grow by 2.5e-8.
     weight[-1, 1] = 18.5
     hidden = torch.tensor([[0.25, 1.0]], dtype=torch.float16, device=device, requires_grad=True)
     targets = torch.tensor([59_999], device=device)
@@ -411,16 +411,16 @@ def test_probabilities_too_small_for_float16_count_together(device):
     expected, _ = exact_head_gradients(hidden, weight, targets)
     share = torch.softmax(hidden.double() @ weight.double().T, dim=1)[0, :-1]
     assert share.max().half() == 0
-    # The target's pull, -share · 1, and the others' together, share · 1, are equal.
+    # The target's part of the gradient, -share · 1, and the others', share · 1, cancel.
     assert expected[0, 0].abs() < 1e-9
     assert hidden.grad[0, 0].abs() < 0.2 * share.sum()
-    # What float16 holds of each, 2.6e-5, has a last digit of 6e-8.
+    # With the scale of 1024, each probability becomes 2.6e-5, which float16 holds to 6e-8.
     close_by_size(hidden.grad, expected, torch.float16, terms=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
-    """In half, a sum of so many parts would lose the small ones, or leave float16's range."""
+def test_the_heads_gradients_of_very_many_targets(monkeypatch, dtype):
+    """A sum of so many terms in half precision would lose small ones, or exceed float16's range."""
     monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE", 4)
     torch.manual_seed(0)
     hidden = (4 * torch.rand(4000, 3)).to(dtype).requires_grad_()
@@ -429,7 +429,7 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     loss = head_loss(hidden, weight, targets, torch.ones(4000), 0.0)
     loss.backward()
     assert loss.dtype == torch.float32
-    # Half is what sums of float32 are rounded to.
+    # Half-precision results are float32 sums that are rounded once.
     terms = 4000 if dtype is torch.float32 else 1
     logits = hidden.detach().double() @ weight.detach().double().T
     close_by_size(loss, F.cross_entropy(logits, targets, reduction="sum"), dtype, terms)
@@ -443,7 +443,7 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("what", ["lora", "all"])
 def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, what, large):
-    """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
+    """In training and evaluation; results are rounded to bfloat16, as on other processors."""
     model, found = train_only(build(**LORA), what), []
     cast_frozen(model, torch.bfloat16)
     for is_emulated in (False, True):
@@ -456,22 +456,25 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
         found.append(results)
     theirs, ours = found
     for name, expected in theirs.items():
-        # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.
+        # Some 50 products follow one another, each with a rounding error of up to 2^-9, so errors
+        # add up to about 2 %.
         error = (ours[name] - expected).norm() / expected.norm()
         assert error < 0.1, name
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-@pytest.mark.parametrize("way", METHODS)
-def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeypatch, way, what):
-    """All that is done for speed on a CPU, in turns with PyTorch's own operations."""
-    if way in ("onednn", "packed") and not processor.has_onednn(torch.float32):
+@pytest.mark.parametrize("method", METHODS)
+def test_fast_paths_have_the_loss_and_gradients_of_the_plain_path(
+    build, tmp_path, monkeypatch, method, what
+):
+    """Compares a CPU's fast paths with PyTorch's own operations."""
+    if method in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    Ways(monkeypatch, tmp_path).fastest(way)
-    monkeypatch.setattr(products, "_usual", lambda *_: way)
+    Ways(monkeypatch, tmp_path).fastest(method)
+    monkeypatch.setattr(products, "_usual", lambda *_: method)
     steps, attended, attend_rows = [], [], packing.attend_rows
-    multiplied, multiply = [], METHODS[way]
-    monkeypatch.setitem(METHODS, way, lambda *a: multiplied.append(a) or multiply(*a))
+    multiplied, multiply = [], METHODS[method]
+    monkeypatch.setitem(METHODS, method, lambda *a: multiplied.append(a) or multiply(*a))
     monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
     for is_off in (True, False):
         model = train_only(build(**LORA), what)
@@ -493,7 +496,8 @@ def test_in_bfloat16_a_step_is_as_exact_as_on_the_plain_path():
     lora.mark_only_lora_as_trainable(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Neither nearly equal nor saturated probabilities, of which rounding leaves little.
+            # Probabilities that are neither nearly equal nor saturated, because rounding would
+            # dominate those.
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
             elif parameter.dim() == 2:
@@ -504,8 +508,8 @@ def test_in_bfloat16_a_step_is_as_exact_as_on_the_plain_path():
     )
 
 
-def test_every_product_of_the_loss_is_one_that_is_measured(monkeypatch):
-    """By kind: layers and head, forward and backward, at the rows that they have."""
+def test_measure_knows_every_product_of_the_loss(monkeypatch):
+    """Products of layers and head, forward and backward, are compared by kind (`products._key`)."""
     monkeypatch.setattr(products, "_LARGE", 0)
     monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
     monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
@@ -525,7 +529,7 @@ def test_every_product_of_the_loss_is_one_that_is_measured(monkeypatch):
 # ---- weights ----
 
 
-def test_a_new_model_s_weights():
+def test_initial_weights():
     config = GPT2Config(32, 2, 4, 500, 64, **LORA)
     torch.manual_seed(0)
     model = GPT2LMModel(config)
@@ -545,13 +549,13 @@ def test_a_new_model_s_weights():
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
-def test_weights_that_are_initialized_again():
+def test_reset_parameters_leaves_lora_to_its_layers():
     model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, **LORA))
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     model.reset_parameters()
     for name, parameter in model.named_parameters():
-        if "lora_" in name:  # which their layers initialize
+        if "lora_" in name:  # the LoRA layers initialize these
             assert (parameter == 7).all()
         elif "bias" in name:
             assert not parameter.any()
@@ -561,7 +565,7 @@ def test_weights_that_are_initialized_again():
             assert 0.018 < parameter.std() < 0.022
 
 
-def test_every_norm_has_the_configuration_s_epsilon():
+def test_every_norm_has_the_configurations_epsilon():
     model = GPT2LMModel(GPT2Config(32, 2, 4, 500, 64, layer_norm_epsilon=0.25))
     norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
     assert [norm.eps for norm in norms] == [0.25] * 5
@@ -578,21 +582,21 @@ def test_every_norm_has_the_configuration_s_epsilon():
         ({"lora_alpha_pattern": {"h.0.*": -1}}, r"the alpha -1 of transformer\.h\.0\..* above 0"),
     ],
 )
-def test_settings_that_no_model_can_have(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     assert GPT2Config(32, 2, 4, lora_attn_dim=32).rank_of("any") == 32
     with pytest.raises(ValueError, match=message):
         GPT2Config(**{"n_embd": 32, "n_layer": 2, "n_head": 4, **LORA, **settings})
 
 
-# ---- tokens that fill a batch up ----
+# ---- batches that are filled up ----
 
 
 @pytest.mark.parametrize("kind", ["jlm", "clm", "a row without a target", "weighted"])
 @pytest.mark.parametrize("lora_fields", [{}, LORA])
-def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
+def test_filling_a_batch_up_changes_neither_loss_nor_gradients(
     build, monkeypatch, lora_fields, kind
 ):
-    """In float64, to whose rounding nobody reads what was added."""
+    """Nothing reads the added rows, so results differ only by rounding in float64."""
     found, seen = [], []
     head_loss = model_module.head_loss
     monkeypatch.setattr(
@@ -612,7 +616,7 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss, **grads})
-    given, filled = seen[:2], seen[2:]  # tokens and targets of either
+    given, filled = seen[:2], seen[2:]  # numbers of tokens and targets
     assert filled == [row_buckets.bucketed(count, loss) for count in given]
     assert filled != given
     theirs, ours = found
@@ -621,14 +625,14 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
         assert_close_to_rounding(ours[name], tensor, 3 * TERMS, torch.float64, largest)
 
 
-def test_added_targets_are_none_that_nobody_asked_for(build, monkeypatch):
-    """A token that no loss reads may be whatever it is: the added targets are not of its kind."""
+def test_added_targets_are_copies_of_a_target(build, monkeypatch):
+    """They are not copies of a token that no loss reads, whose values may be anything, even NaN."""
     monkeypatch.setattr(row_buckets, "_largest_step", lambda x: 64)
     model = build(**LORA)
     ids = torch.full((2, 20), 7)
     ids[0] = 3
     mask = torch.ones(2, 20)
-    mask[0] = 0  # the first row's first token is computed, and not read
+    mask[0] = 0  # the first row's first token is computed, but not read
     mask[1, 17:] = 0  # 17 targets, to which one is added
     model.transformer.wte.weight.data[3] = math.nan
     hidden = []
@@ -642,7 +646,7 @@ def test_added_targets_are_none_that_nobody_asked_for(build, monkeypatch):
     ("dtype", "expected"),
     [(torch.bfloat16, {288, 208}), (torch.float32, {272, 208, 128})],  # 128 targets at a time
 )
-def test_numbers_of_tokens_and_targets_recur(build, monkeypatch, dtype, expected):
+def test_batches_of_similar_size_multiply_equally_many_rows(build, monkeypatch, dtype, expected):
     choose_processor(monkeypatch, has_bfloat16=True, large=False)
     model, seen = train_only(build(**LORA), "lora"), []
     for last in ([18], [12, 10]):  # 258 and 262 tokens, 206 of them targets

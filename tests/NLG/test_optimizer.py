@@ -1,4 +1,4 @@
-"""The flags of the optimizer, and the schedulers against their formulas."""
+"""Tests the flags of the optimizer, and the schedulers against their formulas."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def names_in(model: nn.Module, group: dict) -> list[str]:
     return [names[parameter] for parameter in group["params"]]
 
 
-def test_everything_that_needs_a_gradient_is_trained_once():
+def test_every_trainable_parameter_is_trained_once():
     model = Small()
     flags = "--lr 0.5 --weight_decay 0.2 --correct_bias --adam_epislon 1e-3 --adam_beta1 0.7"
     (group,) = create_adam_optimizer(model, parse(*flags.split())).param_groups
@@ -60,7 +60,7 @@ def test_everything_that_needs_a_gradient_is_trained_once():
     assert [group[name] for name in names] == [0.5, 0.2, True, 1e-3, (0.7, 0.98)]
 
 
-def test_biases_and_layer_norms_can_be_kept_from_decay():
+def test_no_decay_bias_exempts_biases_and_layer_norms():
     model = Small()
     args = parse("--no_decay_bias", "--weight_decay", 0.2)
     decaying, undecayed = create_adam_optimizer(model, args).param_groups
@@ -102,7 +102,7 @@ def test_lora_plus_trains_B_faster_at_every_step(freeze_A):
     assert (usual["lr"], faster["lr"]) == (0.05, pytest.approx(0.15, rel=1e-15))
 
 
-def test_lora_plus_where_B_alone_is_trained():
+def test_lora_plus_if_only_B_is_trained():
     flags = "--lr 0.1 --lora_plus_ratio 16 --max_step 8 --scheduler constant"
     model = lora.Linear(4, 3, r=2, freeze_A=True)
     lora.mark_only_lora_as_trainable(model)
@@ -114,7 +114,7 @@ def test_lora_plus_where_B_alone_is_trained():
 
 
 def rates(scheduler, count: int) -> list[float]:
-    """The rates that an optimiser has at its first steps."""
+    """Returns the rates of the optimizer's first group at its first steps."""
     found = []
     for _ in range(count):
         scheduler.step()
@@ -155,7 +155,7 @@ def test_rates_step_by_step(flags, expected):
     assert scheduler.max_step == 5
 
 
-def test_cycle_joins_its_points():
+def test_cycle_interpolates_between_its_points():
     flags = ["--scheduler", "cycle", "--i_steps", "1,3,7", "--i_lrs", "0.1,0.5,0.3"]
     scheduler = scheduler_for(*flags, "--lr", 9, "--max_step", 1000)
     expected = [0.1, 0.1, 0.3, 0.5, 0.45, 0.4, 0.35, 0.3, 0.3]
@@ -170,7 +170,7 @@ def test_cycle_with_a_single_point_is_constant():
 
 
 @pytest.mark.parametrize("factor", [linear, cosine, constant])
-def test_factors_take_no_warmup_and_a_single_step(factor):
+def test_factors_without_a_warmup_or_with_a_single_step(factor):
     assert factor(0, 0, 1) == 1
     assert factor(1, 0, 1) == (factor is constant)
     assert factor(0, 1, 1) == 0
@@ -180,7 +180,7 @@ def test_cycle_takes_any_step():
     assert [cycle(step, [2, 4], [1.0, 2.0]) for step in (0, 3, 10**9)] == [1.0, 1.5, 2.0]
 
 
-def test_a_scheduler_goes_on_where_it_stopped():
+def test_a_scheduler_resumes_where_it_stopped():
     flags = ["--lr", 0.3, "--max_step", 9, "--warmup_step", 4]
     whole = rates(scheduler_for(*flags), 9)
     stopped, resumed = scheduler_for(*flags), scheduler_for(*flags)
@@ -190,7 +190,7 @@ def test_a_scheduler_goes_on_where_it_stopped():
     assert rates(resumed, 2) == whole[7:]
 
 
-def test_before_its_first_step_a_scheduler_has_the_optimisers_rate():
+def test_before_its_first_step_a_scheduler_has_the_optimizers_rate():
     assert scheduler_for("--lr", 0.3, "--max_step", 5, "--warmup_step", 3).lr == 0.3
 
 
@@ -226,14 +226,14 @@ def test_unknown_schedulers_are_refused(name, capsys):
 
 
 @pytest.mark.parametrize(("max_step", "warnings"), [(5, 1), (10, 0)])
-def test_a_warmup_after_the_end_is_worth_a_warning(max_step, warnings, caplog):
+def test_a_warmup_longer_than_the_run_is_warned_of(max_step, warnings, caplog):
     with caplog.at_level(logging.WARNING, logger=optimizer_module.__name__):
         scheduler = scheduler_for("--lr", 1, "--max_step", max_step, "--warmup_step", 10)
     assert len(caplog.records) == warnings
     assert rates(scheduler, 5) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
 
 
-def test_help_says_what_is_refused(capsys):
+def test_help_lists_the_schedulers_of_the_release_that_are_missing(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())

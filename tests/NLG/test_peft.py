@@ -1,4 +1,4 @@
-"""PEFT's adapters of GPT-2: PEFT's logits, its files, and updates that are not made of blocks."""
+"""Tests PEFT's adapters of GPT-2: logits and files are PEFT's, for updates in blocks and others."""
 
 import argparse
 import json
@@ -22,16 +22,16 @@ from weights import canonical_names, load_base
 
 PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) == "gpt2"]
-# One block for the query and one for the value, which the release's layers have.
+# Updates of one block for the query and one for the value, as the release's layers have.
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
 NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
-# The scripts' models have layers for these, and for no others.
+# The scripts' models have LoRA layers only for these. They merge other adapters into the base.
 WITH_LAYERS = {
     "gpt2_blocks": "attn.c_attn",
     "gpt2_blocks_rslora": "attn.c_attn",
     "gpt2_attention_output": "attn.c_proj",
 }
-# Those that a format cannot hold, and why.
+# The adapters that a format cannot hold, and the reason.
 NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn does not have the one block"
 NO_LAYERS = {
     **{("gpt2_c_attn", format): NOT_BLOCKS for format in ("lora", "release")},
@@ -41,8 +41,8 @@ NO_LAYERS = {
 WEIGHTS = WEIGHTS_NAMES[0]
 C_ATTN = "transformer.h.{}.attn.c_attn"
 N = 32
-# The terms of the sums that follow one another in 2 blocks: three products of N columns and one of
-# 4 N, and attention; the head.
+# How many additions follow one another: in each of 2 blocks, three products over N terms and one
+# over 4 N, and attention; in the head, one over N.
 TERMS = 2 * (3 * N + 4 * N + 8 + 10) + N
 
 
@@ -65,7 +65,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """``folder(case, **changed)``: PEFT's own folder of a case."""
+    """``folder(case, **changed)``: a case's folder as PEFT writes it, with changed settings."""
 
     def write(case="gpt2_blocks", **changed):
         return PEFT.write_adapter(tmp_path / "peft" / case, case, **changed)
@@ -88,14 +88,14 @@ def opened(base, monkeypatch):
 
 
 def plain_model():
-    """The fixture's base."""
+    """Returns the fixture's base."""
     return load_base(
         tiny_config_of(), canonical_names(PEFT.base("gpt2"), "the fixture"), "the fixture"
     )
 
 
-def folded(adapter):
-    """The fixture's base that an adapter was folded into."""
+def merged_with(adapter):
+    """Returns the fixture's base with an adapter merged into it."""
     model = plain_model()
     merge_into(model, adapter)
     return model
@@ -111,7 +111,7 @@ def logits_of(model):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_scripts_models_give_pefts_logits(folder, opened, case):
-    """In the release's layers where they can take it, and folded into the base elsewhere."""
+    """The adapter is in LoRA layers if the models have them, else it is merged into the base."""
     model = opened(folder(case))
     close(logits_of(model), PEFT.logits(case))
     layers = (f"transformer.h.{number}.{WITH_LAYERS.get(case)}" for number in (0, 1))
@@ -119,19 +119,19 @@ def test_the_scripts_models_give_pefts_logits(folder, opened, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_folding_gives_pefts_logits(folder, case):
-    close(logits_of(folded(read_adapter(folder(case)))), PEFT.logits(case))
+def test_merging_gives_pefts_logits(folder, case):
+    close(logits_of(merged_with(read_adapter(folder(case)))), PEFT.logits(case))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_logits_tell(folder, opened, case):
-    """The base's are others, and so are those of twice the alpha."""
+def test_logits_differ_from_the_bases_and_with_another_alpha(folder, opened, case):
+    """So the tests above would fail if an adapter were ignored or scaled wrongly."""
     theirs = PEFT.logits(case)
     assert (logits_of(plain_model()) - theirs).abs().max() > 0.1
     alpha = PEFT.config(case)["lora_alpha"]
     path = PEFT.write_adapter(folder(case).parent / "doubled", case, lora_alpha=2 * alpha)
     assert (logits_of(opened(path)) - theirs).abs().max() > 0.1
-    assert (logits_of(folded(read_adapter(path))) - theirs).abs().max() > 0.1
+    assert (logits_of(merged_with(read_adapter(path))) - theirs).abs().max() > 0.1
 
 
 def test_rank_and_alpha_are_those_of_a_block(folder):
@@ -146,8 +146,8 @@ def test_rank_and_alpha_are_those_of_a_block(folder):
         assert torch.equal(adapter.tensors[f"{name}.lora_B"], torch.cat([B[:N, :2], B[-N:, 2:]]))
 
 
-def test_an_alpha_that_is_given(folder, opened):
-    """It is a block's, as the release's scripts mean it."""
+def test_a_given_alpha_is_that_of_a_block(folder, opened):
+    """That is the meaning of --lora_alpha in the release's scripts."""
     path = folder()
     close(logits_of(opened(path, "--lora_alpha", "6")), PEFT.logits("gpt2_blocks"))
     with pytest.raises(CheckpointError, match="trained with alpha 6, but lora_alpha is 12"):
@@ -156,21 +156,21 @@ def test_an_alpha_that_is_given(folder, opened):
         opened(path, "--lora_dim", "4")
 
 
-# ---- blocks, and what is none ----
+# ---- updates that are not made of blocks ----
 
 
 def rolled(B):
-    """The value's block in the key's rows."""
+    """Moves the value's block to the key's rows."""
     return torch.cat([B[:N], B[-N:], B[N:-N]])
 
 
 def exchanged(B):
-    """The query's block with the value's columns, and the other way round."""
+    """Exchanges the columns of the query's block and the value's."""
     return B.roll(2, dims=1).contiguous()
 
 
 def touched(B):
-    """One value outside of the blocks."""
+    """Sets one value outside of the blocks."""
     B = B.clone()
     B[N - 1, 3] = 1e-30
     return B
@@ -178,7 +178,7 @@ def touched(B):
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("change", [rolled, exchanged, touched])
-def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, change):
+def test_an_update_that_is_not_made_of_two_blocks_is_read_as_one(folder, opened, layer, change):
     path = folder()
     theirs = load_held(path / WEIGHTS)
     name = f"{PREFIX}{C_ATTN.format(layer)}.lora_B.weight"
@@ -201,7 +201,7 @@ def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, cha
 
 
 @pytest.mark.parametrize(("case", "format"), NO_LAYERS)
-def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_path, case, format):
+def test_formats_refuse_updates_that_they_cannot_hold(folder, tmp_path, case, format):
     adapter, path = read_adapter(folder(case)), tmp_path / "out"
     path.mkdir()
     for target in (path, path / f"x.{'safetensors' if format == 'lora' else 'pt'}"):
@@ -217,14 +217,14 @@ def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_p
 # ---- writing: PEFT's files ----
 
 
-def ends_of(config, names):
-    """PEFT's rule: target_modules are modules' names or ends of them."""
+def targeted_modules(config, names):
+    """Returns the modules that PEFT adapts: target_modules are their names, or ends of these."""
     wanted = config["target_modules"]
     return {n for n in names if n in wanted or n.endswith(tuple(f".{name}" for name in wanted))}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
+def test_pefts_adapters_are_written_as_they_were_read(folder, tmp_path, case):
     theirs, path = PEFT.config(case), tmp_path / "out"
     adapter = read_adapter(folder(case))
     write_adapter(path, adapter, "peft")
@@ -241,17 +241,18 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     names = [name for name, _ in plain_model().named_modules()]
     adapted = {n.removeprefix(PREFIX).partition(".lora_")[0] for n in PEFT.tensors(case)}
     adapted = {name for name in adapted if not name.endswith(".bias")}
-    assert ends_of(theirs, names) == adapted
-    assert ends_of(ours, names) == adapted
-    if "c_proj" not in " ".join(theirs["target_modules"]):  # two modules of a layer are called so
+    assert targeted_modules(theirs, names) == adapted
+    assert targeted_modules(ours, names) == adapted
+    # Two modules of a block end in c_proj.
+    if "c_proj" not in " ".join(theirs["target_modules"]):
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
 
     again = read_adapter(path)
     assert again.metadata == adapter.metadata
-    close(logits_of(folded(again)), PEFT.logits(case))
+    close(logits_of(merged_with(again)), PEFT.logits(case))
 
 
-def test_of_two_blocks_a_user_is_told(folder, tmp_path):
+def test_the_user_is_told_that_two_blocks_become_one_update(folder, tmp_path):
     assert write_adapter(tmp_path / "out", read_adapter(folder()), "peft") == [
         "for PEFT, the 2 updates of rank 2 in one c_attn become one of rank 4 and alpha 12, "
         "which computes the same"
@@ -260,7 +261,7 @@ def test_of_two_blocks_a_user_is_told(folder, tmp_path):
 
 
 @pytest.mark.parametrize("case", IN_BLOCKS)
-def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
+def test_conversion_through_all_formats_is_bit_exact(folder, opened, tmp_path, case):
     first = read_adapter(folder(case, base_model_name_or_path="a/gpt2", revision="v1"))
     write_adapter(tmp_path / "1.safetensors", first)
     lora = read_adapter(tmp_path / "1.safetensors")
@@ -285,7 +286,7 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(3, 0.1), (6, 0.7), (2, 0.3), (4, 32), (5, 1 / 3)])
-def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
+def test_alpha_is_bit_exact_after_a_round_trip(folder, tmp_path, rank, alpha):
     adapter = read_adapter(folder())
     tensors = {
         name: torch.ones((2 * rank, N) if name.endswith("lora_A") else (2 * N, rank))
@@ -298,8 +299,8 @@ def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
     assert_equal(again.tensors, tensors)
 
 
-def test_blocks_beside_other_updates(folder, tmp_path):
-    """An adapter of c_attn in blocks and of c_proj: a block has half of the rank that PEFT has."""
+def test_blocks_next_to_other_updates(folder, tmp_path):
+    """A block of c_attn has half of the rank that PEFT records, an update of c_proj all of it."""
     path = folder()
     theirs = load_held(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
     save_file(theirs, path / WEIGHTS)
@@ -312,17 +313,17 @@ def test_blocks_beside_other_updates(folder, tmp_path):
     write_adapter(tmp_path / "out", adapter, "peft")
     assert_equal(load_file(tmp_path / "out" / WEIGHTS), theirs)
     assert read_adapter(tmp_path / "out").metadata == metadata
-    both = folded(adapter)
-    one = folded(read_adapter(PEFT.write_adapter(tmp_path / "one", "gpt2_blocks")))
+    both = merged_with(adapter)
+    one = merged_with(read_adapter(PEFT.write_adapter(tmp_path / "one", "gpt2_blocks")))
     for layer in (0, 1):
         name = C_ATTN.format(layer)
         assert torch.equal(both.get_submodule(name).weight, one.get_submodule(name).weight)
 
 
-# ---- what is refused ----
+# ---- other adapters ----
 
 
-def test_an_embedding_s_update(folder, tmp_path):
+def test_an_embeddings_update(folder, tmp_path):
     path = folder()
     tensors = load_held(path / WEIGHTS)
     A, B = torch.arange(4.0 * 48).view(4, 48) / 100, torch.arange(4.0 * N).view(N, 4) / 100
@@ -331,13 +332,13 @@ def test_an_embedding_s_update(folder, tmp_path):
     save_file(tensors, path / WEIGHTS)
     adapter = read_adapter(path)
     assert adapter.metadata.embeddings == ("transformer.wte",)
-    merged = folded(adapter).get_submodule("transformer.wte").weight
+    merged = merged_with(adapter).get_submodule("transformer.wte").weight
     close(merged, plain_model().get_submodule("transformer.wte").weight + 3 * (B @ A).t())
     write_adapter(tmp_path / "out", adapter, "peft")
     assert_equal(load_file(tmp_path / "out" / WEIGHTS), tensors)
 
 
-def test_a_base_of_another_size(folder, opened):
+def test_an_adapter_for_another_size_is_refused(folder, opened):
     path = folder()
     tensors = {name: tensor[:, :16] for name, tensor in load_held(path / WEIGHTS).items()}
     wide = {
@@ -349,8 +350,8 @@ def test_a_base_of_another_size(folder, opened):
         opened(path)
 
 
-def test_a_half_of_an_odd_rank_is_no_block(folder):
-    """Rank 3 cannot be two blocks, whatever B holds."""
+def test_an_odd_rank_is_not_read_as_two_blocks(folder):
+    """Blocks have half of the rank each, so rank 3 cannot be two of them, whatever B holds."""
     path = folder(r=3)
     tensors = load_held(path / WEIGHTS)
     for name, tensor in tensors.items():

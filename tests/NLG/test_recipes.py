@@ -1,4 +1,4 @@
-"""The recipes' own checks, before anything is run."""
+"""Tests the recipes of NLG/: their checks, how they launch programs, and how they resume."""
 
 import os
 import re
@@ -15,24 +15,24 @@ from torch.distributed.run import determine_local_world_size
 
 @pytest.mark.parametrize("recipe", ["e2e_gpt2_md.sh", "dart_gpt2_lg.sh"])
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--work_dir", "x"], "--work_dir is not for recipes: RUN_DIR says where to write"),
         (["--bf16", "--work_dir=x"], "--work_dir is not for recipes: RUN_DIR says"),
         (["--save_lora_only"], "--save_lora_only is not for recipes: the decoding takes"),
     ],
 )
-def test_flags_that_would_leave_the_decoding_without_a_model(recipe, flags, says):
+def test_flags_that_would_leave_the_decoding_without_a_model_are_refused(recipe, flags, message):
     ended = subprocess.run(
         ["bash", recipe, *flags], cwd=ROOT / "NLG", capture_output=True, text=True
     )
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"{recipe}: error: {says}")
+    assert line.startswith(f"{recipe}: error: {message}")
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["-h"], ["--bf16", "--help"], ["--seed", "1", "-h"]])
-def test_help_wherever_it_is_asked_for_ends_the_recipe(flags):
+def test_help_among_any_flags_ends_the_recipe(flags):
     ended = subprocess.run(
         ["bash", "e2e_gpt2_md.sh", *flags], cwd=ROOT / "NLG", capture_output=True, text=True
     )
@@ -54,7 +54,7 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "status", "says"),
+    ("flags", "status", "message"),
     [
         (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
         (["--lr", "-1"], 1, "--lr must be at least 0, not -1.0"),
@@ -64,16 +64,16 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
         (["--valid_data", "/no.jsonl"], 1, "--valid_data /no.jsonl: no such file\n"),
     ],
 )
-def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, status, says):
-    """Before files that are not there, and by no launcher."""
+def test_flags_are_checked_before_anything_else(flags, status, message):
+    """Neither the missing base nor the invalid NPROC is reported."""
     ended = run_recipe(*flags, CUDA_VISIBLE_DEVICES="", TRIAL_DIR="/none", NPROC="two")
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, ended.stdout) == (status, "")
-    assert f"{line}\n".startswith(f"e2e_gpt2_md.sh: error: {says}")
+    assert f"{line}\n".startswith(f"e2e_gpt2_md.sh: error: {message}")
 
 
 @pytest.mark.slow
-def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
+def test_the_check_of_valid_flags_prints_nothing(tmp_path):
     ended = run_recipe("--bf16", "--lr", "1e-3", TRIAL_DIR=str(tmp_path))
     (line,) = ended.stderr.splitlines()
     assert line.startswith(
@@ -82,17 +82,17 @@ def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "00", "1 2", " "])
-def test_a_number_of_processes_that_is_none(nproc):
+def test_an_invalid_number_of_processes_is_refused(nproc):
     ended = run_recipe(NPROC=nproc)
-    said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: must be a number of processes, at least 1\n"
-    assert (ended.returncode, ended.stderr) == (1, said)
+    expected = f"e2e_gpt2_md.sh: error: NPROC={nproc}: must be a number of processes, at least 1\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
 
 
 @pytest.mark.slow
-def test_a_launcher_s_words_for_a_number_of_processes():
+def test_nproc_may_be_a_word_that_the_launcher_knows():
     ended = run_recipe(NPROC="gpu", CUDA_VISIBLE_DEVICES="")
-    said = "e2e_gpt2_md.sh: error: NPROC=gpu: this machine has none\n"
-    assert (ended.returncode, ended.stderr) == (1, said)
+    expected = "e2e_gpt2_md.sh: error: NPROC=gpu: this machine has none\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     counted = subprocess.run(
         ["bash", "-c", "source recipes/common.sh md; echo $NPROC"],
@@ -118,9 +118,9 @@ def test_a_launcher_s_words_for_a_number_of_processes():
     ],
 )
 def test_a_single_process_needs_no_launcher(tmp_path, nproc, pet, launched):
-    """It is told which one it is all the same, whatever the caller's environment says of others.
+    """Its rank and world size are set all the same, whatever they are in the caller's environment.
 
-    A launcher's own variables may be for more than one.
+    With variables of the launcher (PET_…), which may ask for more processes, it is used.
     """
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $@"\n')
@@ -152,11 +152,11 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, pet, launched):
 def test_a_card_without_a_recipe(card):
     command = ["bash", "recipes/e2e.sh", *card]
     ended = subprocess.run(command, cwd=ROOT / "NLG", capture_output=True, text=True)
-    said = f"recipes: error: no recipe for a gpt2.{''.join(card)} (known: md, lg)\n"
-    assert (ended.returncode, ended.stderr) == (2, said)
+    expected = f"recipes: error: no recipe for a gpt2.{''.join(card)} (known: md, lg)\n"
+    assert (ended.returncode, ended.stderr) == (2, expected)
 
 
-def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
+def test_the_command_that_makes_a_missing_file_can_be_pasted(tmp_path):
     clone = tmp_path / "a folder"
     clone.mkdir()
     for name in ("recipes", "e2e_gpt2_md.sh"):
@@ -170,7 +170,7 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
 
 
 def with_common(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Shell code that has what recipes share, and these arguments."""
+    """Runs shell code after recipes/common.sh, with arguments."""
     return subprocess.run(
         ["bash", "-c", f"source recipes/common.sh md; {code}", "e2e.sh", *arguments],
         cwd=ROOT / "NLG",
@@ -179,26 +179,28 @@ def with_common(code: str, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("left", [[], ["model.3.pt"], ["model.3.pt", "resume.pt"]])
-def test_a_recipe_resumes_where_there_is_something_to_resume(tmp_path, left):
-    """Else a first run would warn that there is nothing. What it leaves has to be a model."""
-    for name in left:
+@pytest.mark.parametrize("files", [[], ["model.3.pt"], ["model.3.pt", "resume.pt"]])
+def test_a_recipe_resumes_if_there_is_a_state(tmp_path, files):
+    """Without a state, --resume would cause a warning. Training has to leave a model."""
+    for name in files:
         (tmp_path / name).touch()
     ended = with_common("out=$1; launch() { echo $@; }; train --lr 1; echo decodes", str(tmp_path))
     command, *after = ended.stdout.splitlines()
-    assert ("--resume" in command.split()) == ("resume.pt" in left)
+    assert ("--resume" in command.split()) == ("resume.pt" in files)
     assert command.endswith(" --lr 1")
-    if left:
+    if files:
         assert (ended.returncode, after, ended.stderr) == (0, ["decodes"], "")
         return
-    says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
+    message = (
+        f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
+    )
     assert (ended.returncode, after) == (1, [])
-    assert says in ended.stderr
+    assert message in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])
 @pytest.mark.parametrize("steps", [[], [5], [900, 1000, 95]])
-def test_the_last_checkpoint_of_any_folder(tmp_path, name, steps):
+def test_the_last_checkpoint_of_a_folder_of_any_name(tmp_path, name, steps):
     folder = tmp_path / name
     folder.mkdir(parents=True)
     for step in steps:

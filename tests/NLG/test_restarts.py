@@ -1,4 +1,4 @@
-"""gpt2_ft.py under a launcher that restarts it: a process is killed, the bits are the same."""
+"""Tests gpt2_ft.py under a launcher that restarts it: killed runs end bit-exact."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def whole(_tiny_trial, tmp_path_factory):
-    """``whole(processes)``: the folder of a run that nobody disturbed."""
+    """``whole(processes)``: the folder of a run that was not interrupted."""
     runs: dict[int, Path] = {}
 
     def run(processes: int) -> Path:
@@ -38,7 +38,7 @@ def whole(_tiny_trial, tmp_path_factory):
 
 @pytest.fixture
 def calls(tiny, tmp_path):
-    """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
+    """``calls(name)``: a file with which tiny_gpt2_ft.py trains into a folder of that name."""
 
     def write(name: str) -> Path:
         argv = tiny.flags(tmp_path / name, *SETTINGS.split())
@@ -59,7 +59,9 @@ def calls(tiny, tmp_path):
     ],
     ids=["rank 1 in a step", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count, forks):
+def test_a_run_is_bit_exact_after_a_kill_and_a_restart(
+    calls, whole, tmp_path, processes, rank, at, count, forks
+):
     mark = tmp_path / "killed"
     command = [*killed(mark, rank, at, count), TINY, calls("out")]
     result = launch(processes, *command, tree="NLG" if forks else None)
@@ -84,8 +86,8 @@ def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count, fo
 
 
 @pytest.mark.distributed
-def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
-    """A restart of what was refused is refused again: it is no part of the run that is there."""
+def test_a_run_that_was_refused_is_refused_again_after_a_restart(calls, tiny, tmp_path):
+    """The restart must not take the folder's finished run for its own."""
     done = launch(1, TINY, calls("out"), tree="NLG")
     assert done.returncode == 0, done.stderr
     argv = tiny.flags(tmp_path / "out", *SETTINGS.split(), "--lr", "0.5")
@@ -93,13 +95,13 @@ def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
     path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
     refused = launch(1, TINY, path, restarts=1, tree="NLG")
     assert refused.returncode != 0
-    # Of each start, and once more in the launcher's table of what has failed.
+    # Once for each start, and once in the launcher's table of failures.
     assert refused.stderr.count("holds models of another run") == 2 + 1
 
 
 @pytest.mark.distributed
 def test_a_process_that_hangs(calls, tmp_path):
-    """Stopped, not dead: the run ends by --ddp_timeout, and says whose fault it is."""
+    """A process is stopped: the run ends after --ddp_timeout, and names the process."""
     call = json.loads(calls("out").read_text())
     call[0]["argv"] += ["--ddp_timeout", "15"]
     (tmp_path / "out.json").write_text(json.dumps(call))
@@ -113,7 +115,7 @@ def test_a_process_that_hangs(calls, tmp_path):
 
 @pytest.mark.distributed
 def test_machines_that_do_not_share_the_folder(calls, tiny, tmp_path):
-    """Played by two processes that are given different folders."""
+    """Simulated by two processes with different folders."""
     seen = {}
     for rank in (0, 1):
         argv = tiny.flags(tmp_path / f"out{rank}", *SETTINGS.split())

@@ -1,4 +1,4 @@
-"""A run of gpt2_ft.py that is killed, and what --resume makes of it."""
+"""Tests gpt2_ft.py --resume: killed runs end bit-exact, and runs that do not fit are refused."""
 
 import json
 import shutil
@@ -24,9 +24,10 @@ from weights import own_tensors
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(gpt2_ft.__file__)
-STEP = Scheduler, "step"  # what a step begins with
+STEP = Scheduler, "step"  # the first call of a step
 
-# Four batches an epoch. No save interval is a multiple of grad_acc, some epochs' ends are not.
+# An epoch has four batches. With --grad_acc, neither the save interval nor the end of every epoch
+# is a multiple of it.
 RUNS = {
     "lora": (
         "--max_epoch 3 --grad_acc 3 --save_interval 4 --lora_dropout 0.3 --lr 0.03 --warmup_step 2"
@@ -60,7 +61,7 @@ RUNS = {
 
 
 class Killed(BaseException):
-    """Nothing in the script catches it, as nothing would catch a kill."""
+    """Stands in for a kill: nothing in the script catches it."""
 
 
 def arguments(trial, name: str, work_dir: Path) -> list[str]:
@@ -71,11 +72,11 @@ def arguments(trial, name: str, work_dir: Path) -> list[str]:
 
 
 def run_until(argv: list[str], function: tuple[object, str], call: int, monkeypatch) -> None:
-    """Trains until the n-th call of a function, by owner and name, which it does not survive."""
+    """Trains until the n-th call of a function, given by owner and name, raises `Killed`."""
     owner, name = function
     original, calls = getattr(owner, name), 0
 
-    def mortal(*args, **kwargs):
+    def killing(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == call:
@@ -83,14 +84,14 @@ def run_until(argv: list[str], function: tuple[object, str], call: int, monkeypa
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, mortal)
+        patch.setattr(owner, name, killing)
         with pytest.raises(Killed):
             gpt2_ft.main(argv)
 
 
 @pytest.fixture
 def result_of(read_metrics):
-    """All that a run leaves and that must not depend on how often it was killed."""
+    """``result_of(work_dir)``: what a run has written that must not depend on kills."""
 
     def result(work_dir: Path) -> dict:
         steps, evaluations = read_metrics(work_dir)
@@ -107,7 +108,7 @@ def result_of(read_metrics):
 
 @pytest.fixture
 def resumed_steps(monkeypatch):
-    """The steps that are done from here on."""
+    """A list of the steps that are made from here on."""
     done = []
     original = Scheduler.step
 
@@ -119,19 +120,19 @@ def resumed_steps(monkeypatch):
     return done
 
 
-def test_it_multiplies_as_before_in_every_step(tiny, tmp_path, monkeypatch):
-    """Though another way is the fastest on the day on which it resumes."""
+def test_a_resumed_run_keeps_its_linear_methods(tiny, tmp_path, monkeypatch):
+    """It keeps them even if another method is the fastest when it resumes."""
     argv = arguments(tiny, "lora", tmp_path / "run")
-    ways, in_use, step = Ways(monkeypatch, tmp_path), [], Scheduler.step
+    methods, in_use, step = Ways(monkeypatch, tmp_path), [], Scheduler.step
 
     def noting(scheduler):
-        in_use.append(ways.in_use())
+        in_use.append(methods.in_use())
         step(scheduler)
 
-    ways.fastest("blocks")
+    methods.fastest("blocks")
     run_until(argv, STEP, 9, monkeypatch)
     monkeypatch.setattr(Scheduler, "step", noting)
-    ways.fastest("plain")
+    methods.fastest("plain")
     gpt2_ft.main([*argv, "--resume"])
     assert set(map(frozenset, in_use)) == {frozenset({"blocks"})}
     in_use.clear()
@@ -140,7 +141,7 @@ def test_it_multiplies_as_before_in_every_step(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_in_any_step_it_ends_with_the_same_bits(
+def test_a_run_killed_in_any_step_ends_bit_exact(
     tiny, tmp_path, monkeypatch, result_of, resumed_steps, name
 ):
     whole = tmp_path / "whole"
@@ -157,7 +158,7 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
         assert resumed_steps == list(range(resumed_steps[0], last + 1))
         repeated += step - resumed_steps[0]
         assert result_of(work_dir) == expected
-    # Few of them went far back.
+    # Resumed runs repeat few steps.
     assert 0 < repeated < last * last / 3
 
 
@@ -173,14 +174,14 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else None,
 )
-def test_killed_in_between_it_ends_with_the_same_bits(
+def test_a_run_killed_between_steps_ends_bit_exact(
     tiny, tmp_path, monkeypatch, result_of, function, call
 ):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     gpt2_ft.main(arguments(tiny, "lora", whole))
     argv = arguments(tiny, "lora", killed)
     run_until(argv, function, call, monkeypatch)
-    # What a kill within a line leaves.
+    # A kill leaves a part of the line that is being written.
     with open(killed / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
     run_until([*argv, "--resume"], STEP, 2, monkeypatch)
@@ -188,7 +189,7 @@ def test_killed_in_between_it_ends_with_the_same_bits(
     assert result_of(killed) == result_of(whole)
 
 
-def test_a_killed_process_leaves_what_to_resume(
+def test_a_killed_process_can_be_resumed(
     trial, one_process, tmp_path, error_of, files_of, result_of
 ):
     more = "--max_epoch 20 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
@@ -214,7 +215,7 @@ def test_a_killed_process_leaves_what_to_resume(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("lora", ["", "--lora_variant dora --lora_init pissa --lora_plus_ratio 4"])
-def test_three_processes_of_which_one_is_killed(
+def test_a_run_of_three_processes_with_one_killed_ends_bit_exact(
     launch_tiny, tiny, tmp_path, error_of, result_of, lora
 ):
     """With three, the order in which gradients are summed matters, too."""
@@ -242,7 +243,7 @@ def test_three_processes_of_which_one_is_killed(
 
 @pytest.fixture
 def killed(tiny, tmp_path, monkeypatch):
-    """A run that was killed in its eleventh step, and the arguments that it had."""
+    """The arguments of a run that was killed in its eleventh step."""
     argv = arguments(tiny, "lora", tmp_path / "run")
     run_until(argv, STEP, 11, monkeypatch)
     return argv
@@ -301,7 +302,9 @@ def killed(tiny, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, device_settings, more, named):
+def test_a_run_is_not_resumed_with_other_settings(
+    tiny, killed, error_of, files_of, device_settings, more, named
+):
     _other_base(tiny.folder)
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
@@ -317,8 +320,8 @@ def _other_base(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["new dora from pissa", "new lora with a frozen A"])
-def test_what_lora_started_from_is_resumed_too(tiny, tmp_path, monkeypatch, result_of, name):
-    """Another library may decompose weights, and draw numbers, in another way."""
+def test_loras_initial_values_are_restored(tiny, tmp_path, monkeypatch, result_of, name):
+    """Other versions of libraries may decompose weights or draw numbers differently."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     gpt2_ft.main(arguments(tiny, name, whole))
     argv = arguments(tiny, name, killed)
@@ -336,7 +339,7 @@ def test_what_lora_started_from_is_resumed_too(tiny, tmp_path, monkeypatch, resu
     assert result_of(killed) == result_of(whole)
 
 
-def test_patterns_that_say_the_same_are_the_same_run(tiny, tmp_path, monkeypatch, result_of):
+def test_equivalent_patterns_are_the_same_run(tiny, tmp_path, monkeypatch, result_of):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     patterns = ("h.0.*=1", "h.1.attn.c_attn=2 c_attn=1")
     runs = [
@@ -349,7 +352,7 @@ def test_patterns_that_say_the_same_are_the_same_run(tiny, tmp_path, monkeypatch
     assert result_of(killed) == result_of(whole)
 
 
-def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
+def test_resuming_on_another_kind_of_device_is_warned_of(killed, caplog):
     path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
     state = torch.load(path, weights_only=True)
     if not torch.cuda.is_available():
@@ -363,18 +366,18 @@ def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
     assert "resumes, but not bit-exactly: the checkpoint was written on a " in line
 
 
-@pytest.mark.parametrize("before", [0, 3])
-def test_another_number_of_threads_is_said(killed, caplog, before):
+@pytest.mark.parametrize("more_threads", [0, 3])
+def test_another_number_of_threads_is_warned_of(killed, caplog, more_threads):
     path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
     state, now = torch.load(path, weights_only=True), torch.get_num_threads()
     assert state["threads"] == now
-    state["threads"] = now + before
+    state["threads"] = now + more_threads
     torch.save(state, path)
     gpt2_ft.main([*killed, "--resume"])
-    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    warnings = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
     on_cpu = not torch.cuda.is_available()
-    assert len(said) == (bool(before) and on_cpu)
-    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
+    assert len(warnings) == (bool(more_threads) and on_cpu)
+    assert not warnings or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in warnings[0]
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -385,7 +388,7 @@ def test_settings_of_the_device(tiny, device_settings, tmp_path, asked):
     device_settings.expect(tf32=asked, deterministic=asked)
 
 
-def test_what_does_not_change_the_model_may_change(tiny, killed, result_of, tmp_path):
+def test_settings_that_do_not_affect_the_model_may_change(tiny, killed, result_of, tmp_path):
     more = "--resume --log_interval 2 --save_interval 7 --eval_interval 3 --valid_batch_size 1"
     gpt2_ft.main([*killed, *more.split()])
     gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))
@@ -419,7 +422,7 @@ def test_the_models_of_two_runs_are_not_mixed(tiny, tmp_path, error_of, files_of
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
-def test_a_foreign_model_is_not_taken_for_this_run_s(tiny, tmp_path, error_of, resume):
+def test_a_model_of_another_run_is_an_error(tiny, tmp_path, error_of, resume):
     """Recipes always resume, and decode the model of the last step."""
     argv = arguments(tiny, "lora", tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -428,7 +431,7 @@ def test_a_foreign_model_is_not_taken_for_this_run_s(tiny, tmp_path, error_of, r
 
 
 def test_a_run_that_was_killed_after_its_first_model(tiny, tmp_path, monkeypatch, error_of):
-    """There is a model then, and nothing to resume but the note of whose it is."""
+    """There is a model, but no state to resume from, only the mark of whose the folder is."""
     argv = arguments(tiny, "lora", tmp_path / "run")
     run_until(argv, (gpt2_ft, "write_run"), 1, monkeypatch)
     assert [path.name for path in (tmp_path / "run").glob("model.*")] == ["model.4.pt"]
@@ -438,7 +441,7 @@ def test_a_run_that_was_killed_after_its_first_model(tiny, tmp_path, monkeypatch
     assert read_run(tmp_path / "run")["finished"]
 
 
-def test_a_run_that_was_killed_before_its_first_model_may_be_another(tiny, tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_model_may_change_its_settings(tiny, tmp_path, monkeypatch):
     argv = arguments(tiny, "lora", tmp_path / "run")
     run_until(argv, STEP, 1, monkeypatch)
     assert read_run(tmp_path / "run")["step"] == 0
@@ -450,17 +453,17 @@ def test_a_run_that_was_killed_before_its_first_model_may_be_another(tiny, tmp_p
 def test_a_run_resumes_with_another_length(
     tiny, tmp_path, monkeypatch, caplog, result_of, read_metrics, scheduler, steps
 ):
-    """Its rate follows the new length from there on; a constant one makes the longer run."""
+    """The rate follows the new length from there on. A constant rate does not depend on it."""
     more = f"--save_interval 5 --lora_dropout 0.2 --lr 0.01 --scheduler {scheduler} --max_step"
     argv, whole = (tiny.flags(tmp_path / name, *more.split()) for name in ("run", "whole"))
     gpt2_ft.main([*whole, str(steps)])
     run_until([*argv, "12"], STEP, 12, monkeypatch)
     caplog.clear()
     gpt2_ft.main([*argv, str(steps), "--resume"])
-    told = (
+    message = (
         f"{tmp_path / 'run'} belongs to a run of 12 steps, but this run has {steps}: from here on"
     )
-    assert told in caplog.text
+    assert message in caplog.text
     rates = [[row["lr"] for row in read_metrics(tmp_path / name)[0]] for name in ("run", "whole")]
     assert rates[0][10:] == rates[1][10:]
     assert len(rates[0]) == steps
@@ -471,8 +474,8 @@ def test_a_run_resumes_with_another_length(
     )
 
 
-def test_no_model_of_a_later_step_is_left_by_a_longer_run(tiny, tmp_path, monkeypatch, caplog):
-    """Recipes decode the model of the last step."""
+def test_models_after_the_step_resumed_from_are_removed(tiny, tmp_path, monkeypatch, caplog):
+    """Recipes decode the model of the last step, which would not be the resumed run's."""
     argv = tiny.flags(tmp_path / "run", "--save_interval", "5", "--max_step")
     run_until([*argv, "12"], (gpt2_ft, "write_run"), 3, monkeypatch)
     later = tmp_path / "run" / "model.8.pt"
@@ -486,8 +489,10 @@ def test_no_model_of_a_later_step_is_left_by_a_longer_run(tiny, tmp_path, monkey
     assert "; 7 steps, the last 2 in " in caplog.text
 
 
-def test_a_run_that_is_too_long_or_finished_is_its_own(tiny, tmp_path, monkeypatch, error_of):
-    """Another --max_epoch below --max_step would end it at once, or call it finished."""
+def test_a_shorter_epoch_limit_or_a_longer_one_after_the_end_is_refused(
+    tiny, tmp_path, monkeypatch, error_of
+):
+    """The smaller --max_epoch would end the run at once, the larger one continue a finished run."""
     argv = tiny.flags(
         tmp_path / "run", *["--max_step", "40", "--max_epoch", "3", "--save_interval", "3"]
     )
@@ -513,8 +518,8 @@ def test_a_run_without_an_update_is_refused(tiny, tmp_path, error_of, caplog):
     assert "--grad_acc 3: the last 1 of 4 steps make no update" in caplog.text
 
 
-def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of):
-    """Killed before its first checkpoint, the second run must not pass for the finished one."""
+def test_a_finished_run_can_be_started_over(tiny, tmp_path, monkeypatch, result_of):
+    """The second run, killed before its first checkpoint, must not count as finished."""
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main(argv)
     first = result_of(tmp_path / "run")
@@ -525,7 +530,7 @@ def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of
     assert result_of(tmp_path / "run") == first
 
 
-def test_two_runs_in_one_folder_at_once(tiny, tmp_path, error_of):
+def test_a_second_run_in_the_same_folder_at_once_is_refused(tiny, tmp_path, error_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     (tmp_path / "run").mkdir()
     with sole_use(tmp_path / "run"):
@@ -533,7 +538,7 @@ def test_two_runs_in_one_folder_at_once(tiny, tmp_path, error_of):
     gpt2_ft.main(argv)
 
 
-def test_what_a_kill_left_half_written_is_removed(tiny, tmp_path):
+def test_files_that_a_kill_left_half_written_are_removed(tiny, tmp_path):
     argv = arguments(tiny, "lora", tmp_path / "run")
     (tmp_path / "run").mkdir()
     for name in ("model.4.pt", "resume.pt", "metrics.jsonl", "learning_curves.png"):
@@ -552,7 +557,7 @@ def test_damaged_lines_of_the_log_are_left_out(killed, caplog):
     assert metrics.read_bytes().startswith(whole[:40])
 
 
-def test_without_a_run_to_resume_one_begins(tiny, tmp_path, caplog, result_of):
+def test_without_a_run_to_resume_a_new_one_begins(tiny, tmp_path, caplog, result_of):
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main([*argv, "--resume"])
     assert "holds no run to resume: starting a new one" in caplog.text
@@ -624,7 +629,7 @@ def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, nam
 
 
 def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):
-    """What a run is known by is what it has trained on."""
+    """A run is identified by the data that it has read."""
     data = tmp_path / "train.jsonl"
     shutil.copy(tiny.folder / "train.jsonl", data)
     argv = arguments(tiny, "lora", tmp_path / "run")
@@ -644,7 +649,10 @@ def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):
 
 
 def test_weights_that_are_not_finite_do_not_replace_what_is_saved(tiny, tmp_path, error_of):
-    """The rate explodes in step 6, whose loss is still a number; step 5 asked for a checkpoint."""
+    """The rate explodes in step 6, whose loss is still finite.
+
+    The checkpoint of step 5 is due after step 6, because step 5 makes no update.
+    """
     more = "--scheduler cycle --i_steps 0,4,5,12 --i_lrs 0.001,0.001,1e30,1e30 --grad_acc 2 "
     more += "--save_interval 5 --correct_bias --weight_decay 1e5"
     argv = tiny.flags(tmp_path / "run", *more.split())

@@ -1,4 +1,4 @@
-"""resume.pt: every bit comes back, a damaged one is named, and it is written atomically."""
+"""Tests resume.pt: it restores every bit, a damaged one is an error, and writing it is atomic."""
 
 import math
 import os
@@ -36,7 +36,7 @@ PROGRESS = Progress(7, 12.5)
 
 
 def make(seed: int) -> tuple[nn.Module, dict]:
-    """A model of which one layer is trained, after an update, and the other parts of its run."""
+    """Returns a model with one trained layer, after an update, and the other parts of its run."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
@@ -53,7 +53,7 @@ def write(folder, model, parts) -> None:
     write_run(folder, ALONE, IDENTITY, PROGRESS, model, parts)
 
 
-def test_every_bit_comes_back(tmp_path):
+def test_every_bit_is_restored(tmp_path):
     assert read_run(tmp_path) is None
     model, parts = make(1)
     write(tmp_path, model, parts)
@@ -65,7 +65,7 @@ def test_every_bit_comes_back(tmp_path):
     assert restore_run(tmp_path, ALONE, IDENTITY, state, again, its_parts) == PROGRESS
     assert torch.equal(torch.rand(3), expected)
     assert_same_bits(again[1].state_dict(), model[1].state_dict())
-    assert not torch.equal(again[0].weight, model[0].weight)  # frozen: the base's own
+    assert not torch.equal(again[0].weight, model[0].weight)  # frozen weights are not saved
     moments = [p["optimizer"].state_dict()["state"] for p in (its_parts, parts)]
     assert moments[0].keys() == moments[1].keys()
     for number, of_parameter in moments[1].items():
@@ -76,7 +76,7 @@ def test_every_bit_comes_back(tmp_path):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("was_on", [True, False])
-def test_determinism_is_kept_where_it_was_written(tmp_path, was_on, is_on):
+def test_a_run_does_not_resume_with_another_determinism(tmp_path, was_on, is_on):
     flag = "--use_deterministic_algorithms"
     write_finished(tmp_path, ALONE, {**IDENTITY, flag: was_on}, 7)
     now = (tmp_path, ALONE, {**IDENTITY, flag: is_on}, read_run(tmp_path), *make(1))
@@ -87,7 +87,7 @@ def test_determinism_is_kept_where_it_was_written(tmp_path, was_on, is_on):
         restore_run(*now)
 
 
-def test_a_finished_run_keeps_its_mark_only(tmp_path):
+def test_the_state_of_a_finished_run_is_only_a_mark(tmp_path):
     model, parts = make(1)
     write(tmp_path, model, parts)
     write_finished(tmp_path, ALONE, IDENTITY, 9)
@@ -107,7 +107,9 @@ def test_which_run_is_resumed(tmp_path, caplog):
     assert find_run(tmp_path, True) is None
     assert caplog.messages == [f"{tmp_path} holds no run to resume: starting a new one"]
     begin(tmp_path)
-    assert [find_run(tmp_path, resume) for resume in (True, False)] == [None] * 2  # killed at once
+    assert [find_run(tmp_path, resume) for resume in (True, False)] == [
+        None
+    ] * 2  # killed before its first state
     write(tmp_path, *make(1))
     assert find_run(tmp_path, True)["step"] == PROGRESS.step
     with pytest.raises(CheckpointError, match=r"holds an unfinished run, at step 7: resume"):
@@ -118,7 +120,7 @@ def test_which_run_is_resumed(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
-def test_patterns_are_compared_by_what_they_mean(tmp_path):
+def test_the_identity_has_resolved_patterns_and_the_datas_content(tmp_path):
     (tmp_path / "train").write_text("{}")
     files = ["--train_data", str(tmp_path / "train"), "--valid_data", "valid"]
     args = parse_args([*files, "--lora_targets", "query", "mlp_up", "--lora_dim", "4"])
@@ -138,7 +140,7 @@ def begin(folder, identity=IDENTITY, resume=True, env=ALONE):
     begin_run(SimpleNamespace(work_dir=str(folder), resume=resume), env, identity)
 
 
-def test_a_run_that_begins_says_whose_the_folder_is(tmp_path):
+def test_a_run_marks_its_folder_when_it_begins(tmp_path):
     begin(tmp_path, env=DistEnv(1, 1, 0, torch.device("cpu")))  # not the main process
     assert not [*tmp_path.iterdir()]
     begin(tmp_path)
@@ -147,8 +149,8 @@ def test_a_run_that_begins_says_whose_the_folder_is(tmp_path):
     assert not has_begun(state)
 
 
-def test_only_a_run_s_own_models_may_be_there_as_it_begins(tmp_path):
-    """It may have been killed after its first model, and before its first state."""
+def test_only_a_runs_own_models_may_be_there_when_it_begins(tmp_path):
+    """A run may have been killed between its first model and its first state."""
     (tmp_path / "model.5.pt").touch()
     refused = pytest.raises(CheckpointError, match="holds models of another run")
     with refused:
@@ -174,7 +176,7 @@ def test_only_a_run_s_own_models_may_be_there_as_it_begins(tmp_path):
         ({"step": 9, "finished": True}, 9, True),
     ],
 )
-def test_processes_compare_where_they_begin(tmp_path, monkeypatch, resumed, step, finished):
+def test_processes_compare_what_they_start_from(tmp_path, monkeypatch, resumed, step, finished):
     compared = []
     monkeypatch.setattr(run_state, "check_alike", lambda *given: compared.append(given))
     (tmp_path / "valid").write_text("{}")
@@ -194,7 +196,7 @@ class Harmful:
         return os.mkdir, ("harmed",)
 
 
-def test_a_pickle_that_wants_to_run_something(tmp_path, monkeypatch):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"step": 3, "x": Harmful()}, RESUME_NAME)
     with pytest.raises(CheckpointError, match=r"resume\.pt: missing or damaged \("):

@@ -1,4 +1,4 @@
-"""The same command, run twice in processes of their own, writes the same bytes."""
+"""Tests that the same command, run twice in new processes, writes the same bytes."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_gpt2_ft(tiny, launch_tiny, tmp_path, files_of, save):
         assert result.returncode == 0, result.stderr
         work_dir.rename(tmp_path / name)
         found = {path: content for path, (content, _) in files_of(tmp_path / name).items()}
-        del found[".launch.json"]  # which launcher it was
+        del found[".launch.json"]  # identifies the launcher
         lines = found.pop("metrics.jsonl").decode().splitlines()
         found["metrics"] = [
             {key: value for key, value in json.loads(line).items() if key != "tokens_per_second"}

@@ -1,4 +1,7 @@
-"""GPT-2 on a pretended GPU: steps and beams that do not wait for it, and the CPU's numbers."""
+"""Tests that GPT-2's steps and beam search do not wait for a GPU, and give the CPU's results.
+
+Most tests use a simulated GPU, see pretended_device.py.
+"""
 
 import copy
 import json
@@ -21,11 +24,11 @@ from gpu import DistEnv
 from loralib.training.precision import Precision, cast_frozen
 from model import GPT2Config, GPT2LMModel, head_loss
 
-# Of a step of two blocks, forward and backward, with bfloat16's casts and the optimizer.
+# The most launches of a step of two blocks: forward, backward, bfloat16's casts, the optimizer.
 LAUNCHES = 160
-# What waits at the end of an epoch: its loss, and its checkpoint.
-AT_AN_EPOCHS_END = {"losses.py", "tensors.py"}
-# Additions that follow one another in a small model.
+# The files that wait at the end of an epoch, for its loss and its checkpoint.
+FILES_AT_EPOCHS_END = {"losses.py", "tensors.py"}
+# How many additions follow one another in the small model.
 TERMS = 400
 
 
@@ -37,7 +40,7 @@ def gpu():
 
 @pytest.fixture
 def steps(gpu, monkeypatch):
-    """What each step of gpt2_ft.py asked of the device, from the end of the one before it."""
+    """A list of the waits and the number of launches of each step, since the step before it."""
     found = []
 
     def note():
@@ -57,15 +60,15 @@ def files_of(waits: list[str]) -> set[str]:
 
 
 def test_no_step_waits(tiny, tmp_path, steps):
-    """Four batches an epoch, at whose end a checkpoint is written."""
+    """Only an epoch's first of four steps waits: for the model's copy, or for the checkpoint."""
     more = "--bf16 --log_interval 100 --clip 1.0 --label_smooth 0.1 --grad_acc 2"
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 8, *more.split()))
     assert len(steps) == 8
     (first, _), (after_an_epoch, _) = steps[0], steps[4]
-    # Before it, the model comes to the device.
+    # Before the first step, the model is copied to the device.
     assert files_of(first) == {"gpt2_ft.py", "lora_layer.py"}
     assert all(wait.startswith("a copy to the device") for wait in first)
-    assert files_of(after_an_epoch) == AT_AN_EPOCHS_END
+    assert files_of(after_an_epoch) == FILES_AT_EPOCHS_END
     for number, (waits, launches) in enumerate(steps):
         if number % 4 != 0:
             assert waits == []
@@ -103,7 +106,7 @@ def test_frozen_weights_reach_the_device_in_half(tiny, tmp_path, gpu, monkeypatc
     assert "transformer.wte.weight" in moved
 
 
-def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
+def test_float16_waits_only_for_the_scaler(tiny, tmp_path, steps):
     gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "3", "--fp16", "--log_interval", "100"]))
     for waits, _ in steps[1:]:
         assert len(waits) == 1
@@ -111,14 +114,14 @@ def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
         assert "precision.py" in waits[0]
 
 
-def test_a_log_waits_once(tiny, tmp_path, steps):
+def test_logging_waits_once(tiny, tmp_path, steps):
     gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "4", "--bf16", "--log_interval", "1"]))
     assert [len(waits) for waits, _ in steps[1:]] == [1, 1, 1]
 
 
 @pytest.mark.slow
 def test_a_validation_waits_once(tiny, tmp_path, gpu, monkeypatch):
-    """However many batches it has."""
+    """It does so with any number of batches."""
     waits = []
 
     def evaluate(*given):
@@ -136,7 +139,7 @@ def test_a_validation_waits_once(tiny, tmp_path, gpu, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_is_not_saved(tiny, tmp_path, gpu, error_of):
+def test_a_step_whose_loss_is_not_finite_is_not_saved(tiny, tmp_path, gpu, error_of):
     """The rate explodes at the fifth step; the loss of the sixth is read in the eighth."""
     rates = "--scheduler cycle --i_steps 0,3,4,12 --i_lrs 0.01,0.01,1e30,1e30 --log_interval 100"
     error = error_of(tiny.flags(tmp_path, *rates.split()))
@@ -186,7 +189,7 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
 
 @pytest.mark.gpu
 def test_two_processes_on_two_gpus(tiny, tmp_path, seeing_gpus):
-    """Through NCCL; the losses are those of two processes on a CPU."""
+    """They communicate by NCCL; the losses are those of two processes on a CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     losses = []
@@ -214,7 +217,7 @@ def small_model(**settings) -> GPT2LMModel:
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, TERMS), (torch.bfloat16, 16)])
 @pytest.mark.parametrize("kind", GPUS)
 def test_losses_and_gradients_are_the_cpus(monkeypatch, kind, dtype, terms, at_once):
-    """Rows of several lengths, of which one has no target; ten targets, so many at a time."""
+    """One of the rows has no target. `at_once` of the ten targets are computed at a time."""
     monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE_ON_GPU", at_once)
     expected = small_model(lora_attn_dim=2)
     lora.mark_only_lora_as_trainable(expected)
@@ -249,8 +252,8 @@ def test_losses_and_gradients_are_the_cpus(monkeypatch, kind, dtype, terms, at_o
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_the_head_s_loss_is_not_off_by_a_factor(gpu, dtype):
-    """In half precision, 1 / 240.0001 is off by 0.3 %."""
+def test_the_gradient_of_the_heads_loss_has_no_wrong_factor(gpu, dtype):
+    """The factor 1 / 240.0001, rounded to half precision, would be off by 0.3 %."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(240, 32).to(dtype), torch.randn(50, 32).to(dtype)
     targets, mask, found = torch.randint(50, (240,)), torch.ones(240), []
@@ -296,8 +299,8 @@ def test_beams_with_gpus_as_the_default_device(gpu):
         assert search(model, PROMPTS, settings) == expected
 
 
-def test_no_layer_makes_a_mask_of_its_own(gpu):
-    """Of 5 prompts with 3 beams, whose slots are no multiple of 8."""
+def test_all_layers_share_one_mask(gpu):
+    """If the mask's rows were not aligned to 8 slots, PyTorch would copy it in each layer."""
     launched = []
     for layers in (1, 3):
         model = small_model(n_layer=layers).eval().to("cuda:0")
@@ -311,7 +314,7 @@ def test_no_layer_makes_a_mask_of_its_own(gpu):
 
 
 def test_launches_of_a_step_of_beam_search(gpu):
-    """Those of a layer, and of all else, which are the same for a larger model."""
+    """Limits a layer's launches, and those of all else, which are the same for a larger model."""
 
     def launches_a_step(layers: int) -> int:
         model, counts = small_model(n_layer=layers).eval().to("cuda:0"), []
@@ -336,7 +339,7 @@ def test_launches_of_a_step_of_beam_search(gpu):
 
 @pytest.mark.slow
 def test_beam_search_waits_when_its_cache_is_full(gpu):
-    """Every `TreeCache.ROOM` steps: for scores, the size of the copy, and what goes into it."""
+    """It waits every `TreeCache.ROOM` steps: for scores, and for the size and slots of the copy."""
     model = small_model().eval().to("cuda:0")
     counts = []
     for copies in (0, 1, 3):

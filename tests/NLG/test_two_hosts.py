@@ -1,6 +1,6 @@
-"""gpt2_ft.py on two hosts: network namespaces of this machine, with a cable between them.
+"""Tests gpt2_ft.py on two hosts: network namespaces of this machine with a virtual cable.
 
-Needs root and iproute2, on Linux. The launcher is torchrun, as the README has it.
+They need root and iproute2, on Linux. The launcher is torchrun, as in the README.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ class Hosts:
     """Two hosts and the processes that were started on them.
 
     Args:
-        tag: what tells their names from those of others.
+        tag: a part of the hosts' names that makes them unique.
     """
 
     def __init__(self, tag):
         self.names = {host: f"lora-{tag}-{host}" for host in ADDRESSES}
-        self.makers = {}  # host -> what starts processes there
+        self.makers = {}  # host -> the process that starts others there
         self.started = []
 
     def connect(self):
@@ -59,7 +59,7 @@ class Hosts:
         ip("-n", self.names[host], "link", "set", "cable", state)
 
     def launch(self, host, calls) -> Fork:
-        """Starts torchrun on a host, with two processes; its log is beside the file of calls."""
+        """Starts torchrun on a host, with two processes; its log is next to the file of calls."""
         rendezvous = f"join_timeout=40,last_call_timeout=2,is_host={int(host == 'a')}"
         flags = [
             *("--nnodes=2", "--nproc_per_node=2", "--max_restarts=3"),
@@ -75,14 +75,14 @@ class Hosts:
         return process
 
     def lose(self, host):
-        """Kills everything that runs on a host, at once, but what starts processes there."""
+        """Kills all processes on a host at once, except the one that starts others."""
         for pid in map(int, ip("netns", "pids", self.names[host]).stdout.split()):
             if pid != self.makers[host].process.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def restore(self):
-        """As they were when they were connected."""
+        """Kills what is running, and restores the link."""
         for host in self.makers:
             self.lose(host)
             self.set_link(host, "up")
@@ -119,7 +119,7 @@ def hosts(both_hosts):
 
 @pytest.fixture
 def calls(_tiny_trial, tmp_path):
-    """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
+    """``calls(name)``: a file with which tiny_gpt2_ft.py trains into a folder of that name."""
 
     def write(name):
         argv = _tiny_trial.flags(tmp_path / name, *SETTINGS.split())
@@ -137,7 +137,7 @@ def finish(*processes, timeout=200):
 
 
 def wait_for(path, process, timeout=100):
-    """Until the run has written a file."""
+    """Waits until the run has written a file."""
     end = time.monotonic() + timeout
     while not path.exists():
         assert process.poll() is None, process.log.read_text(errors="replace")[-3000:]
@@ -157,7 +157,7 @@ def assert_same_end(first, second):
 
 
 @pytest.mark.distributed
-def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
+def test_a_run_is_bit_exact_after_a_lost_host_and_a_cut_link(hosts, calls, tmp_path):
     finish(*(hosts.launch(host, calls("whole")) for host in ADDRESSES))
 
     a, b = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
@@ -179,7 +179,7 @@ def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
 
 @pytest.mark.distributed
 def test_a_link_that_stays_down(hosts, calls, tmp_path):
-    """The processes of both hosts end by --ddp_timeout, with one line; a host then waits."""
+    """The processes of both hosts end after --ddp_timeout, with one line each."""
     path = calls("down")
     call = json.loads(path.read_text())
     call[0]["argv"] += ["--ddp_timeout", "10"]
@@ -188,22 +188,22 @@ def test_a_link_that_stays_down(hosts, calls, tmp_path):
     wait_for(tmp_path / "down" / "model.60.pt", a)
     hosts.set_link("a", "down")
     assert a.wait(150) != 0
-    said = a.log.read_text(errors="replace")
-    assert re.search(r"process(es)? [23](, 3)? of 4 hangs?: nothing for 10 s", said), said[-3000:]
-    end, said = time.monotonic() + 60, ""
-    # The one that ends first is gone for the other.
+    log = a.log.read_text(errors="replace")
+    assert re.search(r"process(es)? [23](, 3)? of 4 hangs?: nothing for 10 s", log), log[-3000:]
+    end, log = time.monotonic() + 60, ""
+    # The host's two processes may end one after the other, and the second finds the first gone.
     ended = r"error \(process [23]\): (other .* did not answer in time|another .* is gone)"
-    while len(re.findall(ended, said)) < 2:
-        assert time.monotonic() < end, said[-3000:]
+    while len(re.findall(ended, log)) < 2:
+        assert time.monotonic() < end, log[-3000:]
         time.sleep(0.5)
-        said = b.log.read_text(errors="replace")
-    assert "did not answer in time" in said
-    assert "Traceback" not in said
+        log = b.log.read_text(errors="replace")
+    assert "did not answer in time" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.distributed
 def test_a_host_that_does_not_come_back(hosts, calls, tmp_path):
-    """The other one waits for it as long as the rendezvous is told to, and ends."""
+    """The other host waits for it until the rendezvous times out, and ends."""
     a, _ = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
     wait_for(tmp_path / "lost" / "model.60.pt", a)
     hosts.lose("b")

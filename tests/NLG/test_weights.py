@@ -1,4 +1,4 @@
-"""GPT-2's weights: what a file brings, what it lacks, and files of other models."""
+"""Tests the loading of GPT-2's weights: what files hold or lack, and files of other models."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from weights import canonical_names, load_base
 
 
 def plain_config(gpt2_fixture, **lora_fields):
-    """The fixture's plain shape."""
+    """Returns the configuration of the fixture's plain shape."""
     n, layers, heads, vocabulary, positions, _ = gpt2_fixture.SHAPES["plain"]
     return GPT2Config(n, layers, heads, vocabulary, positions, **lora_fields)
 
 
-def test_lora_that_a_file_lacks_is_drawn(gpt2_fixture):
+def test_lora_that_a_file_lacks_is_initialized(gpt2_fixture):
     config = plain_config(gpt2_fixture, lora_attn_dim=2, lora_attn_alpha=6)
     weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def test_lora_that_a_file_lacks_is_drawn(gpt2_fixture):
     assert torch.equal(model(ids), plain(ids))
 
 
-def test_weights_of_a_float16_file_are_taken_in_float32(gpt2_fixture):
+def test_weights_of_a_float16_file_are_converted_to_float32(gpt2_fixture):
     weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
     halves = {name: tensor.half() for name, tensor in weights.items()}
     model = load_base(plain_config(gpt2_fixture), halves, "a file")
@@ -42,7 +42,7 @@ def test_weights_of_a_float16_file_are_taken_in_float32(gpt2_fixture):
 
 
 def test_lora_of_a_file_in_half_precision_is_trained_in_float32(gpt2_fixture):
-    """The base stays in it, where it is going to be held so."""
+    """The base stays in half precision if `held_in` says so."""
     config = plain_config(gpt2_fixture, lora_attn_dim=2, lora_attn_alpha=6)
     weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
     halves = load_base(config, weights, "a file").to(torch.bfloat16)
@@ -55,7 +55,7 @@ def test_lora_of_a_file_in_half_precision_is_trained_in_float32(gpt2_fixture):
 
 @pytest.mark.parametrize("card", MODEL_CARDS)
 def test_another_size_names_the_card_that_fits(card):
-    """A file of each card for a model of another; the tensors take no memory."""
+    """A model of another card is built from each card's tensors, which take no memory here."""
     names = list(MODEL_CARDS)
     other = names[names.index(card) - 1]
     with torch.device("meta"):
@@ -67,7 +67,7 @@ def test_another_size_names_the_card_that_fits(card):
 
 
 def test_a_shape_that_no_card_has():
-    """Such as that of distilgpt2."""
+    """An example is distilgpt2."""
     with torch.device("meta"):
         small = GPT2LMModel(config_of("gpt2.sm").with_layers(6))
     shapes = {name: p.shape for name, p in small.named_parameters()}

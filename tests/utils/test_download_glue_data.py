@@ -1,4 +1,4 @@
-"""utils/download_glue_data.py against a local server that can misbehave."""
+"""Tests utils/download_glue_data.py on a local server that can misbehave."""
 
 import importlib.util
 import io
@@ -305,60 +305,60 @@ def test_unknown_task(script, wnli, tmp_path, capsys, tasks):
     assert wnli.log == []
 
 
-def test_the_names_that_are_listed_are_glue_s(script, capsys):
+def test_errors_and_help_list_glues_names(script, capsys):
     for arguments in (["--tasks", "SNLI"], ["--help"]):
         with pytest.raises(SystemExit):
             script.main(arguments)
-        said = "".join(capsys.readouterr())
-        assert "CoLA, SST-2, MRPC, QQP, STS-B, MNLI," in " ".join(said.split())
+        printed = "".join(capsys.readouterr())
+        assert "CoLA, SST-2, MRPC, QQP, STS-B, MNLI," in " ".join(printed.split())
 
 
-def test_tasks_may_be_words_of_their_own(script, wnli, tmp_path):
+def test_tasks_may_be_separate_arguments(script, wnli, tmp_path):
     wnli.log.clear()
     arguments = ["--data_dir", str(tmp_path), "--base_url", wnli.url]
     assert script.main([*arguments, "--tasks", "WNLI", "wnli"]) == 0
     assert names(tmp_path) == ["WNLI"]
 
 
-def test_help_that_nobody_reads_is_no_error():
+def test_help_to_a_closed_pipe_is_no_error():
     command = [sys.executable, str(SCRIPT), "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait() in (0, 141)  # some versions of argparse keep the error to themselves
+    assert process.wait() in (0, 141)  # some versions of argparse ignore the error
 
 
-def test_a_file_that_was_put_there_is_not_downloaded(script, wnli, tmp_path, caplog):
+def test_a_file_that_the_user_put_there_is_not_downloaded(script, wnli, tmp_path, caplog):
     archive = wnli.files.pop("/glue/data/WNLI.zip")
     assert run(script, wnli, tmp_path) == 1
-    said = caplog.records[-1].getMessage()
-    assert said.startswith("WNLI: ")
-    assert said.endswith(f"; run again, or put the file at {tmp_path / 'WNLI.zip'} yourself")
+    message = caplog.records[-1].getMessage()
+    assert message.startswith("WNLI: ")
+    assert message.endswith(f"; run again, or put the file at {tmp_path / 'WNLI.zip'} yourself")
     (tmp_path / "WNLI.zip").write_bytes(archive)
     assert run(script, wnli, tmp_path) == 0
     assert names(tmp_path) == ["WNLI", "WNLI.zip"]
 
 
-def test_a_wrong_file_that_was_put_there_is_kept(script, wnli, tmp_path, caplog):
-    """Where nothing can be downloaded, a download cannot be repeated."""
+def test_a_wrong_file_that_the_user_put_there_is_kept(script, wnli, tmp_path, caplog):
+    """It might not be possible to download it again."""
     path = tmp_path / "WNLI.zip"
     path.write_bytes(truncated(wnli.files.pop("/glue/data/WNLI.zip")))
     before = path.read_bytes()
     assert run(script, wnli, tmp_path) == 1
-    said = caplog.records[-1].getMessage()
-    assert said.startswith("WNLI: WNLI.zip is damaged: ")
+    message = caplog.records[-1].getMessage()
+    assert message.startswith("WNLI: WNLI.zip is damaged: ")
     way_out = f"; remove {path} to download it again, or put the published file there"
-    assert said.endswith(way_out)
+    assert message.endswith(way_out)
     assert names(tmp_path) == ["WNLI.zip"]
     assert path.read_bytes() == before
 
 
-def test_a_file_in_the_folder_s_place_is_one_line(tmp_path):
+def test_a_file_instead_of_the_folder_is_an_error_of_one_line(tmp_path):
     (tmp_path / "file").touch()
     command = [sys.executable, str(SCRIPT), "--data_dir", "file"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    said = "download_glue_data.py: error: file: is a file, where a folder is needed\n"
-    assert (ended.returncode, ended.stderr) == (1, said)
+    expected = "download_glue_data.py: error: file: is a file, where a folder is needed\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
 
 
 def test_unusable_base_url(script, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The documentation's pictures show what the repository says now."""
+"""Tests that the documentation's pictures match the repository's scripts and tables."""
 
 import json
 import re
@@ -15,11 +15,11 @@ PAGE = speed.README.read_text(encoding="utf-8")
 FOLDER = ROOT / "docs" / "pictures"
 
 
-def test_the_drawing_is_the_script_s():
+def test_the_drawing_in_the_documentation_is_current():
     assert (FOLDER / "lora.svg").read_text(encoding="utf-8") == low_rank_update.draw()
 
 
-def test_the_drawing_says_all_that_it_has_to():
+def test_the_drawing_has_all_labels_within_its_frame():
     svg = "{http://www.w3.org/2000/svg}"
     root = ElementTree.fromstring(low_rank_update.draw())
     lines = ["".join(text.itertext()) for text in root.iter(f"{svg}text")]
@@ -32,7 +32,7 @@ def test_the_drawing_says_all_that_it_has_to():
         assert 0 < float(text.get("y")) < height
 
 
-def test_the_speeds_are_those_of_the_tables():
+def test_the_speeds_in_the_documentation_are_current():
     with Image.open(FOLDER / "speed.png") as image:
         shown = json.loads(image.text["Description"])
     assert shown == json.loads(speed.read_speeds(PAGE).as_text()), (
@@ -43,7 +43,7 @@ def test_the_speeds_are_those_of_the_tables():
 def test_speeds_are_read_from_their_sections():
     speeds = speed.read_speeds(PAGE)
     assert [set(of_work) for of_work in speeds.ratios.values()] == [{"float32", "bfloat16"}] * 4
-    # Of RoBERTa's three ways to run PEFT in bfloat16, none is faster than what is shown.
+    # The tables have three ways to train RoBERTa with PEFT in bfloat16; the fastest one counts.
     section = PAGE.split("\n## A LoRA step of RoBERTa-base\n")[1]
     figures = section.split("\n### Figures\n")[1].split("\n##")[0]
     rows = re.findall(r"^\| PEFT \| bfloat16.*? \| [\d.]+ \| ([\d.]+) \|", figures, re.M)
@@ -61,7 +61,7 @@ def test_speeds_are_read_from_their_sections():
         (r"\d{1,2} [A-Z][a-z]+ \d{4}", "A LoRA step of RoBERTa-base: a day"),
     ],
 )
-def test_what_the_tables_lack_is_named(removed, message):
+def test_missing_parts_of_the_tables_are_named(removed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         speed.read_speeds(re.sub(removed, "", PAGE))
 

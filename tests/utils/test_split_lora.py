@@ -1,4 +1,4 @@
-"""split_lora.py on full checkpoints of every format."""
+"""Tests split_lora.py on full checkpoints of every format."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def script():
 
 
 def full_checkpoint(names: str = "new") -> dict[str, torch.Tensor]:
-    """A checkpoint with LoRA on one projection, under today's names or the release's first ones."""
+    """Returns a checkpoint with LoRA on one projection, under new names or the release's first."""
     generator = torch.Generator().manual_seed(0)
     layer = "deberta.encoder.layer.0.attention.self."
     lora = {"new": "query_proj.lora_{}", "old": "query_lora_{}.weight"}[names]
@@ -94,7 +94,7 @@ def test_split(script, tmp_path, capsys, names, format, source, suffix):
 
 
 @pytest.mark.parametrize("columns", ["review", 5, [1, 2], [], ["a", "b", "c"], ["a", "a"]])
-def test_columns_of_texts_that_are_none(script, tmp_path, columns):
+def test_invalid_columns_of_texts_are_refused(script, tmp_path, columns):
     settings = {**CONFIG, "text_columns": columns}
     folder = checkpoint_folder(tmp_path / "full", config=settings)
     line = failure(script, folder, tmp_path / "lora.safetensors")
@@ -106,7 +106,7 @@ def test_a_new_folder_is_made(script, tmp_path):
     assert len(read_adapter(tmp_path / "new/one/lora.bin", lora_alpha=4).tensors) == 4
 
 
-def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
+def test_a_file_of_lora_alone_gives_no_fingerprint_of_its_base(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     script.main([str(folder), str(folder / "lora.bin")])
     script.main([str(folder / "lora.bin"), str(tmp_path / "lora.safetensors")])
@@ -117,7 +117,7 @@ LAYER = "roberta.encoder.layer.0.output."
 
 
 def baselines_folder(path: Path, **settings) -> Path:
-    """A checkpoint in which an adapter and the biases were trained."""
+    """Writes a checkpoint in which an adapter and the biases were trained."""
     path.mkdir()
     tensors = {
         f"{LAYER}dense.weight": torch.randn(4, 4),
@@ -135,13 +135,13 @@ def baselines_folder(path: Path, **settings) -> Path:
 
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 @pytest.mark.parametrize(
-    ("part", "inside", "said"),
+    ("part", "inside", "recorded"),
     [
         ("adapter", ["adapter.adapter_A.bias", "adapter.adapter_A.weight"], ("pfeiffer", 2)),
         ("bitfit", ["dense.bias"], None),
     ],
 )
-def test_the_baselines_parts(script, tmp_path, part, inside, said, suffix):
+def test_adapters_and_biases(script, tmp_path, part, inside, recorded, suffix):
     folder, target = baselines_folder(tmp_path / "full"), tmp_path / f"x{suffix}"
     script.main([str(folder), str(target), "--part", part])
     kind = script.KINDS_BY_NAME[part]
@@ -158,7 +158,7 @@ def test_the_baselines_parts(script, tmp_path, part, inside, said, suffix):
     assert info.base_fingerprint == fingerprint(
         {f"{LAYER}dense.weight": full[f"{LAYER}dense.weight"]}
     )
-    assert said is None or (info.adapter_type, info.adapter_size) == said
+    assert recorded is None or (info.adapter_type, info.adapter_size) == recorded
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def failure(script, source: Path, target: Path, *flags: str) -> str:
     return message
 
 
-def test_without_settings_there_is_nothing_for_the_metadata(script, tmp_path):
+def test_without_settings_there_is_no_metadata_to_write(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full", config=None)
     target = tmp_path / "lora.safetensors"
     assert "write a .bin instead" in failure(script, folder, target)
@@ -206,7 +206,7 @@ def test_without_settings_there_is_nothing_for_the_metadata(script, tmp_path):
         ("empty folder", "has no weights"),
     ],
 )
-def test_what_cannot_be_split(script, tmp_path, damage, reason):
+def test_sources_that_cannot_be_split(script, tmp_path, damage, reason):
     folder = checkpoint_folder(tmp_path / "full")
     source = folder / "pytorch_model.bin"
     if damage == "missing":
@@ -241,7 +241,7 @@ def test_a_checkpoint_is_not_replaced_by_its_part(script, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json"])
-def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
+def test_a_checkpoints_own_file_is_not_overwritten(script, tmp_path, name):
     folder = checkpoint_folder(tmp_path / "checkpoint")
     before = (folder / name).read_bytes()
     assert "would replace a file of the checkpoint" in failure(script, folder, folder / name)
@@ -250,7 +250,7 @@ def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json"])
 @pytest.mark.parametrize("linked", ["file", "folder", "files of a folder"])
-def test_a_checkpoint_behind_links_is_not_written_over(script, tmp_path, name, linked):
+def test_a_checkpoint_behind_links_is_not_overwritten(script, tmp_path, name, linked):
     folder = checkpoint_folder(tmp_path / "checkpoint")
     before, source = (folder / name).read_bytes(), tmp_path / "link"
     if linked == "folder":
@@ -295,35 +295,39 @@ def test_damaged_settings(script, tmp_path, settings, reason):
 GPT2_INFO = LoraMetadata(rank=2, alpha=8, targets=("c_attn",), base="gpt2.bin", dropout=0.1)
 
 
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("has_metadata", [True, False])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_whole_gpt2(script, tmp_path, said, suffix):
-    """As gpt2_ft.py writes one, and as the release does: without metadata, with its tied head."""
+def test_a_whole_gpt2(script, tmp_path, has_metadata, suffix):
+    """gpt2_ft.py writes files with metadata; the release's have none, but have the tied head."""
     module = "transformer.h.0.attn.c_attn"
     pair = {f"{module}.lora_A": torch.randn(4, 6), f"{module}.lora_B": torch.randn(12, 2)}
     base = {f"{module}.weight": torch.randn(6, 18), "transformer.wte.weight": torch.randn(9, 6)}
     head = {"lm_head.decoder.weight": base["transformer.wte.weight"]}
-    whole = {f"module.{name}": t for name, t in (pair | base | ({} if said else head)).items()}
-    write_wrapped_tensors(tmp_path / "whole.pt", whole, GPT2_INFO.to_metadata() if said else {})
+    whole = {
+        f"module.{name}": t for name, t in (pair | base | ({} if has_metadata else head)).items()
+    }
+    write_wrapped_tensors(
+        tmp_path / "whole.pt", whole, GPT2_INFO.to_metadata() if has_metadata else {}
+    )
     target = tmp_path / f"lora{suffix}"
-    if not said and suffix == ".safetensors":
+    if not has_metadata and suffix == ".safetensors":
         assert "write a .bin instead" in failure(script, tmp_path / "whole.pt", target)
         return
     script.main([str(tmp_path / "whole.pt"), str(target)])
     adapter = read_adapter(target)
     assert adapter.tensors.keys() == pair.keys()
     assert all(torch.equal(adapter.tensors[name], tensor) for name, tensor in pair.items())
-    assert adapter.metadata == (GPT2_INFO if said else None)
+    assert adapter.metadata == (GPT2_INFO if has_metadata else None)
 
 
-def test_settings_that_say_another_rank(script, tmp_path):
+def test_settings_with_another_rank_are_refused(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full", config={**CONFIG, "lora_r": 3})
     message = failure(script, folder, tmp_path / "lora.bin")
     assert "its LoRA weights have rank 2, but its config.json says 3" in message
     assert not (tmp_path / "lora.bin").exists()
 
 
-def test_the_release_s_own_call_may_be_repeated(script, tmp_path):
+def test_the_releases_own_call_may_be_repeated(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     target = tmp_path / "lora.bin"
     script.main([str(folder), str(target)])
@@ -348,18 +352,18 @@ def text(path: Path) -> None:
     path.write_text("mine")
 
 
-@pytest.mark.parametrize("there", [whole, head_alone, text])
+@pytest.mark.parametrize("write_target", [whole, head_alone, text])
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
-def test_what_exists_is_written_over_on_request_alone(script, tmp_path, there, suffix):
+def test_existing_files_are_overwritten_only_on_request(script, tmp_path, write_target, suffix):
     folder, target = checkpoint_folder(tmp_path / "full"), tmp_path / f"out{suffix}"
-    there(target)
+    write_target(target)
     before = target.read_bytes()
     message = failure(script, folder, target)
     assert message.endswith(f"{target}: exists already; give another name, or --overwrite")
     assert target.read_bytes() == before
     script.main([str(folder), str(target), "--overwrite"])
     assert len(read_adapter(target).tensors) == 4
-    if suffix == ".safetensors":  # which the release never wrote
+    if suffix == ".safetensors":  # the release never wrote this format
         assert "--overwrite" in failure(script, folder, target)
 
 
@@ -373,7 +377,7 @@ def test_other_parts_do_not_replace_a_lora_file(script, tmp_path):
     assert target.read_bytes() != before
 
 
-def test_overwriting_spares_the_checkpoint_s_own_files(script, tmp_path):
+def test_overwriting_spares_the_checkpoints_own_files(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     before = (folder / "config.json").read_bytes()
     line = failure(script, folder, folder / "config.json", "--overwrite")

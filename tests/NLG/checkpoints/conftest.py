@@ -1,4 +1,4 @@
-"""A tiny GPT-2 in the place of every model card; its files."""
+"""Fixtures with a tiny GPT-2 in place of every model card, and its files."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def base_path(tmp_path):
 
 @pytest.fixture
 def open_lora(base_path):
-    """Opens the base with new LoRA, B drawn as well, frozen but for it; gives model and base."""
+    """``open_lora(*flags)``: a model whose random A and B alone are trained, and its base."""
 
     def open_lora(*flags):
         flags = flags or ("--lora_dim", 2, "--lora_alpha", 6)
@@ -47,6 +47,6 @@ def open_lora(base_path):
 
 @pytest.fixture
 def lora_path(tmp_path, open_lora):
-    """A LoRA-only file of this project's, rank 2, alpha 6, on `base_path`."""
+    """A file of LoRA alone, as this project writes it: rank 2, alpha 6, trained on `base_path`."""
     save_model(tmp_path / "model.5.pt", *open_lora(), lora_only=True)
     return tmp_path / "model.5.pt"

@@ -1,4 +1,4 @@
-"""A config.json beside a GPT-2's weights: what they do not show of themselves."""
+"""Tests the config.json next to a GPT-2's weights, for settings that the weights do not show."""
 
 import json
 
@@ -25,7 +25,7 @@ SETTINGS = {
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads weights of a card's shape beside a config.json of this content."""
+    """Reads weights of a card's shape next to a config.json with this content."""
 
     def read(content, write=write_safe):
         path = write(draw_base(width=128, blocks=4), tmp_path)
@@ -49,14 +49,15 @@ def read(tmp_path):
         ("scale_attn_by_inverse_layer_idx", True, "False"),
     ],
 )
-def test_another_model_of_a_card_s_shape_is_refused(read, tmp_path, field, value, ours, write):
+def test_another_model_of_a_cards_shape_is_refused(read, tmp_path, field, value, ours, write):
     with pytest.raises(CheckpointError) as caught:
         read({**SETTINGS, field: value}, write)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert f"{tmp_path / 'config.json'}: {field} is {value}, but gpt2.xs has {ours}, and" in said
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{tmp_path / 'config.json'}: {field} is {value}, but gpt2.xs has {ours}, and" in message
     assert (
-        "give another base or, if this config.json belongs to other weights, keep the two" in said
+        "give another base or, if this config.json belongs to other weights, keep the two"
+        in message
     )
 
 
@@ -69,12 +70,12 @@ def test_another_model_of_a_card_s_shape_is_refused(read, tmp_path, field, value
         {"model_type": "roberta", "n_head": 8},
     ],
 )
-def test_settings_that_are_right_or_another_s(read, caplog, change):
+def test_settings_that_fit_or_are_of_another_family_are_accepted(read, caplog, change):
     assert read({**SETTINGS, **change}).fingerprint
     assert caplog.text == ""
 
 
-def test_what_a_config_does_not_say_counts_as_alike(read, caplog):
+def test_settings_that_are_missing_count_as_equal(read, caplog):
     read({"n_layer": 4})
     assert caplog.text == ""
 
@@ -88,7 +89,7 @@ def test_what_a_config_does_not_say_counts_as_alike(read, caplog):
         ({**SETTINGS, "n_embd": 768}, "is ignored: its n_embd is 768, but that of the"),
     ],
 )
-def test_a_config_that_is_broken_or_of_other_weights_stops_nothing(
+def test_a_damaged_config_or_one_of_other_weights_is_ignored_with_a_warning(
     read, tmp_path, caplog, content, reason
 ):
     assert read(content).fingerprint

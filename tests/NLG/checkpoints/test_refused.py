@@ -1,4 +1,4 @@
-"""GPT-2's files that do not fit: one clear line each."""
+"""Tests that each of GPT-2's files that does not fit is refused with one clear line."""
 
 import json
 import os
@@ -139,7 +139,7 @@ class Harmful:
         return os.mkdir, ("harmed",)
 
 
-def test_a_pickle_that_wants_to_run_something(tmp_path, monkeypatch, base_path):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch, base_path):
     monkeypatch.chdir(tmp_path)
     torch.save({"model_state_dict": draw_lora(), "x": Harmful()}, "bad.pt")
     refuses(["bad.pt: ", "not loaded for safety"], ("--init_checkpoint", "bad.pt"))
@@ -162,7 +162,7 @@ def test_a_truncated_file(tmp_path, base_path, write, share):
             refuses([f"{path}: damaged"], ("--init_checkpoint", path))
 
 
-def test_files_that_are_not_there(tmp_path, base_path):
+def test_missing_files_and_files_of_other_kinds(tmp_path, base_path):
     nowhere, empty = tmp_path / "no.bin", tmp_path / "empty"
     empty.mkdir()
     for path, way_out in (
@@ -184,7 +184,7 @@ PARTS = ["model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin"]
 
 
 @pytest.mark.parametrize(
-    ("there", "named"),
+    ("files", "named"),
     [
         (["model.7.pt", "resume.pt", "metrics.jsonl"], "model.7.pt"),
         (["model.1000.pt", "model.999.pt", "model.95.pt", "model.1000.pt.half"], "model.1000.pt"),
@@ -194,19 +194,21 @@ PARTS = ["model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin"]
         (["training_args.bin"], "model.safetensors or pytorch_model.bin"),
     ],
 )
-def test_of_a_folder_the_files_that_may_be_models_are_named(tmp_path, there, named):
-    for name in there:
+def test_the_error_about_a_folder_names_its_possible_models(tmp_path, files, named):
+    for name in files:
         (tmp_path / name).touch()
-    says = f"{tmp_path}: no such checkpoint file: it is a folder; give the file of weights in it, "
-    with pytest.raises(CheckpointError, match=f"^{re.escape(f'{says}such as {named}')}$"):
+    message = (
+        f"{tmp_path}: no such checkpoint file: it is a folder; give the file of weights in it, "
+    )
+    with pytest.raises(CheckpointError, match=f"^{re.escape(f'{message}such as {named}')}$"):
         open_model(parse("--init_checkpoint", tmp_path))
 
 
-def test_a_folder_of_parts_alone(tmp_path):
+def test_a_folder_that_holds_only_parts_of_a_model(tmp_path):
     for name in (*PARTS, "training_args.bin"):
         (tmp_path / name).touch()
-    says = [f"{tmp_path}: belongs to a model in several files; save it in one", "max_shard_size"]
-    refuses(says, ("--init_checkpoint", tmp_path))
+    message = [f"{tmp_path}: belongs to a model in several files; save it in one", "max_shard_size"]
+    refuses(message, ("--init_checkpoint", tmp_path))
 
 
 def test_a_model_in_several_files(tmp_path):
@@ -215,8 +217,8 @@ def test_a_model_in_several_files(tmp_path):
     index.write_text(json.dumps({"weight_map": parts}))
     part = write_safe(draw_base(), tmp_path).rename(tmp_path / "model-0.safetensors")
     for path in (index, part, tmp_path):
-        says = [f"{path}: belongs to a model in several files; save it in one", "max_shard_size"]
-        refuses(says, ("--init_checkpoint", path))
+        message = [f"{path}: belongs to a model in several files; save it in one", "max_shard_size"]
+        refuses(message, ("--init_checkpoint", path))
 
 
 # ---- LoRA files that do not fit, and files in the wrong place ----
@@ -225,17 +227,17 @@ def test_a_model_in_several_files(tmp_path):
 @pytest.mark.parametrize("with_metadata", [True, False])
 def test_a_lora_file_as_the_base(tmp_path, lora_path, with_metadata):
     path = lora_path if with_metadata else write_wrapped(draw_lora(), tmp_path)
-    says = [f"{path}: holds LoRA weights only", "base as --init_checkpoint", "--lora_path"]
+    message = [f"{path}: holds LoRA weights only", "base as --init_checkpoint", "--lora_path"]
     for flags in ((), ("--lora_dim", 2, "--lora_alpha", 6), ("--lora_dim", 9)):
-        refuses(says, ("--init_checkpoint", path, *flags))
+        refuses(message, ("--init_checkpoint", path, *flags))
 
 
 def test_a_lora_file_as_the_base_of_a_training(lora_path):
     """gpt2_ft.py has no --lora_path."""
     args = parse("--init_checkpoint", lora_path)
     args.lora_dropout = 0.1
-    says = r"--init_checkpoint to train new LoRA on it; to train on .*model.<step>.pt.*--resume"
-    with pytest.raises(CheckpointError, match=says) as raised:
+    message = r"--init_checkpoint to train new LoRA on it; to train on .*model.<step>.pt.*--resume"
+    with pytest.raises(CheckpointError, match=message) as raised:
         open_model(args)
     assert "--lora_path" not in str(raised.value)
 
@@ -252,48 +254,49 @@ def test_a_base_as_the_lora_file(tmp_path, base_path):
     )
 
 
-def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
+def test_a_full_model_as_the_lora_file_or_as_its_base(tmp_path, base_path, lora_path, open_lora):
     whole = tmp_path / "whole.pt"
     save_model(whole, *open_lora(), lora_only=False)
-    says = [
+    message = [
         f"{whole}: holds a full model, not LoRA alone",
         "then write the adapter with save_adapter",
     ]
-    refuses(says, ("--init_checkpoint", base_path), whole)
-    says = [f"{whole}: already holds LoRA weights", "base without LoRA"]
-    refuses(says, ("--init_checkpoint", whole), lora_path)
+    refuses(message, ("--init_checkpoint", base_path), whole)
+    message = [f"{whole}: already holds LoRA weights", "base without LoRA"]
+    refuses(message, ("--init_checkpoint", whole), lora_path)
 
 
 @pytest.mark.parametrize("lora_only", [True, False])
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (("--lora_alpha", 32), "was trained with alpha 6, but --lora_alpha is 32"),
         (("--lora_dim", 4), "was trained with rank 2, but --lora_dim is 4"),
         (("--lora_dim", 0), "was trained with rank 2, but --lora_dim is 0"),
     ],
 )
-def test_flags_that_contradict_the_file(tmp_path, base_path, open_lora, flags, says, lora_only):
+def test_flags_that_contradict_the_file(tmp_path, base_path, open_lora, flags, message, lora_only):
     path = tmp_path / "model.7.pt"
     save_model(path, *open_lora(), lora_only=lora_only)
     if lora_only:
-        says = says.replace("--lora_alpha", "lora_alpha")  # the library's, which knows no flags
-        refuses([f"{path}: {says}"], ("--init_checkpoint", base_path, *flags), path)
+        # The library's errors name no flags.
+        message = message.replace("--lora_alpha", "lora_alpha")
+        refuses([f"{path}: {message}"], ("--init_checkpoint", base_path, *flags), path)
     else:
-        says = [f"{path}: {says}: leave {flags[0]} out"]
-        refuses(says, ("--init_checkpoint", path, *flags))
+        message = [f"{path}: {message}: leave {flags[0]} out"]
+        refuses(message, ("--init_checkpoint", path, *flags))
 
 
 @pytest.mark.parametrize("lora_only", [True, False])
-def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_only):
-    """It is refused without one, and what nothing confirms is said."""
+def test_a_file_that_does_not_record_its_alpha(tmp_path, base_path, caplog, lora_only):
+    """It is refused without --lora_alpha. With it, warnings say what is unverified."""
     tensors = draw_lora() if lora_only else {**draw_lora(), **draw_base()}
     path = write_wrapped(tensors, tmp_path)
     given = ("--init_checkpoint", base_path if lora_only else path)
     file = path if lora_only else None
-    says = [f"{path}: does not record the alpha", "lora_alpha"]
-    refuses(says, given, file)
-    refuses(says, (*given, "--lora_dim", 2), file)
+    message = [f"{path}: does not record the alpha", "lora_alpha"]
+    refuses(message, given, file)
+    refuses(message, (*given, "--lora_dim", 2), file)
     contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
     refuses([contradicts], (*given, "--lora_dim", 3, "--lora_alpha", 6), file)
     args = parse(*given, "--lora_alpha", 32)
@@ -301,10 +304,10 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     model, _ = open_model(args, None if file is None else str(file))
     assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
     assert caplog.text.count(f"{path} does not record its alpha: cannot check that it is 32") == 1
-    says_base = (
+    base_warning = (
         f"{path} does not record its base's fingerprint: cannot check that its base is {base_path}"
     )
-    assert caplog.text.count(says_base) == lora_only
+    assert caplog.text.count(base_warning) == lora_only
 
 
 @pytest.mark.parametrize(
@@ -320,11 +323,15 @@ def test_flags_out_of_range(flags, message):
         check_model_params(parse(*flags))
 
 
-def test_another_base(tmp_path, lora_path):
+def test_lora_on_another_base_is_refused(tmp_path, lora_path):
     other = tmp_path / "other.bin"
     torch.save(draw_base(seed=9), other)
-    says = [f"{lora_path}: was trained on another base", "base.bin", read_base(other).fingerprint]
-    refuses(says, ("--init_checkpoint", other), lora_path)
+    message = [
+        f"{lora_path}: was trained on another base",
+        "base.bin",
+        read_base(other).fingerprint,
+    ]
+    refuses(message, ("--init_checkpoint", other), lora_path)
 
 
 BAD_LORA = {
@@ -362,7 +369,7 @@ def test_lora_files_that_do_not_fit(tmp_path, base_path, make, parts):
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"rank": "two"}, "its metadata is damaged"),
         ({"rank": 2}, "its metadata is damaged"),
@@ -371,8 +378,8 @@ def test_lora_files_that_do_not_fit(tmp_path, base_path, make, parts):
         ({"targets": '["c_proj"]'}, "damaged: it says targets c_proj, its tensors have c_attn"),
     ],
 )
-def test_metadata_that_is_wrong(base_path, lora_path, changed, says):
+def test_wrong_metadata_is_refused(base_path, lora_path, changed, message):
     content = torch.load(lora_path, weights_only=True)
     content["metadata"].update(changed)
     torch.save(content, lora_path)
-    refuses([f"{lora_path}: {says}"], ("--init_checkpoint", base_path), lora_path)
+    refuses([f"{lora_path}: {message}"], ("--init_checkpoint", base_path), lora_path)

@@ -1,4 +1,4 @@
-"""GPT-2's files: every spelling of a base and of LoRA loads."""
+"""Tests that GPT-2's files load with every spelling of a base's and of LoRA's names."""
 
 import re
 
@@ -26,7 +26,7 @@ from checkpoints import open_model, read_base
 
 
 def old_endings(tensors):
-    """Norms' ``.g`` and ``.b``, linear layers' ``.w`` and ``.b``, as in GPT-2's first files."""
+    """Returns the tensors under the names of GPT-2's first files: ``.g``, ``.b`` and ``.w``."""
 
     def spell(name):
         is_norm = "ln_" in name
@@ -37,7 +37,7 @@ def old_endings(tensors):
 
 
 def with_buffers(tensors):
-    """The causal masks that other implementations save."""
+    """Adds the causal masks that other implementations save."""
     mask = torch.ones(1, 1, POSITIONS, POSITIONS).tril()
     buffers = {f"h.{i}.attn.bias": mask.to(torch.uint8) for i in range(BLOCKS)}
     buffers |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(BLOCKS)}
@@ -82,7 +82,7 @@ def test_every_spelling_of_a_base(tmp_path, spelling, write):
     assert base.fingerprint == read_base(write_plain(drawn, tmp_path)).fingerprint
 
 
-def test_without_a_file_the_model_is_drawn():
+def test_without_a_file_the_model_is_initialized():
     args = parse()
     model, base = open_model(args)
     assert (args.model_card, args.lora_dim, args.lora_alpha) == ("gpt2.md", 0, 128)
@@ -122,7 +122,7 @@ def test_every_spelling_of_a_lora_file(tmp_path, base_path, prefix, write):
     assert {layer.scaling for layer in checkpoints.lora_layers(model).values()} == {16}
 
 
-def test_a_file_of_this_project_says_rank_and_alpha(base_path, lora_path, open_lora, caplog):
+def test_a_file_of_this_project_records_rank_and_alpha(base_path, lora_path, open_lora, caplog):
     args = parse("--init_checkpoint", base_path)
     model, _ = open_model(args, str(lora_path), lora_dropout=0.25)
     assert "cannot check" not in caplog.text

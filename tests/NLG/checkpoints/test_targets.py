@@ -1,4 +1,4 @@
-"""LoRA on any of GPT-2's projections: what is computed, written, read again, and refused."""
+"""Tests LoRA on any of GPT-2's projections: its results, its files, and what is refused."""
 
 import json
 
@@ -32,8 +32,8 @@ CASES = (
 )
 # A block's linear layers -> the size of a slice of the output.
 LAYERS = {"attn.c_attn": WIDTH, "attn.c_proj": WIDTH, "mlp.c_fc": 4 * WIDTH, "mlp.c_proj": WIDTH}
-# The terms of the sums that follow one another: of each block three products of WIDTH columns, one
-# of four times that, and attention; the head.
+# How many additions follow one another: in each block, three products over WIDTH terms and one over
+# 4 WIDTH, and attention; in the head, one over WIDTH.
 TERMS = BLOCKS * (3 * WIDTH + 4 * WIDTH + 4 + POSITIONS) + WIDTH
 RANK, ALPHA = 2, 6
 IDS = torch.arange(3 * POSITIONS).view(3, POSITIONS) % VOCABULARY
@@ -54,7 +54,7 @@ def open_on(base_path):
 
 @pytest.fixture
 def trained_on(open_on):
-    """The same, with LoRA's tensors far from their start."""
+    """``trained_on(targets)``: the same, with LoRA's tensors far from their initial values."""
 
     def trained(targets):
         model, base = open_on(targets)
@@ -70,7 +70,7 @@ def trained_on(open_on):
 
 @pytest.fixture
 def file_on(trained_on, tmp_path):
-    """``file_on(targets)``: LoRA's part of such a model, as gpt2_ft.py writes it."""
+    """``file_on(targets)``: the file of such a model's LoRA, as gpt2_ft.py writes it."""
 
     def written(targets):
         save_model(tmp_path / "model.5.pt", *trained_on(targets), lora_only=True)
@@ -85,7 +85,7 @@ def logits_of(model):
 
 
 def plain_of(model, targets):
-    """The base, in float64, with s · B A of every slice added to its columns."""
+    """Returns the base in float64, with s · B A of every slice added to its columns."""
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     for block in range(BLOCKS):
         for layer, width in LAYERS.items():
@@ -105,7 +105,7 @@ def plain_of(model, targets):
 
 
 @by_targets
-def test_targets_are_told_by_the_layers(targets):
+def test_targets_of_is_the_inverse_of_enabled_slices(targets):
     slices = {layer: enabled_slices(targets, layer) for layer in LAYERS}
     updated = [(layer, enabled) for layer, enabled in slices.items() if any(enabled)]
     assert targets_of(updated * BLOCKS) == targets
@@ -136,7 +136,7 @@ def test_targets_have_one_order():
 
 
 @by_targets
-def test_at_its_start_lora_changes_nothing(open_on, base_path, targets):
+def test_new_lora_changes_nothing(open_on, base_path, targets):
     plain, _ = open_model(parse("--init_checkpoint", base_path))
     model, _ = open_on(targets)
     ours = parameters(model)
@@ -148,7 +148,7 @@ def test_at_its_start_lora_changes_nothing(open_on, base_path, targets):
 
 
 @by_targets
-def test_logits_are_the_formula_s(trained_on, targets):
+def test_logits_follow_the_formula(trained_on, targets):
     model, _ = trained_on(targets)
     expected = plain_of(model, targets)(IDS)
     assert (expected - logits_of(model.train())).abs().max() < 0.01
@@ -156,21 +156,21 @@ def test_logits_are_the_formula_s(trained_on, targets):
 
 
 @by_targets
-def test_merged_weights_are_the_formula_s(trained_on, targets):
+def test_merged_weights_follow_the_formula(trained_on, targets):
     model, _ = trained_on(targets)
     plain = plain_of(model, targets)
     merged = lora.merge(model)
     assert not any("lora_" in name for name, _ in merged.named_parameters())
     for name, weight in plain.named_parameters():
         module = merged.get_submodule(name.rpartition(".")[0])
-        is_turned = isinstance(module, torch.nn.Linear) and weight.dim() == 2
-        expected = weight.T if is_turned else weight
+        is_transposed = isinstance(module, torch.nn.Linear) and weight.dim() == 2
+        expected = weight.T if is_transposed else weight
         assert_close_to_rounding(merged.get_parameter(name), expected.float(), RANK + 1)
     assert_close_to_rounding(logits_of(merged), plain(IDS).float(), TERMS)
 
 
 @by_targets
-def test_a_step_trains_lora_alone(open_on, targets):
+def test_a_step_trains_only_lora(open_on, targets):
     model, _ = open_on(targets)
     lora.mark_only_lora_as_trainable(model.train())
     before = {name: tensor.clone() for name, tensor in parameters(model).items()}
@@ -188,7 +188,7 @@ def test_a_step_trains_lora_alone(open_on, targets):
 
 @by_targets
 @pytest.mark.parametrize("lora_only", [True, False])
-def test_a_file_says_its_targets(trained_on, base_path, tmp_path, targets, lora_only):
+def test_a_file_records_its_targets(trained_on, base_path, tmp_path, targets, lora_only):
     model, base = trained_on(targets)
     path = tmp_path / "model.9.pt"
     save_model(path, model, base, lora_only)
@@ -208,7 +208,7 @@ def test_a_file_says_its_targets(trained_on, base_path, tmp_path, targets, lora_
 
 @by_targets
 @pytest.mark.parametrize("format", ["lora", "peft"])
-def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, format):
+def test_other_formats_are_bit_exact(file_on, base_path, tmp_path, targets, format):
     path = tmp_path / {"lora": "out.safetensors", "peft": "out"}[format]
     adapter = read_adapter(file_on(targets))
     write_adapter(path, adapter, format)
@@ -221,7 +221,7 @@ def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, for
 
 
 @pytest.mark.parametrize(
-    ("targets", "told"),
+    ("targets", "expected_remarks"),
     [
         (("key",), []),
         (
@@ -234,13 +234,13 @@ def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, for
         (("mlp_up", "mlp_down"), []),
     ],
 )
-def test_of_stacked_updates_a_user_is_told(file_on, tmp_path, targets, told):
+def test_the_user_is_told_of_stacked_updates(file_on, tmp_path, targets, expected_remarks):
     remarks = write_adapter(tmp_path / "out", read_adapter(file_on(targets)), "peft")
-    assert [remark for remark in remarks if "updates" in remark] == told
+    assert [remark for remark in remarks if "updates" in remark] == expected_remarks
 
 
 @by_targets
-def test_merged_into_the_base_it_is_the_same(file_on, trained_on, base_path, targets):
+def test_merging_a_file_into_the_base_follows_the_formula(file_on, trained_on, base_path, targets):
     plain, _ = open_model(parse("--init_checkpoint", base_path))
     merge_into(plain, read_adapter(file_on(targets)))
     expected = plain_of(trained_on(targets)[0], targets)
@@ -249,7 +249,7 @@ def test_merged_into_the_base_it_is_the_same(file_on, trained_on, base_path, tar
 
 
 @by_targets
-def test_a_release_s_file_has_query_and_value_alone(file_on, tmp_path, targets):
+def test_the_releases_format_holds_only_query_and_value(file_on, tmp_path, targets):
     adapter = read_adapter(file_on(targets))
     path = tmp_path / "release.pt"
     if targets == DEFAULT:
@@ -258,10 +258,10 @@ def test_a_release_s_file_has_query_and_value_alone(file_on, tmp_path, targets):
         return
     in_attention = [name for name in targets if TARGETS[name] == "attn.c_attn"]
     slices_are_others = in_attention and tuple(in_attention) != DEFAULT
-    says = (
+    message = (
         "has slices, which this" if slices_are_others else "where the release's GPT-2 has no LoRA"
     )
-    with pytest.raises(NeedsMergingError, match=says) as caught:
+    with pytest.raises(NeedsMergingError, match=message) as caught:
         write_adapter(path, adapter, "release")
     assert "\n" not in str(caught.value)
     assert not path.exists()
@@ -283,33 +283,36 @@ def test_a_model_with_lora_on_other_slices_of_the_same_shape(file_on, open_on, t
     assert_same_bits(parameters(model), before)
 
 
-def test_what_contradicts_the_file(file_on, trained_on, base_path, tmp_path):
+def test_targets_that_contradict_the_file_are_refused(file_on, trained_on, base_path, tmp_path):
     path = file_on(("query", "mlp_up"))
     flags = ("--lora_targets", "query", "value")
-    says = "was trained with targets query mlp_up, but --lora_targets is query value"
-    refuses([f"{path}: {says}"], ("--init_checkpoint", base_path, *flags), path)
+    message = "was trained with targets query mlp_up, but --lora_targets is query value"
+    refuses([f"{path}: {message}"], ("--init_checkpoint", base_path, *flags), path)
     whole = tmp_path / "whole.pt"
     save_model(whole, *trained_on(("query", "mlp_up")), lora_only=False)
-    refuses([f"{whole}: {says}"], ("--init_checkpoint", whole, *flags))
-    # In whatever order they are given.
+    refuses([f"{whole}: {message}"], ("--init_checkpoint", whole, *flags))
+    # The order in which they are given does not matter.
     open_model(parse("--init_checkpoint", whole, "--lora_targets", "mlp_up", "query"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (("--lora_dim", 2, "--lora_targets", "query", "query"), "lora_targets names query twice"),
         (("--lora_targets", "mlp_up"), "--lora_targets needs LoRA: add --lora_dim"),
     ],
 )
-def test_flags_that_no_model_can_have(base_path, flags, says):
-    with pytest.raises(ValueError, match=f"^{says}$"):
+def test_invalid_flags_are_refused(base_path, flags, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         open_model(parse("--init_checkpoint", base_path, *flags))
 
 
 @pytest.mark.parametrize(("trains", "estimate"), [(True, False), (True, True), (False, False)])
 def test_an_alpha_without_a_rank(base_path, caplog, trains, estimate):
-    """Would train all of the model; decoding ignores it, and an estimate knows no files."""
+    """Training refuses it, because it would train the full model. Decoding and estimates ignore it.
+
+    An estimate reads no files, and one of them may record the rank.
+    """
     args = parse("--init_checkpoint", base_path, "--lora_alpha", 32)
     if trains:
         args.lora_dropout, args.estimate = 0.0, estimate
@@ -326,20 +329,20 @@ def test_an_alpha_without_a_rank(base_path, caplog, trains, estimate):
     [
         (("--lora_dim", 2), ["--lora_alpha is not given: it is 128, the release's default"]),
         (("--lora_dim", 2, "--lora_alpha", 128), []),
-        (("--lora_dim", 0, "--lora_alpha", 32), []),  # asks for none
+        (("--lora_dim", 0, "--lora_alpha", 32), []),  # no LoRA
         ((), []),
     ],
 )
-def test_an_alpha_that_is_not_given(base_path, caplog, flags, warned):
+def test_new_lora_without_a_given_alpha_is_warned_of(base_path, caplog, flags, warned):
     args = parse("--init_checkpoint", base_path, *flags)
-    args.lora_dropout, args.estimate = 0.0, False  # as gpt2_ft.py has them
+    args.lora_dropout, args.estimate = 0.0, False  # flags of gpt2_ft.py
     open_model(args)
     found = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage().partition(";")[0] for record in found] == warned
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"),
+    ("targets", "message"),
     [
         (
             ["c_attn"],
@@ -349,8 +352,8 @@ def test_an_alpha_that_is_not_given(base_path, caplog, flags, warned):
         ("query", "lora_targets must be a list of strings"),
     ],
 )
-def test_a_configuration_that_no_model_can_have(targets, says):
-    with pytest.raises(ValueError, match=f"^{says}"):
+def test_invalid_targets_of_a_configuration_are_refused(targets, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         checkpoints.config_of("gpt2.md", lora_targets=targets)
 
 
@@ -361,7 +364,7 @@ def test_an_unknown_target_on_the_command_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("slices", "says"),
+    ("slices", "message"),
     [
         ({"transformer.h.0.attn.c_attn": [True, False, False]}, "2 stacked blocks, and it is"),
         ({"transformer.h.0.attn.c_attn": [False, False, False]}, "in its metadata"),
@@ -369,9 +372,9 @@ def test_an_unknown_target_on_the_command_line(capsys):
         ([True, False, True], "in its metadata"),
     ],
 )
-def test_metadata_that_is_wrong(file_on, base_path, slices, says):
+def test_wrong_metadata_is_refused(file_on, base_path, slices, message):
     path = file_on(("query", "key"))
     content = torch.load(path, weights_only=True)
     content["metadata"]["slices"] = json.dumps(slices)
     torch.save(content, path)
-    refuses([f"{path}: ", says], ("--init_checkpoint", base_path), path)
+    refuses([f"{path}: ", message], ("--init_checkpoint", base_path), path)

@@ -1,4 +1,4 @@
-"""LoRA's variants, initializations, ranks and alphas by layer, in GPT-2 and its files."""
+"""Tests LoRA's variants, initializations, and ranks and alphas by layer, in GPT-2 and its files."""
 
 import json
 import math
@@ -40,8 +40,8 @@ SETTINGS = {
 }
 # A block's linear layers -> the size of a slice of the output.
 LAYERS = {"attn.c_attn": WIDTH, "attn.c_proj": WIDTH, "mlp.c_fc": 4 * WIDTH, "mlp.c_proj": WIDTH}
-# The terms of the sums that follow one another: of each block three products of WIDTH columns, one
-# of four times that, and attention; the head.
+# How many additions follow one another: in each block, three products over WIDTH terms and one over
+# 4 WIDTH, and attention; in the head, one over WIDTH.
 TERMS = BLOCKS * (3 * WIDTH + 4 * WIDTH + 4 + POSITIONS) + WIDTH
 RANK, ALPHA = 2, 6
 IDS = torch.arange(3 * POSITIONS).view(3, POSITIONS) % VOCABULARY
@@ -65,7 +65,7 @@ def open_with(base_path):
 
 @pytest.fixture
 def trained_with(open_with):
-    """The same after some steps that move all of LoRA that is trained."""
+    """``trained_with(setting, targets)``: the same after steps that change all that is trained."""
 
     def trained(setting, targets=DEFAULT):
         model, base, _ = open_with(setting, targets)
@@ -88,7 +88,7 @@ def logits_of(model):
 
 
 def plain_of(model, setting, targets):
-    """The base, in float64, with each slice's adapted rows by the papers' formulas."""
+    """Returns the base in float64, with each slice adapted by the papers' formulas."""
     weights = {name: tensor.double() for name, tensor in own_tensors(model).items()}
     for block in range(BLOCKS):
         for layer, width in LAYERS.items():
@@ -108,7 +108,7 @@ def plain_of(model, setting, targets):
 
 
 def _adapted(W, weights, name, place, width, flags):
-    """W (width, in) of a slice with its update."""
+    """Returns a slice's W, (width, in), with its update."""
     rank = weights[f"{name}.lora_B"].shape[1]
     rows, outputs = (slice(place * n, (place + 1) * n) for n in (rank, width))
     product = weights[f"{name}.lora_B"][outputs] @ weights[f"{name}.lora_A"][rows]
@@ -140,7 +140,7 @@ def close(ours, theirs):
 
 @by_setting
 @by_targets
-def test_at_its_start_lora_computes_the_base_s_logits(open_with, base_path, setting, targets):
+def test_new_lora_computes_the_bases_logits(open_with, base_path, setting, targets):
     model, _, _ = open_with(setting, targets)
     plain, _ = open_model(parse("--init_checkpoint", base_path))
     base = {name: t for name, t in parameters(model).items() if "lora_" not in name}
@@ -150,7 +150,7 @@ def test_at_its_start_lora_computes_the_base_s_logits(open_with, base_path, sett
 
 @by_setting
 @by_targets
-def test_trained_it_computes_the_formulas(trained_with, base_path, setting, targets):
+def test_trained_lora_follows_the_formulas(trained_with, base_path, setting, targets):
     model, _ = trained_with(setting, targets)
     expected = plain_of(model, setting, targets)
     close(logits_of(model), expected(IDS))
@@ -160,8 +160,8 @@ def test_trained_it_computes_the_formulas(trained_with, base_path, setting, targ
     close(logits_of(merged), expected(IDS))
     for name, weight in expected.named_parameters():
         module = merged.get_submodule(name.rpartition(".")[0])
-        is_turned = isinstance(module, torch.nn.Linear) and weight.dim() == 2
-        ours = merged.get_parameter(name).T if is_turned else merged.get_parameter(name)
+        is_transposed = isinstance(module, torch.nn.Linear) and weight.dim() == 2
+        ours = merged.get_parameter(name).T if is_transposed else merged.get_parameter(name)
         # A row's norm is a sum over all inputs, and of the product's terms.
         assert_close_to_rounding(ours, weight.float(), 4 * WIDTH + 4 * RANK)
 
@@ -175,7 +175,7 @@ def test_settings_reach_the_layers(open_with):
         assert not layer.lora_A.requires_grad
 
 
-def test_a_target_is_a_layer_s_name_in_a_pattern(open_with):
+def test_patterns_may_name_targets(open_with):
     more = ("--lora_rank_pattern", "mlp_down=1", "h.1.mlp.*=3", "mlp.c_fc=4")
     model, _, _ = open_with("lora", ALL, *more)
     layers = lora_layers(model).items()
@@ -187,7 +187,7 @@ def test_a_target_is_a_layer_s_name_in_a_pattern(open_with):
 
 
 @by_setting
-def test_what_is_trained(open_with, trained_with, setting):
+def test_which_tensors_are_trained(open_with, trained_with, setting):
     before, _, _ = open_with(setting, ALL)
     after, _ = trained_with(setting, ALL)
     old, new = own_tensors(before), own_tensors(after)
@@ -206,7 +206,7 @@ def test_what_is_trained(open_with, trained_with, setting):
 @by_setting
 @by_targets
 @pytest.mark.parametrize("lora_only", [True, False])
-def test_saved_and_opened_it_is_the_same(
+def test_a_saved_model_is_opened_bit_exact(
     trained_with, open_with, base_path, tmp_path, setting, targets, lora_only
 ):
     model, base = trained_with(setting, targets)
@@ -225,7 +225,7 @@ def test_saved_and_opened_it_is_the_same(
 
 @by_setting
 @by_targets
-def test_the_lora_format_keeps_all(trained_with, base_path, tmp_path, setting, targets):
+def test_the_lora_format_is_bit_exact(trained_with, base_path, tmp_path, setting, targets):
     model, base = trained_with(setting, targets)
     save_model(tmp_path / "model.9.pt", model, base, lora_only=True)
     adapter = read_adapter(tmp_path / "model.9.pt")
@@ -239,7 +239,9 @@ def test_the_lora_format_keeps_all(trained_with, base_path, tmp_path, setting, t
 
 @by_setting
 @by_targets
-def test_merged_into_the_base_it_is_the_same(trained_with, base_path, tmp_path, setting, targets):
+def test_merging_a_file_into_the_base_follows_the_formulas(
+    trained_with, base_path, tmp_path, setting, targets
+):
     model, base = trained_with(setting, targets)
     save_model(tmp_path / "model.9.pt", model, base, lora_only=True)
     plain, _ = open_model(parse("--init_checkpoint", base_path))
@@ -254,7 +256,7 @@ def test_pefts_format_computes_the_same(trained_with, base_path, tmp_path, setti
     save_model(tmp_path / "model.9.pt", model, base, lora_only=True)
     adapter = read_adapter(tmp_path / "model.9.pt")
     if "dora" in SETTINGS[setting]:
-        # A magnitude is one of a row of c_attn, and PEFT needs one for each of them.
+        # There are magnitudes for rows of the slices only, and PEFT needs one for each row.
         message = r"transformer\.h\.0\.attn\.c_attn has DoRA's magnitudes for slices"
         with pytest.raises(NeedsMergingError, match=message):
             write_adapter(tmp_path / "out", adapter, "peft")
@@ -264,7 +266,7 @@ def test_pefts_format_computes_the_same(trained_with, base_path, tmp_path, setti
     close(logits_of(again), logits_of(model))
 
 
-def test_dora_outside_of_slices_is_pefts_as_well(trained_with, base_path, tmp_path):
+def test_pefts_format_holds_dora_on_whole_layers(trained_with, base_path, tmp_path):
     model, base = trained_with("dora", ("attention_output", "mlp_up", "mlp_down"))
     save_model(tmp_path / "model.9.pt", model, base, lora_only=True)
     write_adapter(tmp_path / "out", read_adapter(tmp_path / "model.9.pt"), "peft")
@@ -273,7 +275,7 @@ def test_dora_outside_of_slices_is_pefts_as_well(trained_with, base_path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     {
         "rslora": "variant rslora",
         "dora": "variant dora",
@@ -283,40 +285,40 @@ def test_dora_outside_of_slices_is_pefts_as_well(trained_with, base_path, tmp_pa
         "several": "variant rslora",
     }.items(),
 )
-def test_the_release_s_format_cannot_hold_it(trained_with, tmp_path, setting, says):
+def test_settings_that_the_releases_format_cannot_hold(trained_with, tmp_path, setting, message):
     save_model(tmp_path / "model.9.pt", *trained_with(setting), lora_only=True)
     adapter = read_adapter(tmp_path / "model.9.pt")
     with pytest.raises(NeedsMergingError) as caught:
         write_adapter(tmp_path / "release.pt", adapter, "release")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "release.pt").exists()
 
 
 @pytest.mark.parametrize("setting", ["lora", "orthogonal", "frozen A"])
-def test_the_release_computes_the_same_with_these(trained_with, tmp_path, setting):
+def test_settings_that_the_releases_format_can_hold(trained_with, tmp_path, setting):
     save_model(tmp_path / "model.9.pt", *trained_with(setting), lora_only=True)
     adapter = read_adapter(tmp_path / "model.9.pt")
     write_adapter(tmp_path / "release.pt", adapter, "release")
     assert_same_bits(read_adapter(tmp_path / "release.pt").tensors, adapter.tensors)
 
 
-def test_what_the_metadata_says(trained_with, tmp_path):
+def test_metadata_records_the_settings(trained_with, tmp_path):
     save_model(tmp_path / "model.9.pt", *trained_with("several"), lora_only=True)
     content = torch.load(tmp_path / "model.9.pt", weights_only=True)["metadata"]
-    said = {name: json.loads(text) for name, text in content.items()}
+    recorded = {name: json.loads(text) for name, text in content.items()}
     c_attn = "transformer.h.{}.attn.c_attn"
-    assert said["variant"] == "rslora+dora"
-    assert (said["initialization"], said["freeze_A"]) == ("pissa", True)
-    assert (said["rank"], said["rank_pattern"]) == (RANK, {c_attn.format(0): 1})
-    assert said["alpha_pattern"] == {c_attn.format(0): 0.5, c_attn.format(1): 0.5}
+    assert recorded["variant"] == "rslora+dora"
+    assert (recorded["initialization"], recorded["freeze_A"]) == ("pissa", True)
+    assert (recorded["rank"], recorded["rank_pattern"]) == (RANK, {c_attn.format(0): 1})
+    assert recorded["alpha_pattern"] == {c_attn.format(0): 0.5, c_attn.format(1): 0.5}
 
 
 # ---- refused ----
 
 
 @pytest.mark.parametrize(
-    ("setting", "flags", "says"),
+    ("setting", "flags", "message"),
     [
         ("dora", "--lora_variant lora", "trained with variant dora, but --lora_variant is lora"),
         ("lora", "--lora_variant dora", "trained with variant lora, but --lora_variant is dora"),
@@ -334,15 +336,15 @@ def test_what_the_metadata_says(trained_with, tmp_path):
         ),
     ],
 )
-def test_flags_that_contradict_the_file(trained_with, tmp_path, setting, flags, says):
+def test_flags_that_contradict_the_file(trained_with, tmp_path, setting, flags, message):
     path = tmp_path / "model.9.pt"
     save_model(path, *trained_with(setting), lora_only=False)
-    refuses([f"{path}: was ", says], ("--init_checkpoint", path, *flags.split()))
+    refuses([f"{path}: was ", message], ("--init_checkpoint", path, *flags.split()))
     open_model(parse("--init_checkpoint", path, *SETTINGS[setting].split()))
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--lora_dim 9", "the rank of transformer.h.0.attn.c_attn, 9, is larger than n_embd, 8"),
         ("--lora_rank_pattern h.1.*=9", "the rank of transformer.h.1.attn.c_attn, 9, is larger"),
@@ -358,9 +360,9 @@ def test_flags_that_contradict_the_file(trained_with, tmp_path, setting, flags, 
         ("--lora_dim 3 --lora_init orthogonal", "r has to be even for the orthogonal"),
     ],
 )
-def test_flags_that_no_model_can_have(base_path, flags, says):
+def test_invalid_flags_are_refused(base_path, flags, message):
     usual = ("--init_checkpoint", base_path, "--lora_dim", RANK)
-    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         open_model(parse(*usual, *flags.split()))
     assert "\n" not in str(caught.value)
 
@@ -381,7 +383,7 @@ def test_flags_that_need_lora(base_path, flags):
 
 
 @pytest.mark.parametrize("flag", ["--lora_variant", "--lora_init"])
-def test_names_that_there_are_not(capsys, flag):
+def test_unknown_names_are_refused(capsys, flag):
     with pytest.raises(SystemExit):
         parse(flag, "other")
     assert "invalid choice: 'other'" in capsys.readouterr().err
@@ -393,5 +395,5 @@ def test_a_file_without_its_magnitudes(trained_with, base_path, tmp_path):
     content = torch.load(path, weights_only=True)
     del content["model_state_dict"]["module.transformer.h.1.attn.c_attn.lora_magnitude_vector"]
     torch.save(content, path)
-    says = "lacks transformer.h.1.attn.c_attn.lora_magnitude_vector"
-    refuses([f"{path}: ", says], ("--init_checkpoint", base_path), path)
+    message = "lacks transformer.h.1.attn.c_attn.lora_magnitude_vector"
+    refuses([f"{path}: ", message], ("--init_checkpoint", base_path), path)

@@ -1,4 +1,4 @@
-"""What a GPT-2 is saved as: the release's formats; every bit is kept."""
+"""Tests how a GPT-2 is saved: in the release's formats, and bit-exact."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from loralib.training.precision import cast_frozen
 from weights import canonical_names
 
 
-def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
+def test_a_file_of_lora_has_the_releases_format(lora_path, open_lora, base_path):
     model, base = open_lora()
     content = torch.load(lora_path, weights_only=True)
     assert content.keys() == {"model_state_dict", "metadata"}
@@ -42,14 +42,14 @@ def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_a_file_says_the_dropout_of_its_training(tmp_path, base_path, dropout):
+def test_a_file_records_the_dropout_of_its_training(tmp_path, base_path, dropout):
     args = parse("--init_checkpoint", base_path, "--lora_dim", 2, "--lora_alpha", 6)
     path = tmp_path / "model.5.pt"
     save_model(path, *open_model(args, lora_dropout=dropout), lora_only=True)
     assert read_adapter(path).metadata.dropout == (dropout or None)
 
 
-def test_a_whole_file_is_the_release_s_form(tmp_path, open_lora):
+def test_a_file_of_the_full_model_has_the_releases_format(tmp_path, open_lora):
     model, base = open_lora()
     save_model(tmp_path / "model.9.pt", model, base, lora_only=False)
     content = torch.load(tmp_path / "model.9.pt", weights_only=True)
@@ -105,12 +105,12 @@ def test_round_trip_of_a_model_without_lora(tmp_path, base_path):
     args = parse("--init_checkpoint", path)
     assert_same_bits(parameters(open_model(args)[0]), trained)
     assert args.lora_dim == 0
-    # It is a base as any other: LoRA can be added to it.
+    # It is a base like any other, to which LoRA can be added.
     model, _ = open_model(parse("--init_checkpoint", path, "--lora_dim", 3))
     assert model.get_parameter(LORA_A).shape == (6, WIDTH)
 
 
-def test_training_what_a_file_brought_leaves_the_file_alone(tmp_path, open_lora):
+def test_training_loaded_weights_does_not_change_their_file(tmp_path, open_lora):
     path = tmp_path / "model.9.pt"
     save_model(path, *open_lora(), lora_only=False)
     before = path.read_bytes()

@@ -1,4 +1,4 @@
-"""convert.py in this process, and an adapter of each family."""
+"""Fixtures that run convert.py in this process, and adapters of each family."""
 
 import importlib
 
@@ -16,28 +16,28 @@ def script():
 
 @pytest.fixture
 def convert(script, capsys):
-    """``convert(*arguments)``: what is printed, by name; notes as a list."""
+    """``convert(*arguments)``: runs convert.py; what it prints, by name, with notes as a list."""
 
     def run(*arguments: object) -> dict:
         capsys.readouterr()
         script.main([str(argument) for argument in arguments])
         first, *lines = capsys.readouterr().out.splitlines()
-        said = {"first": first, "notes": []}
+        printed = {"first": first, "notes": []}
         for line in lines:
             assert line.startswith("  ")
             if line.startswith("  note: "):
-                said["notes"].append(line.removeprefix("  note: "))
+                printed["notes"].append(line.removeprefix("  note: "))
             else:
                 name, value = line.split(maxsplit=1)
-                said[name] = value
-        return said
+                printed[name] = value
+        return printed
 
     return run
 
 
 @pytest.fixture
 def failure(script, tmp_path, capsys):
-    """``failure(*arguments)``: the one line of the error, which left all files as they were."""
+    """``failure(*arguments)``: the error line of convert.py, which must fail and change no file."""
 
     def run(*arguments: object) -> str:
         before, lines = tree(tmp_path), []
@@ -59,6 +59,8 @@ def failure(script, tmp_path, capsys):
 def trained(tmp_path_factory) -> dict[str, Trained]:
     """An adapter of each family."""
     folder = tmp_path_factory.mktemp("bases")
-    of = {family: train(make_base(folder / family, family), family) for family in FAMILIES}
-    of["deberta as PEFT's"] = train(of["deberta"].base, "deberta", **AS_PEFTS["deberta"])
-    return of
+    adapters = {family: train(make_base(folder / family, family), family) for family in FAMILIES}
+    adapters["deberta as PEFT's"] = train(
+        adapters["deberta"].base, "deberta", **AS_PEFTS["deberta"]
+    )
+    return adapters

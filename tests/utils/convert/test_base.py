@@ -1,4 +1,4 @@
-"""convert.py's --info, --lora_alpha and --base: what they say, what does not fit."""
+"""Tests convert.py's --info, --lora_alpha and --base: what is printed, and what does not fit."""
 
 import json
 from dataclasses import replace
@@ -29,52 +29,56 @@ def test_info(convert, trained, tmp_path, family, format):
     adapter, source = for_formats(trained, family, format).adapter, tmp_path / OUT[format]
     write_adapter(source, adapter, format)
     before, read = tree(tmp_path), read_adapter(source)
-    said = convert(source, "--info")
+    printed = convert(source, "--info")
     assert tree(tmp_path) == before
     lora = sum(t.numel() for name, t in adapter.tensors.items() if "lora_" in name)
     others = sum(t.numel() for t in adapter.tensors.values()) - lora
-    assert said["first"] == f"{read.source}:"
-    assert said["format"] == format
-    assert said["parameters"] == f"{lora:,} of LoRA, {others:,} others"
+    assert printed["first"] == f"{read.source}:"
+    assert printed["format"] == format
+    assert printed["parameters"] == f"{lora:,} of LoRA, {others:,} others"
     assert (
-        said["targets"]
+        printed["targets"]
         == {
             "roberta": "query, value, in 4 modules",
             "deberta": "query_proj, value_proj, in 4 modules",
             "gpt2": "c_attn, in 2 modules",
         }[family]
     )
-    assert (said["biases"], said["dtype"], said["notes"]) == ("none", "float32", [])
+    assert (printed["biases"], printed["dtype"], printed["notes"]) == ("none", "float32", [])
     if read.metadata is None:
-        assert said["alpha"] == "not recorded; give --lora_alpha"
-        assert not {"base", "fingerprint", "task", "labels"} & said.keys()
+        assert printed["alpha"] == "not recorded; give --lora_alpha"
+        assert not {"base", "fingerprint", "task", "labels"} & printed.keys()
         assert convert(source, "--info", "--lora_alpha", 6)["alpha"] == "6"
         return
-    assert said["alpha"] == "6"
-    assert said["base"] == str(trained[family].base)
-    assert said["fingerprint"] == adapter.metadata.base_fingerprint
+    assert printed["alpha"] == "6"
+    assert printed["base"] == str(trained[family].base)
+    assert printed["fingerprint"] == adapter.metadata.base_fingerprint
     if family != "gpt2":
-        assert (said["task"], said["labels"], said["dropout"]) == ("mnli", "yes, no, maybe", "0.1")
+        assert (printed["task"], printed["labels"], printed["dropout"]) == (
+            "mnli",
+            "yes, no, maybe",
+            "0.1",
+        )
 
 
-def test_info_of_what_was_trained_with_others_and_of_any_model(convert, trained, tmp_path):
+def test_info_of_joint_training_and_of_an_unknown_model(convert, trained, tmp_path):
     adapter = trained["roberta"].adapter
-    beside = replace(adapter, metadata=replace(adapter.metadata, trained_with=("apply_adapter",)))
-    write_adapter(tmp_path / "a.safetensors", beside)
+    joint = replace(adapter, metadata=replace(adapter.metadata, trained_with=("apply_adapter",)))
+    write_adapter(tmp_path / "a.safetensors", joint)
     assert convert(tmp_path / "a.safetensors", "--info")["with"] == "apply_adapter"
     torch.save(
         {"mine.lora_A": torch.ones(1, 3), "mine.lora_B": torch.ones(2, 1)}, tmp_path / "b.pt"
     )
-    said = convert(tmp_path / "b.pt", "--info")
-    assert (said["format"], said["targets"]) == ("plain", "mine, in 1 modules")
+    printed = convert(tmp_path / "b.pt", "--info")
+    assert (printed["format"], printed["targets"]) == ("plain", "mine, in 1 modules")
 
 
 def test_info_of_how_it_was_trained(convert, trained, tmp_path):
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "a.safetensors", given)
-    said = convert(tmp_path / "a.safetensors", "--info")
-    assert said["variant"] == "lora"
-    assert not {"initialization", "freeze_A"} & said.keys()
+    printed = convert(tmp_path / "a.safetensors", "--info")
+    assert printed["variant"] == "lora"
+    assert not {"initialization", "freeze_A"} & printed.keys()
     modules = [f"roberta.encoder.layer.{i}.attention.self.query" for i in range(2)]
     metadata = replace(
         given.metadata,
@@ -84,11 +88,11 @@ def test_info_of_how_it_was_trained(convert, trained, tmp_path):
         alpha_pattern={modules[0]: 8, modules[1]: 2.5},
     )
     write_adapter(tmp_path / "b.safetensors", replace(given, metadata=metadata))
-    said = convert(tmp_path / "b.safetensors", "--info")
-    assert (said["variant"], said["initialization"]) == ("rslora", "orthogonal")
-    assert said["freeze_A"] == "A was frozen, only B was trained"
-    assert said["alpha"] == f"6, but 2.5 in {modules[1]}; 8 in {modules[0]}"
-    assert ", but" not in said["rank"]
+    printed = convert(tmp_path / "b.safetensors", "--info")
+    assert (printed["variant"], printed["initialization"]) == ("rslora", "orthogonal")
+    assert printed["freeze_A"] == "A was frozen, only B was trained"
+    assert printed["alpha"] == f"6, but 2.5 in {modules[1]}; 8 in {modules[0]}"
+    assert ", but" not in printed["rank"]
 
 
 @pytest.mark.parametrize("format", ["lora", "peft", "merged"])
@@ -133,7 +137,7 @@ def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
         ("1e-35", "lora_alpha is too small: 1e-35"),
     ],
 )
-def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha, reason):
+def test_invalid_alphas_are_refused(failure, trained, tmp_path, alpha, reason):
     torch.save(trained["roberta"].adapter.tensors, tmp_path / "in.bin")
     line = failure(tmp_path / "in.bin", tmp_path / "out.safetensors", f"--lora_alpha={alpha}")
     assert reason in line
@@ -142,33 +146,33 @@ def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha, reason):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_base_goes_into_the_metadata(convert, trained, tmp_path, caplog, family, format):
+def test_base_is_recorded_in_the_metadata(convert, trained, tmp_path, caplog, family, format):
     given = for_formats(trained, family, format)
-    said_before = replace(given.adapter.metadata, base=None, base_fingerprint=None)
-    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=said_before))
-    said = convert(
+    metadata = replace(given.adapter.metadata, base=None, base_fingerprint=None)
+    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=metadata))
+    printed = convert(
         *(tmp_path / "in.safetensors", tmp_path / OUT[format]), "--to", format, "--base", given.base
     )
     if format == "release" and family != "gpt2":
-        assert f"not in this format: base {given.base}" in said["notes"]
+        assert f"not in this format: base {given.base}" in printed["notes"]
         return
-    assert said["base"] == str(given.base)
-    assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
+    assert printed["base"] == str(given.base)
+    assert printed["fingerprint"] == given.adapter.metadata.base_fingerprint
     assert read_adapter(tmp_path / OUT[format]).metadata == given.adapter.metadata
     assert f"{tmp_path / 'in.safetensors'} does not record its base's fingerprint" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_path, caplog, family):
+def test_a_base_of_another_name_is_unverified(convert, trained, tmp_path, caplog, family):
     given, source = trained[family], tmp_path / "in.safetensors"
-    said_before = replace(
+    metadata = replace(
         given.adapter.metadata, base="elsewhere", base_revision="v2", base_fingerprint=None
     )
-    write_adapter(source, replace(given.adapter, metadata=said_before))
-    said = convert(source, tmp_path / "out.safetensors", "--base", given.base)
-    assert said["base"] == str(given.base)
-    assert not {"fingerprint", "revision"} & said.keys()
-    assert said["notes"] == [
+    write_adapter(source, replace(given.adapter, metadata=metadata))
+    printed = convert(source, tmp_path / "out.safetensors", "--base", given.base)
+    assert printed["base"] == str(given.base)
+    assert not {"fingerprint", "revision"} & printed.keys()
+    assert printed["notes"] == [
         f"{source} names its base 'elsewhere', --base is '{given.base}', and no fingerprint "
         "confirms that they are the same"
     ]
@@ -177,22 +181,23 @@ def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_in_float16_has_no_fingerprint(convert, trained, tmp_path, caplog, family):
-    """Its values are rounded, and those of another base would be as well."""
+    """Its values are rounded, so it might be another base."""
     given, source = trained[family], tmp_path / "in.safetensors"
     base = make_base(tmp_path / "half", family, dtype=torch.float16)
     write_adapter(source, given.adapter)
-    said = convert(source, tmp_path / "a.safetensors", "--base", base)
-    assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
+    printed = convert(source, tmp_path / "a.safetensors", "--base", base)
+    assert printed["fingerprint"] == given.adapter.metadata.base_fingerprint
     assert (
         f"{source}: a model in float16, or quantized or offloaded in part, has no fingerprint"
         in caplog.text
     )
-    silent = replace(given.adapter.metadata, base=None, base_fingerprint=None)
-    write_adapter(source, replace(given.adapter, metadata=silent))
+    without_base = replace(given.adapter.metadata, base=None, base_fingerprint=None)
+    write_adapter(source, replace(given.adapter, metadata=without_base))
     assert "fingerprint" not in convert(source, tmp_path / "b.safetensors", "--base", base)
 
 
-# What is wrong with a base; its family, and make_base's arguments.
+# By what is wrong with the base: the adapter's family, the base's family, arguments of make_base,
+# and parts of the error.
 WRONG_BASES = {
     "roberta of another size": ("roberta", "roberta", {"hidden_size": 8}, ["(16, 16)", "(8, 8)"]),
     "deberta of another size": ("deberta", "deberta", {"hidden_size": 8}, ["(16, 16)", "(8, 8)"]),
@@ -259,7 +264,7 @@ def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_pat
     [("roberta", "one"), ("roberta", "shards"), ("gpt2", "one"), ("gpt2", "file")],
 )
 def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_path, family, kind):
-    """Safetensors have no checksums; torch's archives do."""
+    """The base is written by torch.save, because safetensors have no checksums."""
     write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
     base = make_base(tmp_path / "base", family)
     tensors = read_tensors(base / "model.safetensors")[0]
@@ -287,7 +292,7 @@ def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_pa
         ("damaged", "damaged"),
     ],
 )
-def test_what_is_not_a_base(failure, trained, tmp_path, base, reason):
+def test_bases_that_cannot_be_read(failure, trained, tmp_path, base, reason):
     write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
     folder = make_base(tmp_path / "base", "roberta")
     for name in ("empty", "bare", "damaged"):
@@ -306,7 +311,7 @@ def test_what_is_not_a_base(failure, trained, tmp_path, base, reason):
     ("format", "with_base"), [("merged", True), ("merged", False), ("lora", True)]
 )
 def test_a_model_of_no_known_family(convert, failure, tmp_path, format, with_base):
-    """It is said at once what to do, and not that a base is to be given."""
+    """The error says at once what to do instead, and does not ask for a base."""
 
     def build() -> Any:
         torch.manual_seed(0)
@@ -328,7 +333,7 @@ def test_a_model_of_no_known_family(convert, failure, tmp_path, format, with_bas
     assert convert(tmp_path / "in", tmp_path / OUT["lora"], "--to", "lora")["format"] == "lora"
 
 
-def test_what_a_format_cannot_hold_of_such_a_model_is_merged_in_python(failure, tmp_path):
+def test_an_unknown_models_adapter_that_a_format_cannot_hold_is_merged_in_python(failure, tmp_path):
     model = nn.ModuleDict({"words": nn.Embedding(3, 2)})
     lora.add_lora(model, "words", r=1)
     nn.init.normal_(model["words"].lora_A)

@@ -1,4 +1,4 @@
-"""convert.py as a command: targets and sources that are refused, usage, names on the hub."""
+"""Tests convert.py as a command: refused targets and sources, usage, and names on the hub."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, format, re
 
 @pytest.mark.parametrize(("first", "second"), [("lora", "release"), ("release", "lora")])
 def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, first, second):
-    """Which would be read in the place of the new one; beside itself an adapter may be written."""
+    """It would be read instead of the new one. The same adapter may be there in another format."""
     given, folder = trained["roberta"], tmp_path / "folder"
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     convert(tmp_path / "in.safetensors", folder, "--to", first)
@@ -68,7 +68,7 @@ def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, firs
 
 
 @pytest.mark.parametrize("format", ["lora", "release"])
-def test_a_folder_of_pefts(failure, trained, tmp_path, format):
+def test_a_folder_with_pefts_adapter_is_refused(failure, trained, tmp_path, format):
     write_adapter(tmp_path / "in", trained["roberta"].adapter, "peft")
     line = failure(tmp_path / "in", tmp_path / "in", "--to", format)
     assert "adapter_config.json: belongs to another adapter" in line
@@ -84,7 +84,7 @@ def test_a_targets_folder_is_made(convert, trained, tmp_path, format):
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "merged"])
-def test_what_was_trained_with_others(failure, trained, tmp_path, format):
+def test_adapters_of_joint_training_are_refused(failure, trained, tmp_path, format):
     given = trained["roberta"]
     info = replace(given.adapter.metadata, trained_with=("apply_adapter", "apply_bitfit"))
     write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=info))
@@ -102,7 +102,7 @@ def test_what_was_trained_with_others(failure, trained, tmp_path, format):
         ("two", "holds two adapters"),
     ],
 )
-def test_what_is_not_an_adapter(failure, trained, tmp_path, source, reason):
+def test_sources_that_are_not_an_adapter(failure, trained, tmp_path, source, reason):
     given = trained["roberta"]
     (tmp_path / "empty").mkdir()
     write_adapter(tmp_path / "cut.safetensors", given.adapter)
@@ -189,7 +189,7 @@ for call in json.loads(sys.argv[2]):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
 def test_names_on_the_hub(hub_server, trained, tmp_path, family):
-    """PEFT's adapter, which names a revision of its base: there the base is read."""
+    """PEFT's adapter names a revision of its base, at which the base is read."""
     given = trained[family]
     base = make_base(hub_server.root / "org" / "base", family)
     commit = hub_server.find(None, "org/base", None).commit()
@@ -212,8 +212,8 @@ def test_names_on_the_hub(hub_server, trained, tmp_path, family):
     close(plain_logits(tmp_path / "out", family), given.logits)
     names = {"vocab.json", "merges.txt"}
     assert all((tmp_path / "out" / n).read_text() == (base / n).read_text() for n in names)
-    asked = {path.split("/")[4] for _, path in hub_server.downloads() if "org/base" in path}
-    assert asked == {commit}
+    revisions = {path.split("/")[4] for _, path in hub_server.downloads() if "org/base" in path}
+    assert revisions == {commit}
     result = read_adapter(tmp_path / "lora.safetensors")
     assert_same_tensors(result.tensors, given.adapter.tensors)
     assert result.metadata == info

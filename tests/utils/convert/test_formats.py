@@ -1,4 +1,4 @@
-"""convert.py from each format to each other one: what is kept, what is said to be lost."""
+"""Tests convert.py from each format to each other: what is kept, and what is reported as lost."""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ from loralib.io.tensors import read_tensors
 
 
 def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """DeBERTa's tensors under the names of the release's first files."""
+    """Returns DeBERTa's tensors under the names of the release's first files."""
     renamed = {}
     for name, tensor in tensors.items():
         for half in "AB":
@@ -37,7 +37,7 @@ def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [
         case
         for case in itertools.product(FAMILIES, FORMATS, FORMATS)
-        # What these two would make of each other is in test_positions.py.
+        # Conversions between these two are tested in test_positions.py.
         if not (case[0] == "deberta" and {"release", "peft"} == {*case[1:]})
     ],
 )
@@ -48,31 +48,31 @@ def test_every_format_into_every_format(convert, trained, tmp_path, family, star
     known = read_adapter(source).metadata
     flags = [] if known else ["--lora_alpha", 6]
     known = known or lora_metadata(adapter.tensors, 2, 6)
-    said = convert(source, tmp_path / OUT[format], "--to", format, *flags)
+    printed = convert(source, tmp_path / OUT[format], "--to", format, *flags)
 
     result = read_adapter(tmp_path / OUT[format])
     assert_same_tensors(result.tensors, adapter.tensors)
-    unsaid = format == "release" and family != "gpt2"
-    alpha = "not recorded; give --lora_alpha" if unsaid else "6"
-    assert (said["format"], said["alpha"], said["dtype"]) == (format, alpha, "float32")
-    assert said["rank"] == "2" + (" (2 updates in each module)" if family == "gpt2" else "")
-    if unsaid:
+    lacks_metadata = format == "release" and family != "gpt2"
+    alpha = "not recorded; give --lora_alpha" if lacks_metadata else "6"
+    assert (printed["format"], printed["alpha"], printed["dtype"]) == (format, alpha, "float32")
+    assert printed["rank"] == "2" + (" (2 updates in each module)" if family == "gpt2" else "")
+    if lacks_metadata:
         assert result.metadata is None
         lost = fields_of(known) - {"rank", "targets", "bias", "positions", "head"}
         start = "not in this format: "
-        assert {note.removeprefix(start).split()[0] for note in said["notes"]} == lost
-        assert all(note.startswith(start) for note in said["notes"])
+        assert {note.removeprefix(start).split()[0] for note in printed["notes"]} == lost
+        assert all(note.startswith(start) for note in printed["notes"])
         return
-    if format == "peft":  # whose task type is that of the head
+    if format == "peft":  # PEFT's task type says what the head is for
         known = replace(known, head=adapter.head)
     assert result.metadata == known
-    unseen = {"base_fingerprint", "task", "labels"} & fields_of(known)
-    for name in unseen if format == "peft" else ():
-        assert any("in the metadata" in note and name in note for note in said["notes"])
+    hidden_from_peft = {"base_fingerprint", "task", "labels"} & fields_of(known)
+    for name in hidden_from_peft if format == "peft" else ():
+        assert any("in the metadata" in note and name in note for note in printed["notes"])
     if format != "peft":
-        assert said["notes"] == []
+        assert printed["notes"] == []
     elif family == "gpt2":
-        assert any("one of rank 4 and alpha 12" in note for note in said["notes"])
+        assert any("one of rank 4 and alpha 12" in note for note in printed["notes"])
 
 
 def test_task_and_labels_of_an_adapter_whose_alpha_is_unknown(convert, trained, tmp_path):
@@ -83,7 +83,7 @@ def test_task_and_labels_of_an_adapter_whose_alpha_is_unknown(convert, trained, 
     assert notes == [f"not in this format: {what}" for what in lost]
 
 
-def test_counters_of_a_trained_head_stay_what_they_are(convert, tmp_path):
+def test_counters_of_a_trained_head_stay_integers(convert, tmp_path):
     """BatchNorm counts its batches in integers, which have to be loaded as such."""
     tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
     tensors |= {"head.weight": torch.ones(4), "head.num_batches_tracked": torch.tensor(300)}
@@ -91,8 +91,8 @@ def test_counters_of_a_trained_head_stay_what_they_are(convert, tmp_path):
     write_adapter(tmp_path / "in.safetensors", adapter)
     assert convert(tmp_path / "in.safetensors", tmp_path / "a.safetensors")["dtype"] == "float32"
     flags = ("--dtype", "bfloat16")
-    said = convert(tmp_path / "in.safetensors", tmp_path / "b.safetensors", *flags)
-    assert said["dtype"] == "bfloat16"
+    printed = convert(tmp_path / "in.safetensors", tmp_path / "b.safetensors", *flags)
+    assert printed["dtype"] == "bfloat16"
     counted = read_adapter(tmp_path / "b.safetensors").tensors["head.num_batches_tracked"]
     assert (counted.dtype, int(counted)) == (torch.int64, 300)
 
@@ -102,8 +102,8 @@ def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "in.bin", given)
     flags = ["--to", format, "--lora_alpha", 6, "--task", "MNLI", "--labels", *LABELS]
-    said = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
-    assert (said["task"], said["labels"]) == ("mnli", ", ".join(LABELS))
+    printed = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
+    assert (printed["task"], printed["labels"]) == ("mnli", ", ".join(LABELS))
     info = read_adapter(tmp_path / OUT[format]).metadata
     assert (info.task, info.labels) == ("mnli", LABELS)
 
@@ -146,19 +146,21 @@ def test_a_task_of_any_name(convert, trained, tmp_path, task, written, note, has
     tensors = {n: t for n, t in given.tensors.items() if has_head or "lora_" in n}
     unnamed = replace(given.metadata, task=None, labels=None, head=None)
     write_adapter(tmp_path / "in.safetensors", replace(given, tensors=tensors, metadata=unnamed))
-    said = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", task)
-    assert said["task"] == written
-    assert len(said["notes"]) == (note is not None)
-    assert all(line.startswith(note) for line in said["notes"])
+    printed = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", task)
+    assert printed["task"] == written
+    assert len(printed["notes"]) == (note is not None)
+    assert all(line.startswith(note) for line in printed["notes"])
 
 
-@pytest.mark.parametrize(("said", "given"), [("imdb", "imdb"), ("SST-2", "sst2"), ("rte", "RTE")])
-def test_the_task_that_an_adapter_says_is_taken(convert, trained, tmp_path, said, given):
+@pytest.mark.parametrize(
+    ("recorded", "given"), [("imdb", "imdb"), ("SST-2", "sst2"), ("rte", "RTE")]
+)
+def test_a_recorded_task_may_be_given_again(convert, trained, tmp_path, recorded, given):
     adapter = trained["roberta"].adapter
-    named = replace(adapter.metadata, task=said)
+    named = replace(adapter.metadata, task=recorded)
     write_adapter(tmp_path / "in.safetensors", replace(adapter, metadata=named))
     result = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", given)
-    assert (result["task"], result["notes"]) == (said, [])
+    assert (result["task"], result["notes"]) == (recorded, [])
 
 
 def test_a_task_of_a_language_model_is_not_looked_for_in_glue(convert, trained, tmp_path):
@@ -168,10 +170,10 @@ def test_a_task_of_a_language_model_is_not_looked_for_in_glue(convert, trained, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_again(convert, trained, tmp_path, family):
+def test_a_round_trip_through_all_formats(convert, trained, tmp_path, family):
     """lora -> release -> peft -> lora, with flags for what the formats lost on the way."""
     base = trained[family].base
-    if family == "deberta":  # whose projections are not shared
+    if family == "deberta":  # a base whose projections are not shared
         base = make_base(tmp_path / "base", family, share_att_key=False)
     given = (train(base, family) if family == "deberta" else trained[family]).adapter
     files = [tmp_path / name for name in ("a.safetensors", "b.pt", "c", "d.safetensors")]
@@ -187,7 +189,7 @@ def test_there_and_back_again(convert, trained, tmp_path, family):
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS])
-def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_path, format):
+def test_debertas_first_names_are_converted_to_the_later_ones(convert, trained, tmp_path, format):
     """Without --to it is the call of the release's script."""
     adapter = trained["deberta"].adapter
     torch.save(as_old(adapter.tensors), tmp_path / "old.bin")
@@ -202,11 +204,11 @@ def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_p
 
 
 @pytest.mark.parametrize("name", ["new.bin", "new.pt", "new.safetensors"])
-def test_the_name_of_out_tells_the_format(convert, trained, tmp_path, name):
+def test_the_suffix_of_out_chooses_the_format(convert, trained, tmp_path, name):
     write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
-    said = convert(tmp_path / "in.safetensors", tmp_path / name)
-    assert said["format"] == ("lora" if name == "new.safetensors" else "release")
-    assert said["first"] == f"{tmp_path / name}: written, from {tmp_path / 'in.safetensors'}:"
+    printed = convert(tmp_path / "in.safetensors", tmp_path / name)
+    assert printed["format"] == ("lora" if name == "new.safetensors" else "release")
+    assert printed["first"] == f"{tmp_path / name}: written, from {tmp_path / 'in.safetensors'}:"
 
 
 @pytest.mark.parametrize("format", ["lora", "release"])
@@ -226,8 +228,8 @@ def test_out_may_be_a_folder(convert, trained, tmp_path, format):
 def test_another_dtype(convert, trained, tmp_path, format, dtype):
     adapter, target = trained["gpt2"].adapter, tmp_path / OUT[format]
     write_adapter(tmp_path / "in.safetensors", adapter)
-    said = convert(tmp_path / "in.safetensors", target, "--to", format, "--dtype", dtype)
-    assert said["dtype"] == dtype
+    printed = convert(tmp_path / "in.safetensors", target, "--to", format, "--dtype", dtype)
+    assert printed["dtype"] == dtype
     rounded = {name: t.to(getattr(torch, dtype)) for name, t in adapter.tensors.items()}
     assert_same_tensors(read_adapter(target).tensors, rounded)
 

@@ -1,4 +1,4 @@
-"""convert.py takes LoRA and head out of a full model's checkpoint."""
+"""Tests that convert.py extracts LoRA and head from a full model's checkpoint."""
 
 import json
 import shutil
@@ -14,9 +14,11 @@ from transformers import AutoModelForSequenceClassification
 from transformers.weight_files import read_weights
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_a_full_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained, tmp_path, said):
-    """As the release's scripts write it, and as this project's do, with metadata."""
+@pytest.mark.parametrize("has_metadata", [True, False])
+def test_lora_is_extracted_from_a_full_gpt2_checkpoint(
+    convert, failure, trained, tmp_path, has_metadata
+):
+    """The release's scripts write it without metadata, this project's with metadata."""
     one = trained["gpt2"]
     names = {
         f"transformer.{name.removeprefix('transformer.')}": tensor
@@ -24,10 +26,10 @@ def test_a_full_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained
         if not name.startswith("lm_head")
     }
     everything = {f"module.{k}": v for k, v in {**names, **one.adapter.tensors}.items()}
-    metadata = one.adapter.metadata.to_metadata() if said else {}
+    metadata = one.adapter.metadata.to_metadata() if has_metadata else {}
     write_wrapped_tensors(tmp_path / "model.100.pt", everything, metadata)
-    alpha = [] if said else ["--lora_alpha", one.adapter.metadata.alpha]
-    if not said:
+    alpha = [] if has_metadata else ["--lora_alpha", one.adapter.metadata.alpha]
+    if not has_metadata:
         line = failure(tmp_path / "model.100.pt", tmp_path / "e2e", "--to", "peft")
         assert "does not record the alpha it was trained with" in line
     assert convert(tmp_path / "model.100.pt", "--info", *alpha)["format"] == "in a full model"
@@ -37,7 +39,7 @@ def test_a_full_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained
         assert notes[0].endswith("is a full model: only its LoRA and head are taken")
         found = read_adapter(out)
         assert_same_tensors(found.tensors, one.adapter.tensors)
-        if said and format == "lora":
+        if has_metadata and format == "lora":
             assert found.metadata == one.adapter.metadata
         out.unlink() if out.is_file() else shutil.rmtree(out)
 
@@ -50,8 +52,8 @@ def test_a_full_gpt2_checkpoint_without_lora_is_refused(failure, trained, tmp_pa
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_a_full_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp_path, family):
-    """Rank, alpha and labels are those of the config.json beside it."""
+def test_lora_is_extracted_from_a_full_encoder_checkpoint(convert, trained, tmp_path, family):
+    """Rank, alpha and labels are those of the config.json next to it."""
     one = trained[family]
     settings = {"id2label": dict(enumerate(LABELS)), "lora_r": 2, "lora_alpha": 6}
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -70,7 +72,7 @@ def test_a_full_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp_
 
 
 def sharded(trained, folder):
-    """A full checkpoint in two files, of which one alone looks like a whole one."""
+    """Writes a full checkpoint in two files, one of which looks complete; returns its adapter."""
     one = trained["roberta"]
     tensors = read_tensors(one.base / "model.safetensors")[0]
     whole = {f"roberta.{n}": t for n, t in tensors.items()} | one.adapter.tensors
@@ -85,7 +87,7 @@ def sharded(trained, folder):
     return one.adapter
 
 
-def test_a_checkpoint_in_several_files_is_taken_whole(convert, failure, trained, tmp_path):
+def test_all_files_of_a_checkpoint_are_read(convert, failure, trained, tmp_path):
     adapter = sharded(trained, tmp_path / "full")
     line = failure(tmp_path / "full" / "part-0.safetensors", tmp_path / "a.safetensors")
     assert "is one shard of a model (see model.safetensors.index.json)" in line
@@ -98,7 +100,7 @@ def test_a_full_model_without_lora_in_a_folder(failure, trained, tmp_path):
     assert "holds no LoRA weights; give a checkpoint that was trained with them" in line
 
 
-def test_pefts_adapter_of_parts_of_the_base(failure, trained, tmp_path):
+def test_pefts_adapter_with_weights_of_the_base_is_refused(failure, trained, tmp_path):
     query = "roberta.encoder.layer.0.attention.self.query"
     norm = "roberta.encoder.layer.0.output.LayerNorm.weight"
     tensors = {f"{query}.lora_A.weight": torch.ones(4, 16), norm: torch.ones(16)}
@@ -112,7 +114,7 @@ def test_pefts_adapter_of_parts_of_the_base(failure, trained, tmp_path):
     assert line.endswith(reason)
 
 
-def test_a_full_checkpoint_without_settings_beside_it(convert, failure, trained, tmp_path):
+def test_a_full_checkpoint_without_settings_next_to_it(convert, failure, trained, tmp_path):
     one = trained["roberta"]
     tensors = read_tensors(one.base / "model.safetensors")[0]
     tensors = {f"roberta.{name}": tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""convert.py on GPT-2: files of weights, PEFT's other modules, and full checkpoints."""
+"""Tests convert.py on GPT-2: files of weights, full models, and PEFT on other modules."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from loralib.io.tensors import read_tensors, write_wrapped_tensors
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["published", "release"])
 def test_a_file_of_gpt2_weights(convert, script, tmp_path, names):
-    """A file says no shape: it has to be that of a known card."""
+    """A file does not record its shape, so it has to be that of a known card."""
     folder = make_base(tmp_path / "base", "gpt2", **CARD)
     tensors = read_tensors(folder / "model.safetensors")[0]
     if names == "release":
@@ -67,16 +67,16 @@ def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
 
 @pytest.mark.slow
 def test_a_gpt2_that_was_trained_as_a_whole(convert, failure, tmp_path):
-    """As gpt2_ft.py writes it without LoRA: it has no base."""
+    """gpt2_ft.py writes such a file without --lora_dim; it has no base."""
     folder, source = make_base(tmp_path / "base", "gpt2", **CARD), tmp_path / "model.9.pt"
     tensors = read_tensors(folder / "model.safetensors")[0]
     tensors = {f"module.transformer.{name}": tensor for name, tensor in tensors.items()}
     write_wrapped_tensors(source, tensors, {})
     line = failure(source, tmp_path / "out", "--to", "merged", "--base", folder, "--task", "rte")
     assert line.endswith(f"{source}: is a whole GPT-2 without LoRA: leave out --base and --task")
-    said = convert(source, tmp_path / "out", "--to", "merged", "--dtype", "bfloat16")
-    assert said["first"] == f"{tmp_path / 'out'}: written, from {source}:"
-    assert (said["format"], said["dtype"], said["notes"]) == ("merged", "bfloat16", [])
+    printed = convert(source, tmp_path / "out", "--to", "merged", "--dtype", "bfloat16")
+    assert printed["first"] == f"{tmp_path / 'out'}: written, from {source}:"
+    assert (printed["format"], printed["dtype"], printed["notes"]) == ("merged", "bfloat16", [])
     written = read_tensors(tmp_path / "out" / "model.safetensors")[0]
     for name, tensor in tensors.items():
         assert torch.equal(written[name.removeprefix("module.")], tensor.bfloat16())
@@ -89,7 +89,7 @@ def test_a_gpt2_that_was_trained_as_a_whole(convert, failure, tmp_path):
 @pytest.mark.parametrize("given", ["folder", "file"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_base_with_other_heads_than_its_card(convert, failure, tmp_path, given, whole):
-    """Neither tensors nor fingerprint show them, and gpt2_ft.py trains with the card's alone."""
+    """Neither tensors nor fingerprint show heads, but gpt2_ft.py trains only with the card's."""
     bases = {n: make_base(tmp_path / f"base{n}", "gpt2", **CARD | {"n_head": n}) for n in (4, 8)}
     trained, adapter = train(bases[4], "gpt2"), tmp_path / "model.9.pt"
     tensors = trained.adapter.tensors
@@ -111,8 +111,8 @@ def test_a_base_with_other_heads_than_its_card(convert, failure, tmp_path, given
 
 
 @pytest.mark.slow
-def test_a_file_of_weights_has_the_settings_beside_it(convert, tmp_path):
-    """An adapter that another program trained fits other heads than a card's."""
+def test_settings_next_to_a_file_of_weights_are_used(convert, tmp_path):
+    """An adapter of another program may be for another number of heads than the card's."""
     base = make_base(tmp_path / "base", "gpt2", **CARD | {"n_head": 8})
     given = train(base, "gpt2")
     write_adapter(tmp_path / "in.safetensors", given.adapter)
@@ -122,8 +122,8 @@ def test_a_file_of_weights_has_the_settings_beside_it(convert, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 8
 
 
-# PEFT's adapters of GPT-2 that the release's layers have no place for; of all of c_attn as one, nor
-# have those here.
+# PEFT's adapters of GPT-2 that the release's layers cannot hold. A single update of all of c_attn
+# cannot be held by the layers here either.
 FOREIGN = {
     "all of c_attn": {"attn.c_attn": (16, 48)},
     "the attention's c_proj": {"attn.c_proj": (16, 16)},
@@ -133,7 +133,7 @@ FOREIGN = {
 
 
 def foreign_adapter(folder: Path, modules: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Writes an adapter as PEFT does; what it adds to the base's weights, (in, out) each."""
+    """Writes an adapter as PEFT does; returns what it adds to weights, which are (in, out)."""
     folder.mkdir()
     generator, tensors, sums = seed(3), {}, {}
     for block, (module, (width, out)) in itertools.product(range(2), modules.items()):
@@ -143,7 +143,7 @@ def foreign_adapter(folder: Path, modules: dict[str, tuple[int, int]]) -> dict[s
         tensors[f"base_model.model.{name}.lora_B.weight"] = B
         sums[f"{name}.weight"] = (10 / 4 * B.double() @ A.double()).t()
     save_file(tensors, folder / "adapter_model.safetensors")
-    # Not their last parts alone: c_proj is the attention's and the MLP's.
+    # Their last parts alone would be ambiguous: attention and MLP both have a c_proj.
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": list(modules)}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": True}))
     return sums
@@ -165,7 +165,7 @@ def test_foreign_adapters_merge(convert, trained, tmp_path, modules):
     ("modules", "format"),
     [*((modules, "release") for modules in FOREIGN), ("all of c_attn", "lora"), ("both", "lora")],
 )
-def test_foreign_adapters_have_no_other_format(failure, tmp_path, modules, format):
+def test_foreign_adapters_that_a_format_cannot_hold_are_refused(failure, tmp_path, modules, format):
     foreign_adapter(tmp_path / "in", FOREIGN[modules])
     for target in (OUT[format], "folder"):
         line = failure(tmp_path / "in", tmp_path / target, "--to", format)
@@ -173,7 +173,7 @@ def test_foreign_adapters_have_no_other_format(failure, tmp_path, modules, forma
 
 
 @pytest.mark.parametrize("modules", ["the attention's c_proj", "the MLP"])
-def test_foreign_adapters_of_other_layers_are_ours_as_well(convert, tmp_path, modules):
+def test_foreign_adapters_that_the_lora_format_can_hold(convert, tmp_path, modules):
     sums = foreign_adapter(tmp_path / "in", FOREIGN[modules])
     convert(tmp_path / "in", tmp_path / "out.safetensors", "--to", "lora")
     deltas = deltas_of(read_adapter(tmp_path / "out.safetensors"))
@@ -182,7 +182,7 @@ def test_foreign_adapters_of_other_layers_are_ours_as_well(convert, tmp_path, mo
         close(delta.product().t(), sums[f"{name}.weight"].float(), terms=5)
 
 
-def test_a_merged_gpt2_says_that_its_head_is_its_embedding(convert, tmp_path):
+def test_a_merged_gpt2s_settings_tie_its_head_to_its_embedding(convert, tmp_path):
     base = make_base(tmp_path / "base", "gpt2")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))

@@ -1,4 +1,4 @@
-"""convert.py on heads that PEFT has trained or has untied, and on those that names do not tell."""
+"""Tests convert.py on heads that PEFT trained or untied, and on heads whose names are ambiguous."""
 
 import json
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import transformers
 
-# Of each family's language model: the module that PEFT saves, its projection, what LoRA is in.
+# For each family's language model: the module that PEFT saves, its projection, and LoRA's module.
 LM = {
     "roberta": ("lm_head", "lm_head.decoder", "roberta.encoder.layer.{}.attention.self.query"),
     "deberta": (
@@ -29,13 +29,13 @@ LM = {
 
 
 def low_rank(module: str, width: int, out: int) -> dict[str, torch.Tensor]:
-    """An update as PEFT names it."""
+    """Returns an update under PEFT's names."""
     A, B = (torch.randn(*shape, generator=seed(3)) for shape in ((4, width), (out, 4)))
     return {f"{module}.lora_A.weight": A, f"{module}.lora_B.weight": B}
 
 
 def trained_lm(tmp_path, family):
-    """PEFT's folder of a language model whose head was trained; base; logits of both together."""
+    """Writes PEFT's folder of a model with a trained head; returns base, tensors and logits."""
     head, decoder, query = LM[family]
     base = make_base(tmp_path / "base", family, head="lm")
     model = MODELS[family]["lm"].from_pretrained(base, tie_word_embeddings=False)
@@ -64,8 +64,8 @@ def trained_lm(tmp_path, family):
 
 @pytest.mark.parametrize("family", ENCODERS)
 @pytest.mark.parametrize("through", [[], ["a.safetensors"], ["a.safetensors", "peft"], ["a.bin"]])
-def test_a_trained_head_is_its_own(convert, tmp_path, family, through):
-    """Whatever format the adapter passes through, the embedding stays what it is in the base."""
+def test_a_trained_head_is_untied(convert, tmp_path, family, through):
+    """In whatever formats the adapter is stored in between, the embedding stays the base's."""
     if family == "deberta" and through == ["a.bin"]:
         pytest.skip("PEFT's LoRA reaches positions, the release's does not")
     base, _, logits = trained_lm(tmp_path, family)
@@ -119,7 +119,7 @@ def test_an_update_of_the_embedding_unties_the_head(convert, tmp_path):
     )
 
 
-# ---- Heads that names do not tell ----
+# ---- Heads whose purpose is not in their names ----
 
 CLASSES = {
     "deberta": ("DebertaV2ForSequenceClassification", "pooler.dense.weight"),
@@ -128,7 +128,7 @@ CLASSES = {
 
 
 def classifier(tmp_path, family, **settings):
-    """PEFT's folder of a model whose pooler is the base's, and that base."""
+    """Writes PEFT's folder of a model with its base's pooler; returns base, class and pooler."""
     name, pooler = CLASSES[family]
     base = make_base(tmp_path / "base", family, head="lm")
     torch.manual_seed(2)
@@ -145,7 +145,7 @@ def classifier(tmp_path, family, **settings):
 
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("through", [None, "a.safetensors"])
-def test_a_head_is_what_the_model_s_class_says(convert, tmp_path, family, through):
+def test_the_models_class_says_what_its_head_is_for(convert, tmp_path, family, through):
     mapping = {"base_model_class": CLASSES[family][0], "parent_library": "transformers"}
     base, name, pooler = classifier(tmp_path, family, auto_mapping=mapping)
     source = tmp_path / "in"
@@ -159,19 +159,19 @@ def test_a_head_is_what_the_model_s_class_says(convert, tmp_path, family, throug
     assert config["architectures"] == [name]
 
 
-def test_a_head_that_is_the_base_s_is_not_asked_of_pefts_folder(convert, tmp_path):
-    """With its task type, PEFT would look for the head in the folder."""
+def test_without_a_head_pefts_folder_has_no_task_type(convert, tmp_path):
+    """With a task type, PEFT would look for the head in the folder."""
     tensors = low_rank(LM["roberta"][2].format(0), 16, 16)
     mapping = {"base_model_class": "RobertaForSequenceClassification"}
     write_as_peft(tmp_path / "in", tensors, target_modules=["query"], auto_mapping=mapping)
-    said = convert(tmp_path / "in", tmp_path / "a.safetensors")
-    assert said["head"] == "sequence_classification"
+    printed = convert(tmp_path / "in", tmp_path / "a.safetensors")
+    assert printed["head"] == "sequence_classification"
     convert(tmp_path / "a.safetensors", tmp_path / "out", "--to", "peft")
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] is None
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_head_that_nothing_tells_is_not_guessed_against_the_base(failure, tmp_path, family):
+def test_an_unidentified_head_that_contradicts_the_base_is_refused(failure, tmp_path, family):
     base, *_ = classifier(tmp_path, family)
     line = failure(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", base)
     assert (
@@ -180,8 +180,8 @@ def test_a_head_that_nothing_tells_is_not_guessed_against_the_base(failure, tmp_
     )
 
 
-def test_an_update_of_gpt2_s_embedding_unties_its_head(convert, tmp_path):
-    """PEFT adapts the embedding alone; the head stays what the embedding was."""
+def test_an_update_of_gpt2s_embedding_unties_its_head(convert, tmp_path):
+    """PEFT adapts only the embedding; the head keeps the embedding's old values."""
     base = make_base(tmp_path / "base", "gpt2")
     A, B = torch.randn(4, 40, generator=seed(1)), torch.randn(16, 4, generator=seed(2))
     name = "transformer.wte"

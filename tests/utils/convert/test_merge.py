@@ -1,4 +1,4 @@
-"""convert.py --to merged: the merged model computes what base and adapter compute."""
+"""Tests convert.py --to merged: the merged model computes what base and adapter compute."""
 
 import json
 import shutil
@@ -47,10 +47,12 @@ def test_merged(convert, tmp_path, family, kind):
     given = train(base, family)
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     before = tree(base)
-    said = convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    printed = convert(
+        tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base
+    )
     assert tree(base) == before
     close(plain_logits(tmp_path / "out", family), given.logits)
-    # A test that cannot see the adapter would show nothing.
+    # With another alpha, the logits differ, so the comparison above would find an error.
     halved = replace(given.adapter, metadata=replace(given.adapter.metadata, alpha=3))
     write_adapter(tmp_path / "half.safetensors", halved)
     half = tmp_path / "half"
@@ -71,7 +73,7 @@ def test_merged(convert, tmp_path, family, kind):
         assert settings["finetuning_task"] == "mnli"
         assert settings["text_columns"] == ["premise", "claim"]
         changed |= {"id2label", "label2id", "finetuning_task", "text_columns"}
-    if family == "deberta":  # LoRA was kept from positions, which have their own projections now
+    if family == "deberta":  # LoRA did not reach positions, which now have their own projections
         assert settings["share_att_key"] is False
         changed |= {"share_att_key"}
     architecture = {
@@ -84,13 +86,17 @@ def test_merged(convert, tmp_path, family, kind):
     assert "dtype" not in settings
     for name in stated.keys() - changed:
         assert settings[name] == stated[name]
-    assert (said["format"], said["dtype"], said["base"]) == ("merged", "float32", str(base))
-    assert said["notes"] == []
+    assert (printed["format"], printed["dtype"], printed["base"]) == (
+        "merged",
+        "float32",
+        str(base),
+    )
+    assert printed["notes"] == []
 
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_a_base_that_this_project_wrote(convert, tmp_path, family):
-    """Its settings have this fork's own, which upstream is not to see."""
+    """Its settings include this fork's own, which must not be in the folder for upstream."""
     base = make_base(tmp_path / "upstream", family, head="lm")
     model = MODELS[family]["lm"].from_pretrained(base)
     model.save_pretrained(tmp_path / "base")
@@ -102,13 +108,13 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not OWN_SETTINGS & settings.keys()
     assert settings["text_columns"] == ["premise", "claim"]
-    # Of a head that says nothing, the base's own texts are not said either.
+    # If the adapter does not record its columns of texts, the base's own are not kept either.
     own = json.loads((tmp_path / "base" / "config.json").read_text()) | {"text_columns": ["review"]}
     (tmp_path / "base" / "config.json").write_text(json.dumps(own))
-    silent = replace(given.adapter.metadata, text_columns=None)
-    write_adapter(tmp_path / "silent.safetensors", replace(given.adapter, metadata=silent))
-    silent = tmp_path / "silent.safetensors"
-    convert(silent, tmp_path / "next", "--to", "merged", "--base", tmp_path / "base")
+    unrecorded = replace(given.adapter.metadata, text_columns=None)
+    write_adapter(tmp_path / "silent.safetensors", replace(given.adapter, metadata=unrecorded))
+    source = tmp_path / "silent.safetensors"
+    convert(source, tmp_path / "next", "--to", "merged", "--base", tmp_path / "base")
     assert "text_columns" not in json.loads((tmp_path / "next" / "config.json").read_text())
 
 
@@ -119,11 +125,11 @@ def test_a_merged_model_is_rounded_once(convert, trained, tmp_path, family, dtyp
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     flags = ("--to", "merged", "--base", given.base)
     convert(tmp_path / "in.safetensors", tmp_path / "wide", *flags)
-    said = convert(tmp_path / "in.safetensors", tmp_path / "out", *flags, "--dtype", dtype)
+    printed = convert(tmp_path / "in.safetensors", tmp_path / "out", *flags, "--dtype", dtype)
     wide, out = (read_tensors(tmp_path / name / "model.safetensors")[0] for name in ("wide", "out"))
     assert_same_tensors(out, {name: t.to(getattr(torch, dtype)) for name, t in wide.items()})
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (settings["torch_dtype"], said["dtype"]) == (dtype, dtype)
+    assert (settings["torch_dtype"], printed["dtype"]) == (dtype, dtype)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -183,7 +189,7 @@ def test_merging_needs_a_base(failure, trained, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
-def test_a_merge_that_breaks_off_leaves_nothing(failure, trained, monkeypatch, tmp_path, family):
+def test_a_merge_that_fails_leaves_nothing(failure, trained, monkeypatch, tmp_path, family):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -198,8 +204,8 @@ def test_out_may_follow_flags(convert, trained, tmp_path):
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     out = tmp_path / "out"
-    said = convert(tmp_path / "in.safetensors", "--to", "merged", out, "--base", given.base)
-    assert said["first"].startswith(f"{out}: written")
+    printed = convert(tmp_path / "in.safetensors", "--to", "merged", out, "--base", given.base)
+    assert printed["first"].startswith(f"{out}: written")
 
 
 def test_an_empty_folder_is_filled(convert, trained, tmp_path):
@@ -212,7 +218,7 @@ def test_an_empty_folder_is_filled(convert, trained, tmp_path):
         assert any((tmp_path / format).iterdir())
 
 
-def test_settings_of_the_base_s_own_head_are_left_behind(convert, tmp_path):
+def test_settings_of_the_bases_own_head_are_dropped(convert, tmp_path):
     base = make_base(tmp_path / "base", "roberta")
     config = json.loads((base / "config.json").read_text())
     own = {"num_labels": 2, "_num_labels": 2, "problem_type": "regression"}
@@ -239,7 +245,7 @@ def test_settings_of_a_head_that_is_kept_are_kept(convert, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_beside_the_base_s_weights_is_copied(convert, trained, tmp_path, family):
+def test_files_next_to_the_bases_weights_are_copied(convert, trained, tmp_path, family):
     given = trained[family]
     base = shutil.copytree(given.base, tmp_path / "base")
     for name in ("generation_config.json", "chat_template.jinja"):
@@ -253,8 +259,10 @@ def test_what_is_beside_the_base_s_weights_is_copied(convert, trained, tmp_path,
 def test_half_a_head_is_not_completed_from_the_base(tmp_path, failure):
     base = make_base(tmp_path / "base", "roberta", head="classifier", num_labels=3)
     adapter = train(base, "roberta").adapter
-    left = {n: t for n, t in adapter.tensors.items() if not n.startswith("classifier.out_proj")}
-    write_adapter(tmp_path / "in.safetensors", replace(adapter, tensors=left))
+    incomplete = {
+        n: t for n, t in adapter.tensors.items() if not n.startswith("classifier.out_proj")
+    }
+    write_adapter(tmp_path / "in.safetensors", replace(adapter, tensors=incomplete))
     line = failure(
         *(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
     )

@@ -1,4 +1,4 @@
-"""convert.py on DeBERTa's two kinds of adapter: LoRA on contents alone, or on positions too."""
+"""Tests convert.py on DeBERTa's adapters: LoRA on contents only, or on positions as well."""
 
 import json
 
@@ -42,7 +42,7 @@ def base(tmp_path):
 
 @pytest.fixture
 def convert(script, tmp_path):
-    """``convert(format, *flags)``: converts in.safetensors, and returns what was written."""
+    """``convert(format, *flags)``: converts in.safetensors, and returns the written path."""
 
     def run(format, *flags, source="in.safetensors"):
         target = tmp_path / OUT[format]
@@ -70,7 +70,7 @@ def refusal(convert, tmp_path):
 
 @pytest.mark.parametrize("reached", [False, True], ids=["contents", "positions"])
 @pytest.mark.parametrize("targets", [["query", "value"], ["query", "key"]], ids="+".join)
-def test_merged_is_exact(convert, base, tmp_path, reached, targets):
+def test_a_merged_model_computes_the_same(convert, base, tmp_path, reached, targets):
     settings = {"lora_positions": reached, "lora_targets": targets}
     expected = make_adapter(base, tmp_path / "in.safetensors", **settings)
     merged = convert("merged", "--base", base)
@@ -84,7 +84,9 @@ def test_merged_is_exact(convert, base, tmp_path, reached, targets):
 
 
 @pytest.mark.parametrize("base_is_given", [True, False])
-def test_the_releases_kind_is_not_pefts(refusal, convert, base, tmp_path, base_is_given):
+def test_pefts_format_cannot_hold_lora_on_contents_only(
+    refusal, convert, base, tmp_path, base_is_given
+):
     make_adapter(base, tmp_path / "in.safetensors")
     flags = ["--base", base] if base_is_given else []
     line = refusal("peft", *flags)
@@ -95,7 +97,9 @@ def test_the_releases_kind_is_not_pefts(refusal, convert, base, tmp_path, base_i
 
 
 @pytest.mark.parametrize("base_is_given", [True, False])
-def test_pefts_kind_is_not_the_releases(refusal, convert, base, tmp_path, base_is_given):
+def test_the_releases_format_cannot_hold_lora_on_positions(
+    refusal, convert, base, tmp_path, base_is_given
+):
     make_adapter(base, tmp_path / "in.safetensors", lora_positions=True)
     flags = ["--base", base] if base_is_given else []
     line = refusal("release", *flags)
@@ -105,7 +109,7 @@ def test_pefts_kind_is_not_the_releases(refusal, convert, base, tmp_path, base_i
 
 
 @pytest.mark.parametrize("settings", [{"share_att_key": False}, {"pos_att_type": None}], ids=str)
-def test_a_base_that_shares_nothing_takes_both(convert, tmp_path, settings):
+def test_without_shared_projections_all_formats_fit(convert, tmp_path, settings):
     base = make_base(tmp_path / "base", **settings)
     make_adapter(base, tmp_path / "in.safetensors")
     release = convert("release")
@@ -114,9 +118,9 @@ def test_a_base_that_shares_nothing_takes_both(convert, tmp_path, settings):
     assert read_adapter(again).metadata.positions is None
 
 
-def test_info_says_it(script, base, tmp_path, capsys):
-    for reached, said in ((False, "not updated by LoRA"), (True, "updated by LoRA")):
+def test_info_says_whether_lora_reaches_positions(script, base, tmp_path, capsys):
+    for reached, expected in ((False, "not updated by LoRA"), (True, "updated by LoRA")):
         make_adapter(base, tmp_path / "in.safetensors", lora_positions=reached)
         script.main([str(tmp_path / "in.safetensors"), "--info"])
         (line,) = (n for n in capsys.readouterr().out.splitlines() if "positions" in n)
-        assert line.split(maxsplit=1)[1].startswith(said)
+        assert line.split(maxsplit=1)[1].startswith(expected)

@@ -1,4 +1,4 @@
-"""The recipes of both trees, with an output folder of the test's own."""
+"""Fixtures with the recipes of NLU/ and NLG/, and an output folder for each test."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from reproduction.runs import run_of
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(monkeypatch, tmp_path):
-    """None of the caller's variables, and a working folder of the test's own."""
+    """Hides the caller's variables, and changes to the test's folder."""
     for name in ("NPROC", "MNLI_CHECKPOINT", "MASTER_PORT", "SEED", "RUN_DIR", "TRIAL_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -22,7 +22,7 @@ def _own_surroundings(monkeypatch, tmp_path):
 
 @pytest.fixture
 def quick_start(monkeypatch) -> None:
-    """What is started has imported what is not the project's."""
+    """Programs are started by a Python that has already imported the libraries."""
     monkeypatch.setattr(sys, "executable", str(quick_python()))
 
 

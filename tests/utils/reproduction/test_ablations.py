@@ -1,4 +1,4 @@
-"""utils/ablations.py: its tables are those of its runs, which are not run twice."""
+"""Tests utils/ablations.py: its tables show its runs' results, and no run is repeated."""
 
 import json
 import math
@@ -30,13 +30,13 @@ T_OF_TWO = 12.7062
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """What quickstart.sh leaves, very small."""
+    """A very small version of what quickstart.sh writes."""
     return make_base_and_task(tmp_path_factory.mktemp("quickstart"))
 
 
 @pytest.fixture
 def run(quickstart, out, monkeypatch, capsys):
-    """``run(*arguments)``: main on a few rows."""
+    """``run(*arguments)``: runs main on a few rows."""
     for module in (ablations, ablation_report):
         monkeypatch.setattr(module, "QUESTIONS", FEW)
 
@@ -54,14 +54,14 @@ def entries(out):
 
 
 def of_row(out, row, tuning):
-    """The runs of a row in the file: (learning rate, results)."""
+    """Returns a row's runs in the file, as pairs of learning rate and results."""
     mine = [e for e in entries(out) if row.flags.items() <= e["run"]["flags"].items()]
     mine = [e for e in mine if row.flags or "apply_lora" not in e["run"]["flags"]]
     return [(e["run"]["learning_rate"], e["results"]) for e in mine if e["run"]["tuning"] is tuning]
 
 
 @pytest.mark.slow
-def test_tables_are_those_of_the_runs(run, out):
+def test_tables_show_the_runs_results(run, out):
     run("--seeds", 0, 1)
     assert len(entries(out)) == len(FEW_ROWS) * (len(RATES) + 2)
     text = (out / "ablations.md").read_text()
@@ -188,7 +188,7 @@ def test_the_picture_names_ranks_where_they_differ():
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    ("rates", "expected_parts"),
     [
         (
             [1e-3],
@@ -204,11 +204,16 @@ def test_the_picture_names_ranks_where_they_differ():
         ([5e-4, 1e-3, 2e-3], ["may lie beyond it: none."]),
     ],
 )
-def test_the_report_says_what_the_figures_are_of(monkeypatch, rates, said):
+def test_the_report_explains_its_figures(monkeypatch, rates, expected_parts):
     monkeypatch.setattr(ablation_report, "QUESTIONS", FEW)
     outcomes = {key: outcome(0.5, 0.6, 0.7) for key in FEW_ROWS}
     text = report(outcomes, Settings("python x.py", 2.0, rates, labels=[1, 1, 0, 1]))
-    for part in ("```bash\nbash quickstart.sh\npython x.py\n```", "over 3 seeds", "75.0 %", *said):
+    for part in (
+        "```bash\nbash quickstart.sh\npython x.py\n```",
+        "over 3 seeds",
+        "75.0 %",
+        *expected_parts,
+    ):
         assert part in text
     assert "for an accuracy of 90 % on 4 sentences, is ±29.4." in text
 
@@ -222,7 +227,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
         RunFile(path, Results)
 
 
-def test_matplotlib_is_asked_for_before_anything_runs(monkeypatch, out, capsys):
+def test_a_missing_matplotlib_is_an_error_before_anything_runs(monkeypatch, out, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     lines = []
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The rows and recipes that there are, by the paper's tables, and the runs that are asked for."""
+"""Tests the plan: the rows of the paper's tables, their recipes, and the runs asked for."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FACTS = ROOT.parent / "shared" / "facts"
 
 
-def test_the_paper_s_figures():
+def test_the_papers_figures_are_copied_correctly():
     path = FACTS / "paper_results.json"
     if not path.is_file():
         pytest.skip("the paper's figures are not on this machine")
@@ -63,7 +63,7 @@ def test_names(rows, names, expected):
     assert plan.choose(names, rows) == expected
 
 
-def test_a_seed_after_the_other_and_mnli_first(rows, out):
+def test_runs_go_seed_by_seed_with_mnli_first(rows, out):
     chosen = plan.choose(["roberta-base LoRA"], rows)
     runs = [run for _, run in plan.plan_runs(chosen, rows, None, out)]
     assert [run.seed for run in runs] == [seed for seed in range(5) for _ in range(8)]

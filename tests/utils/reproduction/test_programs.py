@@ -1,4 +1,4 @@
-"""A run is carried out by its program: what is kept when it ends, fails or is interrupted."""
+"""Tests how a run is executed: what is kept when its program ends, fails or is interrupted."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ FINISHES = """mkdir -p {output} && echo '{{"all": {{"BLEU": 0.5}}}}' > {output}/
 
 @pytest.fixture
 def program(nlg, monkeypatch):
-    """Makes a shell script take the place of the recipes."""
+    """Replaces the recipes by a shell script."""
 
     def set_to(text: str) -> None:
         def command(run):
@@ -37,9 +37,9 @@ def test_a_run(nlg, run, program):
     assert nlg.figures(run) == (50.0,)
     assert problem_of(nlg, run) is None
     assert not run.error.exists()
-    said = run.log.read_text()
-    assert said.startswith("seed 110, port ")
-    assert said.endswith(f"{Path(sys.executable).parent / 'python'}, flags --bf16 a b\n")
+    printed = run.log.read_text()
+    assert printed.startswith("seed 110, port ")
+    assert printed.endswith(f"{Path(sys.executable).parent / 'python'}, flags --bf16 a b\n")
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_a_run_that_fails(nlg, run, program, text, error):
         ("\n====\n", None),
     ],
 )
-def test_the_line_that_says_what_went_wrong(log, line):
+def test_last_error_returns_the_line_with_the_error(log, line):
     assert programs.last_error(log) == line
 
 
-def test_what_is_interrupted_is_ended_and_unfinished(nlg, run, program, tmp_path):
+def test_an_interrupted_run_is_ended_and_unfinished(nlg, run, program, tmp_path):
     program(f"echo $$ > {tmp_path / 'pid'}; sleep 0.3; kill -INT $PPID; sleep 60")
-    # What a shell starts in the background does not hear it.
+    # Programs that a shell starts in the background ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -102,7 +102,7 @@ def test_what_is_interrupted_is_ended_and_unfinished(nlg, run, program, tmp_path
     assert problem_of(nlg, run).startswith("unfinished")
 
 
-def test_what_a_run_leaves_behind_keeps_its_folder(nlg, run, program, tmp_path):
+def test_a_process_that_a_run_leaves_behind_keeps_its_folder_locked(nlg, run, program, tmp_path):
     program(f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 1")
     programs.execute(nlg, run, [])
     with pytest.raises(ValueError, match="another program is using it"):
@@ -113,12 +113,12 @@ def test_what_a_run_leaves_behind_keeps_its_folder(nlg, run, program, tmp_path):
         try:
             programs.execute(nlg, run, [])
             break
-        except ValueError:  # it is still ending
+        except ValueError:  # the process is still ending
             time.sleep(0.05)
     assert run.log.read_text() == "again\n"
 
 
-def test_an_estimate_is_what_the_recipe_says(nlg, run, program, capfd):
+def test_an_estimate_is_what_the_recipe_prints(nlg, run, program, capfd):
     program("echo seed $SEED, flags $*")
     assert programs.show_estimate(nlg, run, ["--bf16"]) == 0
     assert capfd.readouterr().out == "seed 110, flags --bf16 --estimate\n"
@@ -127,7 +127,7 @@ def test_an_estimate_is_what_the_recipe_says(nlg, run, program, capfd):
     assert programs.show_estimate(nlg, run, []) == 3
 
 
-def test_a_lock_under_which_nothing_is_written_leaves_nothing(tmp_path):
+def test_a_lock_leaves_nothing_if_nothing_is_written(tmp_path):
     with pytest.raises(KeyError), programs.lock_folder(tmp_path / "new" / "run"):
         raise KeyError
     assert not list(tmp_path.iterdir())
@@ -142,7 +142,8 @@ def test_a_lock_under_which_nothing_is_written_leaves_nothing(tmp_path):
 
 # ---- on Windows ----
 
-# What the standard library lacks there; the library asks for it by the system's name.
+# The standard library has no fcntl there. loralib decides by the system's name whether to import
+# it, so here loralib has to be imported before fcntl is removed.
 WITHOUT_FCNTL = """
 import runpy, sys
 import loralib.io.atomic
@@ -154,7 +155,7 @@ runpy.run_path("utils/reproduce.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_reproduce_helps_where_it_cannot_run(tmp_path):
+def test_help_works_where_nothing_can_be_run(tmp_path):
     command = [sys.executable, "-c", WITHOUT_FCNTL]
     helped = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert (helped.returncode, helped.stderr) == (0, "")

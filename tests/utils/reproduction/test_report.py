@@ -1,4 +1,4 @@
-"""The table and the picture."""
+"""Tests the report: its table and its learning curves."""
 
 import pytest
 from made_up_runs import finish_glue, finish_nlg
@@ -21,7 +21,7 @@ def test_median_and_interval(values, expected):
 
 
 def test_a_cell_of_every_kind(rows, out, glue):
-    """A finished run among failed and cut off ones, and cells without any figure."""
+    """One cell has finished runs among failed and unfinished ones, others have no figures."""
     for seed, accuracy in ((0, 0.75), (1, 0.5)):
         run = run_of(out, "roberta_base_sst2", seed)
         finish_glue(run, {"accuracy": accuracy}, {"accuracy": 0.25})
@@ -33,11 +33,11 @@ def test_a_cell_of_every_kind(rows, out, glue):
         run.folder.mkdir(parents=True)
         run.log.touch()
         run.error.write_text("run_glue.py: error: it is full\n")
-    cut_off = [
+    unfinished = [
         run_of(out, "roberta_base_sst2", 3),
         run_of(out, "roberta_base_qnli", 0),
     ]
-    for run in cut_off:
+    for run in unfinished:
         run.folder.mkdir(parents=True)
         run.log.touch()
     asked = [run_of(out, "roberta_base_sst2", seed) for seed in range(5)]
@@ -64,7 +64,7 @@ def test_a_cell_of_every_kind(rows, out, glue):
     ("kinds", "word"),
     [("nun", "unfinished"), ("unf", "failed"), ("nn", "not run")],
 )
-def test_the_worst_of_a_cell_is_said(rows, out, kinds, word):
+def test_a_cell_without_figures_shows_its_worst_problem(rows, out, kinds, word):
     runs = [run_of(out, "roberta_base_qqp", seed) for seed in range(len(kinds))]
     for run, kind in zip(runs, kinds, strict=True):
         run.folder.mkdir(parents=True)
@@ -76,7 +76,7 @@ def test_the_worst_of_a_cell_is_said(rows, out, kinds, word):
 
 
 def test_a_whole_row(rows, out):
-    """The average is of the first figures, as the paper's is."""
+    """The average is that of the first figures, as in the paper."""
     values = dict(
         zip(
             ("mnli", "sst2", "mrpc", "cola", "qnli", "qqp", "rte", "stsb"),
@@ -116,7 +116,7 @@ def test_the_other_scores(rows, out):
     )
 
 
-def test_rows_of_which_nothing_is_there_are_left_out(rows, out):
+def test_rows_without_runs_are_left_out(rows, out):
     finish_nlg(run_of(out, "e2e_gpt2_md", 110), all={"BLEU": 0.7})
     asked = [run_of(out, "roberta_large_cola", 0)]
     text = report.write_report(out, list(rows.values()), asked, {"small": False, "flags": []})

@@ -1,4 +1,4 @@
-"""utils/reproduce.py: its command line, what it runs and leaves out, and a trial of both trees."""
+"""Tests utils/reproduce.py: its command line, what it runs or leaves out, and a small trial."""
 
 import re
 import signal
@@ -33,7 +33,7 @@ def test_a_wrong_name(name, capsys):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Recipes are not run, but noted, and fail."""
+    """A list of the runs that would be executed. They fail, and no recipe is started."""
     runs = []
 
     def execute(tree, run, flags):
@@ -56,7 +56,7 @@ def unfetched_data():
 
 @pytest.fixture
 def unfetched(called, monkeypatch):
-    """``unfetched(fetch)``: recipes fail as what fetches does in offline mode."""
+    """``unfetched(fetch)``: recipes fail with the error of `fetch` in offline mode."""
 
     def set_to(fetch):
         with monkeypatch.context() as offline:
@@ -64,10 +64,10 @@ def unfetched(called, monkeypatch):
             offline.setenv("TRANSFORMERS_OFFLINE", "1")
             with pytest.raises(OSError, match="fetched") as raised:
                 fetch()
-        noted = reproduce.execute
+        record = reproduce.execute
 
         def execute(tree, run, flags):
-            noted(tree, run, flags)
+            record(tree, run, flags)
             run.error.write_text(f"run_glue.py: error: {raised.value}\n")
 
         monkeypatch.setattr(reproduce, "execute", execute)
@@ -76,7 +76,7 @@ def unfetched(called, monkeypatch):
 
 
 @pytest.mark.parametrize("fetch", [unfetched_model, unfetched_data])
-def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(
+def test_a_file_that_cannot_be_fetched_is_tried_once_for_all_seeds(
     called, unfetched, out, monkeypatch, caplog, fetch
 ):
     unfetched(fetch)
@@ -89,9 +89,7 @@ def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(
     assert caplog.text.count("not run (a file that it needs cannot be fetched: no route)") == 4
 
 
-def test_what_could_not_be_fetched_is_tried_again_once_the_hub_answers(
-    called, unfetched, out, monkeypatch
-):
+def test_seeds_are_tried_again_once_the_hub_answers(called, unfetched, out, monkeypatch):
     unfetched(unfetched_model)
     reach = iter(["no route", None])
     monkeypatch.setattr(reproduce, "why_out_of_reach", lambda: next(reach))
@@ -124,7 +122,7 @@ def test_finished_runs_are_not_run_again(called, out, capsys):
     assert "after the recipes' own: `--bf16`" in printed
 
 
-def test_a_run_without_its_start_is_not_run(called, out, capsys):
+def test_a_run_without_weights_to_start_from_is_not_executed(called, out, capsys):
     with pytest.raises(RuntimeError, match="1 of 1 runs are not finished"):
         reproduce.main(["roberta_base_rte", "--output_dir", str(out), "--seeds", "4"])
     assert called == []
@@ -134,7 +132,7 @@ def test_a_run_without_its_start_is_not_run(called, out, capsys):
     )
 
 
-def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
+def test_all_runs_of_a_folder_must_have_the_same_settings(called, out, monkeypatch):
     def ask(*more: str) -> None:
         reproduce.main(["e2e_gpt2_md", "--seeds", "1", "--output_dir", str(out), *more])
 
@@ -154,7 +152,7 @@ def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
-def test_a_flag_that_the_figures_depend_on(called, out, flag):
+def test_a_flag_that_this_program_sets_is_refused(called, out, flag):
     with pytest.raises(ValueError, match=f"{flag.split('=')[0]} cannot follow --: this program"):
         reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
     assert not called
@@ -162,11 +160,11 @@ def test_a_flag_that_the_figures_depend_on(called, out, flag):
 
 
 @pytest.mark.parametrize("row", ["roberta-base LoRA", "roberta_base_rte"])
-def test_a_flag_of_a_recipe_before_the_dashes(called, out, capsys, row):
+def test_a_recipes_flag_before_the_dashes_is_refused(called, out, capsys, row):
     with pytest.raises(SystemExit):
         reproduce.main([row, "--data_dir", "X", "--output_dir", str(out)])
-    said = "unrecognized arguments: --data_dir X; flags of the recipes go after --, as in NAME"
-    assert said in capsys.readouterr().err
+    expected = "unrecognized arguments: --data_dir X; flags of the recipes go after --, as in NAME"
+    assert expected in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reproduce.main([row, "--seed", "1", "--", "--data_dir", "X"])
     assert "--seed 1; did you mean --seeds?; flags of the" in capsys.readouterr().err
@@ -180,8 +178,8 @@ def test_a_trial_says_what_it_leaves_out(called, out, caplog, monkeypatch):
         reproduce.main(["roberta-base LoRA", "--small", "--output_dir", str(out)])
     tasks = ("mnli", "mrpc", "cola", "qnli", "qqp", "rte", "stsb")
     listed = ", ".join(f"roberta_base_{task}" for task in tasks)
-    said = f"left out of the trial: {listed} (the small data has SST-2 only)"
-    assert caplog.messages.count(said) == 1
+    expected = f"left out of the trial: {listed} (the small data has SST-2 only)"
+    assert caplog.messages.count(expected) == 1
     assert [run for run, _ in called] == ["roberta_base_sst2, seed 0", "roberta_base_sst2, seed 1"]
 
 
@@ -258,8 +256,8 @@ def test_names_and_flags_are_checked_before_anything_slow_is_imported():
 
 
 @pytest.mark.slow
-def test_told_to_end_it_ends_with_its_table(out, tmp_path):
-    """Its run is told, too, and is unfinished."""
+def test_sigterm_ends_it_with_its_table(out, tmp_path):
+    """The run's program is ended as well, and the run is unfinished."""
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import reproduce\n"
         "reproduce.Nlg.command = lambda self, run: (['bash', '-c', 'echo on; sleep 60'], {})\n"
@@ -281,7 +279,7 @@ def test_told_to_end_it_ends_with_its_table(out, tmp_path):
         pass
 
 
-def test_estimates_are_of_each_recipe_once(called, out, monkeypatch, capsys):
+def test_each_recipe_is_estimated_once(called, out, monkeypatch, capsys):
     asked = []
 
     def show(tree, run, flags):

@@ -1,4 +1,4 @@
-"""utils/reproduce.py --study: its data, and a whole study of a very small size."""
+"""Tests utils/reproduce.py --study: its data, its trials, and a very small study."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def sentence(rng):
 
 
 def glue_row(folder, rng):
-    """A row of a task's file: its label follows from its words."""
+    """Returns a row of a task's file, whose label follows from its words."""
     first, second = sentence(rng), sentence(rng)
     label = int("good" in first or "great" in first)
     return {
@@ -48,7 +48,7 @@ def glue_row(folder, rng):
 
 @pytest.fixture(scope="module")
 def glue_dir(tmp_path_factory):
-    """The four tasks, very small."""
+    """A folder with very small versions of the four tasks."""
     folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
     for name, header in HEADERS.items():
         (folder / name).mkdir()
@@ -61,13 +61,13 @@ def glue_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def nlg_dir(tmp_path_factory):
-    """Very little of E2E, WebNLG and DART, and a vocabulary for them."""
+    """A folder with very small versions of E2E, WebNLG and DART, and a vocabulary for them."""
     folder, rng = tmp_path_factory.mktemp("nlg"), random.Random(1)
     load_script("examples/make_small_e2e.py").main(["--output_dir", str(folder / "e2e")])
     for split, count in (("valid", 12), ("test", 4)):
         path = folder / "e2e" / f"{split}.txt"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
-    # A model that has learned nothing writes any token; all of them have a text here.
+    # An untrained model may generate any token, so each one needs a text.
     encoder = folder / "e2e" / "vocab" / "encoder.json"
     tokens = json.loads(encoder.read_text())
     free = set(range(max(tokens.values()) + 1)) - set(tokens.values())
@@ -93,7 +93,7 @@ def test_parts_of_sentences_are_left_out():
 def test_the_corpus_has_no_text_that_is_measured_on(glue_dir, nlg_dir, tmp_path):
     corpus = corpus_sentences(glue_dir, nlg_dir)
     assert "webnlg says so ." in corpus
-    assert "e2e says so ." not in corpus  # which GPT-2 is adapted to
+    assert "e2e says so ." not in corpus  # GPT-2 is adapted to E2E
     assert len(set(corpus)) == len(corpus)
     measured = [
         text
@@ -102,7 +102,7 @@ def test_the_corpus_has_no_text_that_is_measured_on(glue_dir, nlg_dir, tmp_path)
         for text in (row.text_a, row.text_b)
     ]
     assert not set(corpus) & set(measured)
-    # A text of the training set that is in the development set as well, but for case and spaces.
+    # A text of the training set that differs from one of the development set in case and spaces.
     shared = tmp_path / "glue"
     shutil.copytree(glue_dir, shared)
     line = prepare_task(TASKS[0], glue_dir)["validation"][0].text_a
@@ -111,7 +111,7 @@ def test_the_corpus_has_no_text_that_is_measured_on(glue_dir, nlg_dir, tmp_path)
     assert corpus_sentences(shared, nlg_dir) == corpus
 
 
-def test_learning_rates_are_chosen_on_the_training_set_alone(glue_dir):
+def test_learning_rates_are_chosen_only_on_the_training_set(glue_dir):
     for task in TASKS:
         splits = prepare_task(task, glue_dir)
         assert splits["tuning_train"] + splits["tuning"] == splits["train"]
@@ -123,16 +123,16 @@ def test_learning_rates_are_chosen_on_the_training_set_alone(glue_dir):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["LoRA"], "there is no row 'LoRA' in the study; rows: full fine-tuning; "),
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--data_dir", "nowhere"], "download_glue_data.py"),
     ],
 )
-def test_what_cannot_run_is_one_line_and_leaves_nothing(flags, said, tmp_path, monkeypatch):
+def test_a_study_that_cannot_run_leaves_nothing(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(said)):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         reproduce.main(["--study", *flags])
     assert not list(tmp_path.iterdir())
 
@@ -142,7 +142,7 @@ def results(score, **changes):
     return Results(**{**values, "seconds": 2.0, "memory": 2**20, **changes})
 
 
-def test_the_tables_say_mean_and_interval_and_what_was_not_run():
+def test_the_tables_show_means_intervals_and_what_was_not_run():
     lora, full = study_rows.LORA[1], study_rows.FULL
     outcomes = {
         ("sst2", lora.name): Outcome(1e-3, True, [results(0.7), results(0.8)]),
@@ -168,7 +168,7 @@ def test_the_tables_say_mean_and_interval_and_what_was_not_run():
 
 @pytest.fixture
 def run(glue_dir, nlg_dir, out, monkeypatch, capsys):
-    """``run(*arguments)``: a study of two methods on two tasks, and of a GPT-2; its table."""
+    """``run(*arguments)``: runs a study of two methods on two tasks, and of a GPT-2; its report."""
     shape = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "max_seq_length": 64}
     monkeypatch.setattr(study, "BASE_SHAPE", {**study.BASE_SHAPE, **shape, "intermediate_size": 16})
     monkeypatch.setattr(study, "BASE_FLAGS", {**study.BASE_FLAGS, "max_steps": 2})
@@ -203,7 +203,7 @@ def test_the_encoders_study_resumes_and_reports(run, out):
     assert f"| {ONE_RATE.name} |" in text
     assert f"| {lora.name} |" not in text
     first = (out / "runs.jsonl").read_text().splitlines()
-    assert len(first) == 2  # of one rate, none is tried
+    assert len(first) == 2  # a single rate needs no trial
 
     text = run(lora.name, "--seeds", "0")  # what is finished is reported as well
     assert f"| {ONE_RATE.name} |" in text
@@ -233,7 +233,7 @@ def test_gpt2s_study_runs_and_reports(run, out, quick_start):
     assert "BLEU" in results["scores"]
     assert results["parameters"] == 4 * 2 * 2 * 4 * 128  # layers, projections, A and B, r, width
     assert not list((out / "gpt2").glob("lora_*/*.pt"))
-    assert not (out / "base").exists()  # which no row of GPT-2's needs
+    assert not (out / "base").exists()  # GPT-2's rows do not need it
 
 
 def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
@@ -258,7 +258,7 @@ def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
 
 @pytest.fixture
 def gpt2(tmp_path, monkeypatch):
-    """Trials that `_carry_out` can be put in the place of, as many at a time as it says."""
+    """``gpt2(jobs, carry_out)``: trials that call `carry_out`, `jobs` at once, and do not train."""
     monkeypatch.setattr(Gpt2Trials, "fingerprint", "a base")
 
     def make(jobs, carry_out):
@@ -277,13 +277,13 @@ GPT2_RESULTS = Gpt2Results(loss=0.5, scores={}, parameters=1, seconds=1.0, memor
 
 @pytest.fixture
 def cancelled(monkeypatch):
-    """An event: what had not begun has been cancelled."""
+    """An event that is set when the trials that have not begun have been cancelled."""
     event, cancel = threading.Event(), study_gpt2._cancel
     monkeypatch.setattr(study_gpt2, "_cancel", lambda trials: (cancel(trials), event.set()))
     return event
 
 
-def test_what_runs_beside_a_trial_that_fails_is_kept(gpt2, cancelled):
+def test_results_of_trials_next_to_a_failing_one_are_kept(gpt2, cancelled):
     begun, both = [], threading.Barrier(2, timeout=60)
 
     def carry_out(trial):
@@ -299,10 +299,10 @@ def test_what_runs_beside_a_trial_that_fails_is_kept(gpt2, cancelled):
     with pytest.raises(TrainingError, match="no memory"):
         study.run(trials, "training")
     assert [study.is_finished(trial) for trial in trials[:2]] == [False, True]
-    assert set(begun) <= {0, 1, 2}  # the third may have begun in the place of the first
+    assert set(begun) <= {0, 1, 2}  # the third may have begun after the first failed
 
 
-def test_an_interrupted_study_begins_nothing_more(gpt2, cancelled):
+def test_an_interrupted_study_starts_no_more_trials(gpt2, cancelled):
     begun = []
 
     def carry_out(trial):
@@ -322,9 +322,9 @@ def test_a_learning_rate_with_which_gpt2_diverges_is_not_chosen(gpt2, monkeypatc
     final = gpt2_trials(1)[0]
     tuning = dataclasses.replace(final, tuning=True)
 
-    def fail(says):
+    def fail(message):
         def train(self, trial, work):
-            raise TrainingError(f"gpt2_ft.py: {says}")
+            raise TrainingError(f"gpt2_ft.py: {message}")
 
         monkeypatch.setattr(Gpt2Trials, "_train", train)
 

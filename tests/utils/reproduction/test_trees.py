@@ -1,4 +1,4 @@
-"""GLUE's and GPT-2's recipes: a run's command, and what is read out of its folder."""
+"""Tests the recipes of NLU/ and NLG/: a run's command, and what is read from its folder."""
 
 from pathlib import Path
 
@@ -31,7 +31,9 @@ def value_of(words: list[str], flag: str) -> str:
 @pytest.mark.parametrize(
     ("gpus", "nproc", "updates"), [(8, "8", None), (2, "2", "4"), (1, "1", "8")]
 )
-def test_batches_stay_the_recipe_s(glue, out, monkeypatch, gpus, nproc, updates):
+def test_with_fewer_gpus_accumulation_keeps_the_recipes_batch_size(
+    glue, out, monkeypatch, gpus, nproc, updates
+):
     monkeypatch.setattr(glue.module, "gpu_count", lambda: gpus)
     words, variables = command_of(glue, "roberta_base_qqp", 1, out)
     assert variables["NPROC"] == nproc
@@ -40,14 +42,14 @@ def test_batches_stay_the_recipe_s(glue, out, monkeypatch, gpus, nproc, updates)
         assert value_of(words, "--gradient_accumulation_steps") == updates
 
 
-def test_the_user_s_nproc_counts(glue, out, monkeypatch):
+def test_the_users_nproc_is_used_as_it_is(glue, out, monkeypatch):
     monkeypatch.setenv("NPROC", "3")
     words, variables = command_of(glue, "roberta_base_qqp", 1, out)
     assert "NPROC" not in variables
     assert "--gradient_accumulation_steps" not in words
 
 
-def test_a_recipe_s_command(glue, out):
+def test_an_nlu_recipes_command(glue, out):
     words, _ = command_of(glue, "deberta_v2_xxlarge_cola", 4, out)
     assert words[:2] == ["bash", str(ROOT / "NLU" / "deberta_v2_xxlarge_cola.sh")]
     assert value_of(words, "--seed") == "4"
@@ -62,21 +64,21 @@ def test_without_lora_the_whole_model_is_saved(glue, out):
     assert "--save_lora_only" not in words
 
 
-@pytest.mark.parametrize(("left", "overwrite"), [("checkpoint-20", "False"), ("runs", "True")])
-def test_what_a_killed_run_has_left(glue, out, left, overwrite):
+@pytest.mark.parametrize(("existing", "overwrite"), [("checkpoint-20", "False"), ("runs", "True")])
+def test_a_killed_run_resumes_if_it_has_a_checkpoint(glue, out, existing, overwrite):
     run = run_of(out, "roberta_base_sst2", 0)
-    (run.output / left).mkdir(parents=True)
+    (run.output / existing).mkdir(parents=True)
     assert value_of(glue.command(run)[0], "--overwrite_output_dir") == overwrite
 
 
-def test_an_nlg_recipe_s_command(nlg, out):
+def test_an_nlg_recipes_command(nlg, out):
     words, variables = command_of(nlg, "webnlg_gpt2_lg", 112, out)
     assert words == ["bash", str(ROOT / "NLG" / "webnlg_gpt2_lg.sh"), "--resume"]
     folder = str(out / "webnlg_gpt2_lg" / "seed112" / "output")
     assert variables == {"SEED": "112", "RUN_DIR": folder}
 
 
-def test_rte_starts_from_mnli_s_run_of_the_same_seed(glue, out):
+def test_rte_starts_from_mnlis_run_of_the_same_seed(glue, out):
     finish_glue(mnli := run_of(out, "roberta_base_mnli", 1), {"accuracy": 0.8}, accuracy_mm=0.8)
     _, variables = command_of(glue, "roberta_base_rte", 1, out)
     assert variables["MNLI_CHECKPOINT"] == str(mnli.output / "pytorch_model_lora.bin")
@@ -84,7 +86,7 @@ def test_rte_starts_from_mnli_s_run_of_the_same_seed(glue, out):
     assert problem.startswith("it starts from the LoRA weights of roberta_base_mnli")
 
 
-def test_an_unfinished_mnli_is_nothing_to_start_from(glue, out):
+def test_a_run_does_not_start_from_an_unfinished_one(glue, out):
     mnli = run_of(out, "roberta_base_mnli", 1)
     mnli.output.mkdir(parents=True)
     (mnli.output / "pytorch_model_lora.bin").touch()
@@ -152,7 +154,7 @@ def test_the_best_epoch_counts(glue, out, task, evaluations, at_end, expected):
     assert glue.figures(run) == expected
 
 
-def test_f1_is_the_best_epoch_s(glue, out):
+def test_f1_is_that_of_the_best_epoch(glue, out):
     run = run_of(out, "roberta_base_mrpc", 0)
     finish_glue(run, {"accuracy": 0.75, "f1": 0.5}, {"accuracy": 0.5, "f1": 0.75})
     assert glue.other_scores(run) == {"F1": 50.0}
@@ -226,7 +228,7 @@ def test_parameters_trained(glue, nlg, out):
 
 
 @pytest.mark.parametrize("freeze_A", [True, False])
-def test_a_frozen_A_and_a_start_are_not_trained(glue, nlg, out, freeze_A):
+def test_a_frozen_A_and_initial_values_do_not_count_as_trained(glue, nlg, out, freeze_A):
     metadata = LoraMetadata(
         rank=2, alpha=4, targets=("query",), initialization="pissa", freeze_A=freeze_A
     ).to_metadata()
