@@ -92,7 +92,7 @@ def determinism():
 
 
 @pytest.fixture
-def empty_memory_shows(determinism):
+def nan_in_empty_memory(determinism):
     """Has PyTorch fill uninitialized memory with NaN, so that tests notice if it is read."""
     import torch
 
@@ -109,7 +109,7 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture
-def seeing_gpus(pytestconfig):
+def environment_with_gpus(pytestconfig):
     """The environment of a subprocess that sees the GPUs visible when pytest was started."""
     others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return others | pytestconfig.stash[SEEN_GPUS]
@@ -163,7 +163,7 @@ def device_settings():
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch):
+def fake_gpu_rng(monkeypatch):
     """Pretends that there is a GPU with an RNG: a list of its states, the last one current."""
     import torch
 

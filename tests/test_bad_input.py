@@ -19,7 +19,7 @@ import pytest
 import wrong_calls_examples
 import wrong_calls_nlg
 import wrong_calls_utils
-from places import ROOT
+from paths import ROOT
 from wrong_files import write_bad, write_good
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 FOLDERS = ("loralib", "NLU", "NLG", "examples", "utils", "benchmarks", "docs")
 # Functions whose default is the locale's encoding -> the position of their argument for it.

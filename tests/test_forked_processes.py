@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from launches import Prepared
+from launches import ForkServer
 
 pytestmark = pytest.mark.distributed
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def forking():
     """One for this file alone, so that no process of another test disturbs it."""
-    return Prepared("NLG")
+    return ForkServer("NLG")
 
 
-def run_one(forking: Prepared, status: int) -> int:
+def run_one(forking: ForkServer, status: int) -> int:
     return forking.run(["-c", f"import os; os._exit({status})"], os.environ, timeout=60).returncode
 
 

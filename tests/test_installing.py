@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from places import ROOT
+from paths import ROOT
 
 # Wheel -> the folder of its setup.py, the folder of its package, and the package.
 WHEELS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import HELPERS
+from paths import HELPERS
 
 
 def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -32,10 +32,10 @@ import os, pytest
 from pathlib import Path
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_seen(kind, seeing_gpus):
+def test_seen(kind, environment_with_gpus):
     name = "CUDA_VISIBLE_DEVICES"
     with Path(__file__).with_name("seen.txt").open("a") as file:
-        print(kind, os.environ.get(name), seeing_gpus.get(name), file=file)
+        print(kind, os.environ.get(name), environment_with_gpus.get(name), file=file)
 """
 # Stands in for torch: any visible device counts as a GPU; has the settings that conftest.py resets.
 TORCH = """
@@ -74,12 +74,14 @@ def test_gpus_are_visible_to_gpu_tests_and_to_subprocesses_that_ask(tmp_path, gi
 
 
 @pytest.mark.slow
-def test_all_gpu_tests_pass(seeing_gpus):
+def test_all_gpu_tests_pass(environment_with_gpus):
     """Runs the tests marked `gpu`, in a process of their own, if there is a GPU."""
-    found = run("-c", "import torch; print(torch.cuda.device_count())", environment=seeing_gpus)
+    found = run(
+        "-c", "import torch; print(torch.cuda.device_count())", environment=environment_with_gpus
+    )
     if int(found.stdout) == 0:
         pytest.skip("there is no GPU")
-    result = run("-m", "pytest", "-rs", "-m", "gpu", environment=seeing_gpus)
+    result = run("-m", "pytest", "-rs", "-m", "gpu", environment=environment_with_gpus)
     assert result.returncode == 0, result.stdout
     skipped = [line for line in result.stdout.splitlines() if line.startswith("SKIPPED")]
     assert all(int(found.stdout) < 2 and "needs two GPUs" in line for line in skipped)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gpt2_trial import Trial
 from launches import run_launcher
-from places import HELPERS, ROOT
+from paths import HELPERS, ROOT
 
 NLG = ROOT / "NLG"
 

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
-from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
+from compiled import compile_layers, flash_on_cpu, gradients_of, graph_breaks
 
 import gpt2_ft
 import loralib as lora
@@ -51,7 +51,7 @@ def test_a_forward_pass_is_one_graph(model):
     def step(batch):
         return model(*(batch[name] for name in names), packed_rows=batch["packed_rows"])
 
-    assert breaks_of(step, batch) == []
+    assert graph_breaks(step, batch) == []
 
 
 def test_a_block_is_one_graph_for_any_number_of_tokens(model):

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 import torch
-from launches import quick_python
+from launches import preloaded_python
 from measured_memory import measured_peak
-from places import ROOT
+from paths import ROOT
 
 import gpt2_ft
 from data_utils import Row, collate
@@ -146,7 +146,7 @@ def test_with_layers_changes_the_number_of_blocks(blocks):
 def test_a_recipe_needs_no_files():
     script, flags = ROOT / "NLG" / "e2e_gpt2_md.sh", "--estimate --estimate_rate 9 "
     flags += "--estimate_length 4"
-    path = f"{quick_python().parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{preloaded_python().parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", script, *flags.split()],
         env={**os.environ, "PATH": path, "NPROC": "3"},

@@ -9,7 +9,7 @@ from compare import assert_close_to_rounding, assert_same_bits
 from half_products import assert_as_exact_as_plain, choose_processor, step_and_evaluate
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
-from product_methods import Ways
+from product_methods import ChosenMethods
 from safetensors.torch import load_file
 
 import loralib as lora
@@ -470,7 +470,7 @@ def test_fast_paths_have_the_loss_and_gradients_of_the_plain_path(
     """Compares a CPU's fast paths with PyTorch's own operations."""
     if method in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    Ways(monkeypatch, tmp_path).fastest(method)
+    ChosenMethods(monkeypatch, tmp_path).fastest(method)
     monkeypatch.setattr(products, "_usual", lambda *_: method)
     steps, attended, attend_rows = [], [], packing.attend_rows
     multiplied, multiply = [], METHODS[method]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import make_peft_fixture as maker
 import pytest
 import torch
-from adapter_files import load_held
+from adapter_files import load_copied
 from compare import assert_close_to_rounding, assert_equal, rounding
 from safetensors.torch import load_file, save_file
 
@@ -180,7 +180,7 @@ def touched(B):
 @pytest.mark.parametrize("change", [rolled, exchanged, touched])
 def test_an_update_that_is_not_made_of_two_blocks_is_read_as_one(folder, opened, layer, change):
     path = folder()
-    theirs = load_held(path / WEIGHTS)
+    theirs = load_copied(path / WEIGHTS)
     name = f"{PREFIX}{C_ATTN.format(layer)}.lora_B.weight"
     theirs[name] = change(theirs[name])
     save_file(theirs, path / WEIGHTS)
@@ -302,7 +302,7 @@ def test_alpha_is_bit_exact_after_a_round_trip(folder, tmp_path, rank, alpha):
 def test_blocks_next_to_other_updates(folder, tmp_path):
     """A block of c_attn has half of the rank that PEFT records, an update of c_proj all of it."""
     path = folder()
-    theirs = load_held(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
+    theirs = load_copied(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
     save_file(theirs, path / WEIGHTS)
     metadata = read_adapter(path).metadata
     for layer in (0, 1):
@@ -325,7 +325,7 @@ def test_blocks_next_to_other_updates(folder, tmp_path):
 
 def test_an_embeddings_update(folder, tmp_path):
     path = folder()
-    tensors = load_held(path / WEIGHTS)
+    tensors = load_copied(path / WEIGHTS)
     A, B = torch.arange(4.0 * 48).view(4, 48) / 100, torch.arange(4.0 * N).view(N, 4) / 100
     tensors[f"{PREFIX}transformer.wte.lora_embedding_A"] = A
     tensors[f"{PREFIX}transformer.wte.lora_embedding_B"] = B
@@ -340,7 +340,7 @@ def test_an_embeddings_update(folder, tmp_path):
 
 def test_an_adapter_for_another_size_is_refused(folder, opened):
     path = folder()
-    tensors = {name: tensor[:, :16] for name, tensor in load_held(path / WEIGHTS).items()}
+    tensors = {name: tensor[:, :16] for name, tensor in load_copied(path / WEIGHTS).items()}
     wide = {
         n: t.contiguous() if "lora_A" in n else PEFT.tensors("gpt2_blocks")[n]
         for n, t in tensors.items()
@@ -353,7 +353,7 @@ def test_an_adapter_for_another_size_is_refused(folder, opened):
 def test_an_odd_rank_is_not_read_as_two_blocks(folder):
     """Blocks have half of the rank each, so rank 3 cannot be two of them, whatever B holds."""
     path = folder(r=3)
-    tensors = load_held(path / WEIGHTS)
+    tensors = load_copied(path / WEIGHTS)
     for name, tensor in tensors.items():
         part = tensor[:3] if "lora_A" in name else tensor[:, :3]
         tensors[name] = part.contiguous()

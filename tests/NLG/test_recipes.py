@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import quick_python
-from places import ROOT
+from launches import preloaded_python
+from paths import ROOT
 from torch.distributed.run import determine_local_world_size
 
 
@@ -42,7 +42,7 @@ def test_help_among_any_flags_ends_the_recipe(flags):
 
 
 def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
-    path = f"{quick_python().parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{preloaded_python().parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "e2e_gpt2_md.sh", *flags],
         cwd=ROOT / "NLG",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from compare import assert_same_bits
 from launches import killed, launch
-from places import HELPERS
+from paths import HELPERS
 
 from loralib.io.tensors import read_tensors
 

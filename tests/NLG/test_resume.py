@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from flipped import flip_in
-from product_methods import Ways
+from bit_flips import flip_bit_in
+from product_methods import ChosenMethods
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors
@@ -123,7 +123,7 @@ def resumed_steps(monkeypatch):
 def test_a_resumed_run_keeps_its_linear_methods(tiny, tmp_path, monkeypatch):
     """It keeps them even if another method is the fastest when it resumes."""
     argv = arguments(tiny, "lora", tmp_path / "run")
-    methods, in_use, step = Ways(monkeypatch, tmp_path), [], Scheduler.step
+    methods, in_use, step = ChosenMethods(monkeypatch, tmp_path), [], Scheduler.step
 
     def noting(scheduler):
         in_use.append(methods.in_use())
@@ -578,7 +578,7 @@ def _another_file(path: Path) -> None:
 
 
 def _flipped(path: Path) -> None:
-    flip_in(path, torch.load(path, weights_only=True)["optimizer"]["state"][0]["exp_avg"])
+    flip_bit_in(path, torch.load(path, weights_only=True)["optimizer"]["state"][0]["exp_avg"])
 
 
 def _a_list(path: Path) -> None:

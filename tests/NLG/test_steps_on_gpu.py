@@ -1,6 +1,6 @@
 """Tests that GPT-2's steps and beam search do not wait for a GPU, and give the CPU's results.
 
-Most tests use a simulated GPU, see pretended_device.py.
+Most tests use a simulated GPU, see simulated_gpu.py.
 """
 
 import copy
@@ -11,8 +11,8 @@ import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
 from launches import launch
-from places import HELPERS
-from pretended_device import GPUS, PretendedGpu, brought_back, on_cpu
+from paths import HELPERS
+from simulated_gpu import GPUS, SimulatedGpu, on_cpu, to_cpu
 
 import gpt2_ft
 import loralib as lora
@@ -34,7 +34,7 @@ TERMS = 400
 
 @pytest.fixture
 def gpu():
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         yield gpu
 
 
@@ -156,7 +156,7 @@ def losses_of(work_dir: Path) -> list[float]:
 def test_a_run_has_the_cpus_losses(tiny, tmp_path):
     more = ["--max_step", "4", "--lr", "1e-4", "--eval_interval", "2"]
     gpt2_ft.main(tiny.flags(tmp_path / "cpu", *more))
-    with PretendedGpu():
+    with SimulatedGpu():
         gpt2_ft.main(tiny.flags(tmp_path / "gpu", *more))
     ours, theirs = losses_of(tmp_path / "gpu"), losses_of(tmp_path / "cpu")
     assert len(theirs) == 6
@@ -188,12 +188,15 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
 
 
 @pytest.mark.gpu
-def test_two_processes_on_two_gpus(tiny, tmp_path, seeing_gpus):
+def test_two_processes_on_two_gpus(tiny, tmp_path, environment_with_gpus):
     """They communicate by NCCL; the losses are those of two processes on a CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     losses = []
-    for name, environment in (("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("gpu", seeing_gpus)):
+    for name, environment in (
+        ("cpu", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("gpu", environment_with_gpus),
+    ):
         flags = tiny.flags(tmp_path / name, *["--max_step", "4", "--lr", "1e-4"])
         calls = tmp_path / f"{name}.json"
         calls.write_text(json.dumps([{"argv": flags, "kill_in_step": None}]))
@@ -240,15 +243,15 @@ def test_losses_and_gradients_are_the_cpus(monkeypatch, kind, dtype, terms, at_o
     theirs = loss_of(expected, "cpu")
     with kind() as gpu:
         ours = loss_of(model.to("cuda:0"), "cuda")
-        if kind is PretendedGpu:
+        if kind is SimulatedGpu:
             assert gpu.launches["amax"] == -(-10 // at_once)
-    assert_close_to_rounding(brought_back(ours), theirs, terms, dtype)
+    assert_close_to_rounding(to_cpu(ours), theirs, terms, dtype)
     for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert (own.grad is None) == (other.grad is None), name
         if own.grad is not None:
             assert own.grad.is_cuda
             allowed = rounding(0, terms, dtype, float(other.grad.norm()))
-            assert (brought_back(own.grad) - other.grad).norm() <= allowed, name
+            assert (to_cpu(own.grad) - other.grad).norm() <= allowed, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,8 +15,8 @@ import time
 
 import pytest
 from compare import assert_same_bits
-from launches import Fork, Prepared, with_forks
-from places import HELPERS
+from launches import Fork, ForkServer, with_forks
+from paths import HELPERS
 
 from loralib.io.tensors import read_tensors
 
@@ -53,7 +53,7 @@ class Hosts:
         for host, address in ADDRESSES.items():
             ip("-n", self.names[host], "addr", "add", f"{address}/24", "dev", "cable")
             self.set_link(host, "up")
-            self.makers[host] = Prepared("NLG", "ip", "netns", "exec", self.names[host])
+            self.makers[host] = ForkServer("NLG", "ip", "netns", "exec", self.names[host])
 
     def set_link(self, host, state):
         ip("-n", self.names[host], "link", "set", "cable", state)

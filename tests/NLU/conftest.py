@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from adapted_encoders import settings_of
 from encoder_options import RELATIVE
-from places import load_script
+from paths import load_script
 
 # fmt: off
 WORDS = [
@@ -74,7 +74,7 @@ def tiny_base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def steady_base(tiny_base, tmp_path_factory) -> Path:
+def base_without_dropout(tiny_base, tmp_path_factory) -> Path:
     """`tiny_base` without dropout."""
     folder = tmp_path_factory.mktemp("base") / "steady"
     shutil.copytree(tiny_base, folder)

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits, error_of
-from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
+from compiled import compile_layers, flash_on_cpu, gradients_of, graph_breaks
 from encoder_options import ENCODER_TERMS
 from trainer_runs import make_data, trained
 
@@ -54,14 +54,14 @@ def batch_of(lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_is_one_graph(model_of, family):
     model = model_of(family)
-    assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
+    assert graph_breaks(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
 
 
 def test_a_forward_pass_that_copies_to_a_gpu_is_one_graph(model_of, monkeypatch):
     """DeBERTa copies its table of distances there once."""
     monkeypatch.setattr(modeling_deberta_v2, "_FROM_PINNED_MEMORY", ("cpu",))
     model = model_of("deberta")
-    assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
+    assert graph_breaks(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,7 +99,7 @@ def test_half_precision_has_as_few_graphs(model_of, family):
     cast_frozen(eager, torch.bfloat16)
     model, half = copy.deepcopy(eager), torch.autocast("cpu", torch.bfloat16)
     with half:
-        assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
+        assert graph_breaks(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
     graphs = compile_layers(model.base_model.encoder.layer)
     for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
         with half, fast_paths_off():

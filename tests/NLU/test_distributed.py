@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launches import run_launcher
-from places import HELPERS
+from paths import HELPERS
 
 from loralib.io.tensors import read_tensors
 from transformers.trainer_utils import list_checkpoints
@@ -98,13 +98,13 @@ def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
     ],
 )
 def test_two_processes_train_as_one_with_twice_the_batch(
-    run_glue, steady_base, tiny_glue, tmp_path, forks, more
+    run_glue, base_without_dropout, tiny_glue, tmp_path, forks, more
 ):
     launcher = "torch.distributed.run" if forks else "torch.distributed.launch"
-    given = arguments(steady_base, tiny_glue, tmp_path / "two", 4, *more)
+    given = arguments(base_without_dropout, tiny_glue, tmp_path / "two", 4, *more)
     result = launch(launcher, SCRIPT, *given, forks=forks)
     assert result.returncode == 0, result.stderr
-    run_glue.main(arguments(steady_base, tiny_glue, tmp_path / "one", 8, *more))
+    run_glue.main(arguments(base_without_dropout, tiny_glue, tmp_path / "one", 8, *more))
     assert_same_run(tmp_path / "two", tmp_path / "one", 1e-5)
     # Only one process prints and writes.
     assert "train_runtime" not in result.stdout
@@ -113,7 +113,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
+def finished(tiny_base, base_without_dropout, tiny_glue, tmp_path_factory) -> Path:
     """A folder with the runs of two processes that the tests below check."""
     folder = tmp_path_factory.mktemp("finished")
     leftover = ["--gradient_accumulation_steps", 4, "--save_strategy", "epoch"]
@@ -125,7 +125,7 @@ def finished(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
         {"copy": half_way},
         [part.replace("whole", "resumed") for part in whole],
         arguments(tiny_base, tiny_glue, folder / "few", 4, "--max_val_samples", 1),
-        arguments(steady_base, tiny_glue, folder / "steady", 4, *saved),
+        arguments(base_without_dropout, tiny_glue, folder / "steady", 4, *saved),
         arguments(tiny_base, tiny_glue, folder / "grouped", 4, "--group_by_length", "--bf16"),
     ]
     (folder / "calls.json").write_text(json.dumps(calls))
@@ -157,10 +157,12 @@ def test_two_processes_resume_bit_exactly(finished):
 
 @pytest.mark.distributed
 def test_one_process_resumes_a_run_of_two(
-    run_glue, finished, steady_base, tiny_glue, tmp_path, caplog
+    run_glue, finished, base_without_dropout, tiny_glue, tmp_path, caplog
 ):
     shutil.copytree(finished / "steady" / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
-    given = arguments(steady_base, tiny_glue, tmp_path / "out", 8, "--evaluation_strategy", "epoch")
+    given = arguments(
+        base_without_dropout, tiny_glue, tmp_path / "out", 8, "--evaluation_strategy", "epoch"
+    )
     run_glue.main(given)
     assert (
         "belongs to a run with processes = 2; with processes = 1 it resumes, but not bit-exactly"

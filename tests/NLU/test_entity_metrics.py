@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from places import FIXTURES
+from paths import FIXTURES
 
 from transformers.data.metrics.entity_metrics import (
     Entity,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from glue_runs import LORA, common, failure
 from measured_memory import measured_peak
-from pretended_device import PretendedGpu
+from simulated_gpu import SimulatedGpu
 
 from loralib.training.estimate import cost_of_batch
 from transformers import (
@@ -212,7 +212,7 @@ def test_steps_of_an_estimate_do_not_wait_for_a_scaler(make_classifier, tmp_path
     args = TrainingArguments(str(tmp_path), report_to=["none"], fp16=True)
     model = make_classifier("roberta", num_labels=2, pad_token_id=1, **LORA_OF_4)
     model.train_only(("lora",))
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         training = trainer_estimate.training_of(model, args, lambda rows: rows)
         batch = {"input_ids": torch.full((2, 4), 5), "labels": torch.zeros(2, dtype=torch.int64)}
         batch = PackedCollator(lambda _: batch)([])

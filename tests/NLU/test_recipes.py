@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import quick_python
+from launches import preloaded_python
 
 import loralib as lora
 from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification
@@ -163,7 +163,7 @@ def parsed(run_glue, arguments: list[str]) -> dict:
 
 
 def run_script(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
-    python = str(quick_python().parent)
+    python = str(preloaded_python().parent)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

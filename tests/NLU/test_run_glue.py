@@ -13,7 +13,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from glue_runs import LORA, SCRIPT, common, lora_of, on_rte, results
-from places import SHARED
+from paths import SHARED
 
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter, write_adapter

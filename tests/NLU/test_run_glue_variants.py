@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from glue_runs import LORA, common, failure, results
-from places import load_script
+from paths import load_script
 
 from loralib.adapters.formats import read_adapter
 from loralib.io.tensors import read_tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flipped import flip_in
+from bit_flips import flip_bit_in
 
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_the_state_is_found(make_trainer, checkpoint, name):
     """Without a checksum, the state would load, and the run would end with other bits."""
     value = read(checkpoint / name)
     state = first(value["state"])["exp_avg"] if name == OPTIMIZER else value["rng"]["torch"]
-    flip_in(checkpoint / name, state)
+    flip_bit_in(checkpoint / name, state)
     assert "the checksum of" in refused(make_trainer, checkpoint, name)
 
 
@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_the_state_is_found(make_trainer, checkpoint, name):
 def test_a_flipped_bit_in_the_weights_is_found(make_trainer, checkpoint, name):
     path = checkpoint / name
     tensors = read_tensors(path)[0]
-    flip_in(path, next(tensor for key, tensor in tensors.items() if key.endswith("lora_A")))
+    flip_bit_in(path, next(tensor for key, tensor in tensors.items() if key.endswith("lora_A")))
     with pytest.raises(CheckpointError, match="checksum") as caught:
         make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""The Trainer on a pretended GPU: no waits in a step, few launches, and the CPU's results."""
+"""The Trainer on a simulated GPU: no waits in a step, few launches, and the CPU's results."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
 from encoder_options import ENCODER_TERMS
-from pretended_device import GPUS, PretendedGpu, brought_back, on_cpu
+from simulated_gpu import GPUS, SimulatedGpu, on_cpu, to_cpu
 
 from loralib.errors import TrainingError
 from loralib.training.precision import Precision, cast_frozen
@@ -53,7 +53,7 @@ class Steps(TrainerCallback):
 
 @pytest.fixture
 def gpu():
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         yield gpu
 
 
@@ -85,7 +85,7 @@ def loss_of(gpu, model, batch, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_update_waits_on_the_pretended_gpu(make_trainer, model_of, gpu, family):
+def test_no_update_waits_on_the_simulated_gpu(make_trainer, model_of, gpu, family):
     steps = Steps(gpu)
     make_trainer(model_of(family), callbacks=[steps], bf16=True, max_grad_norm=1.0).train()
     assert len(steps.waits) == 10
@@ -250,14 +250,14 @@ def test_losses_and_gradients_equal_the_cpu_s(model_of, batch, kind, family, dty
     with kind() as gpu:
         ours = loss_of(gpu, model, batch, dtype)
         ours.backward()
-    assert_close_to_rounding(brought_back(ours), loss, terms, dtype)
+    assert_close_to_rounding(to_cpu(ours), loss, terms, dtype)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     theirs = {n: p.grad for n, p in expected.named_parameters() if p.grad is not None}
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
         assert gradient.is_cuda
         expected = theirs[name].norm()
-        assert (brought_back(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
+        assert (to_cpu(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -314,7 +314,7 @@ def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
     expected = losses()
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         ours = losses(gpu)
     assert ours == pytest.approx(expected, abs=1e-3)
     assert len(ours) == 3

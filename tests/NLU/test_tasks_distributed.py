@@ -7,7 +7,7 @@ import torch
 from compare import assert_same_bits
 from glue_runs import lora_of, results
 from launches import killed, launch
-from places import load_script
+from paths import load_script
 from task_runs import SCRIPTS, command, write_data
 
 pytestmark = pytest.mark.distributed
@@ -22,14 +22,14 @@ def flags_of(task: str, folder: Path, batch_size: int) -> list:
 
 
 @pytest.fixture(scope="module")
-def on_two_processes(steady_base, tmp_path_factory):
+def on_two_processes(base_without_dropout, tmp_path_factory):
     """``on_two_processes(task)``: the output folder of a run on two processes."""
     made = {}
 
     def run(task: str) -> Path:
         if task not in made:
             folder = tmp_path_factory.mktemp(task)
-            flags = command(steady_base, folder / "out", *flags_of(task, folder, 4))
+            flags = command(base_without_dropout, folder / "out", *flags_of(task, folder, 4))
             result = launch(2, SCRIPTS[task], *flags, tree="NLU")
             assert result.returncode == 0, result.stderr
             assert result.stderr.count("***** eval metrics *****") == 1
@@ -41,11 +41,11 @@ def on_two_processes(steady_base, tmp_path_factory):
 
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_two_processes_equal_one_with_twice_the_batch(
-    on_two_processes, steady_base, tmp_path, task
+    on_two_processes, base_without_dropout, tmp_path, task
 ):
     out = on_two_processes(task)
     script = load_script(SCRIPTS[task])
-    script.main(command(steady_base, tmp_path / "one", *flags_of(task, tmp_path, 8)))
+    script.main(command(base_without_dropout, tmp_path / "one", *flags_of(task, tmp_path, 8)))
     ours, one = results(out), results(tmp_path / "one")
     assert ours.keys() == one.keys()
     if task == "ner":
@@ -60,11 +60,11 @@ def test_two_processes_equal_one_with_twice_the_batch(
 
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_a_killed_run_is_restarted_and_ends_with_the_same_bits(
-    on_two_processes, steady_base, tmp_path, task
+    on_two_processes, base_without_dropout, tmp_path, task
 ):
     """One of two processes is killed in the second epoch, after a checkpoint."""
     expected, mark = on_two_processes(task), tmp_path / "killed"
-    flags = command(steady_base, tmp_path / "out", *flags_of(task, tmp_path, 4))
+    flags = command(base_without_dropout, tmp_path / "out", *flags_of(task, tmp_path, 4))
     result = launch(2, *killed(mark, 1, "beat", 14), SCRIPTS[task], *flags, tree="NLU")
     assert result.returncode == 0, result.stderr
     assert mark.exists()

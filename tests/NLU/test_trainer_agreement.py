@@ -4,7 +4,7 @@ import runpy
 from types import SimpleNamespace
 
 import pytest
-from places import ROOT
+from paths import ROOT
 from trainer_runs import make_data
 
 import transformers.trainer as trainer_module

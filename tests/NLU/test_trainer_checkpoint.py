@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_same_bits
-from product_methods import Ways
+from product_methods import ChosenMethods
 from small_trainers import make_line_trainer, make_points
 from trainer_runs import (
     largest_difference,
@@ -48,7 +48,7 @@ def test_a_resumed_run_uses_the_recorded_linear_methods_in_every_step(
     make_trainer, tmp_path, monkeypatch
 ):
     """Another method may be the fastest when it resumes."""
-    ways, in_use = Ways(monkeypatch, tmp_path), []
+    ways, in_use = ChosenMethods(monkeypatch, tmp_path), []
 
     class Recording(TrainerCallback):
         def on_step_begin(self, *given, **more):

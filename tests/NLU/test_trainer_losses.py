@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretended_device import PretendedGpu
+from simulated_gpu import SimulatedGpu
 from small_trainers import MeanOfTargets, make_targets
 from torch.utils.data import DataLoader
 
@@ -150,7 +150,7 @@ class Waits(TrainerCallback):
 
 @pytest.mark.parametrize("kind", [InOrder, OnTheDevice])
 def test_no_step_waits_for_the_device_to_find_targets(tmp_path, kind):
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         waits = Waits(gpu)
         trainer = make_trainer(tmp_path, (2, None, None, 8), kind, [waits])
         trainer.train()

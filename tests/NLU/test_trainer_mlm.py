@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import rounding
-from places import HELPERS
+from paths import HELPERS
 
 from transformers.trainer_evaluation import Collector, gather_in_order
 from transformers.trainer_pt_utils import join_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launches import prepared
+from launches import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -84,7 +84,7 @@ def forked_workers(monkeypatch, contest):
     def run(command, env, **_settings):
         python, *words = map(str, command)
         assert python == sys.executable
-        return prepared("NLU").run(words, env, timeout=300)
+        return fork_server("NLU").run(words, env, timeout=300)
 
     def run_once(python, name, plan):
         if name != "matrix_rate_ours":

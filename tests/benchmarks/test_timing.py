@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from pretended_device import PretendedGpu
+from simulated_gpu import SimulatedGpu
 from torch import nn
 
 
@@ -109,7 +109,7 @@ def test_frozen_weights_are_moved_to_a_gpu_in_half_precision(worker):
     model[0].requires_grad_(False)
     plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16"}
     make_optimizer = torch.optim.SGD
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         worker("our_training").training_step(plan, model, make_optimizer, lambda batch: None, 0)
         assert {parameter.is_cuda for parameter in model.parameters()} == {True}
         assert gpu.launches.total() == 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import Prepared
+from launches import ForkServer
 from page_runs import clean_environment, copy_project, run_bash, shortened
 
 
@@ -13,13 +13,13 @@ from page_runs import clean_environment, copy_project, run_bash, shortened
 def new_user(tmp_path_factory) -> Iterator[dict[str, str]]:
     """The environment of a user who has just installed the project, with an empty home.
 
-    Its python is a fork of a process that has imported the other packages; see `Prepared.command`.
+    Its python is a fork of a process that has imported the other packages; see `ForkServer`.
     """
     environment = clean_environment(tmp_path_factory.mktemp("home"))
-    prepared = Prepared("others", environment=environment)
-    python = prepared.command()
+    server = ForkServer("others", environment=environment)
+    python = server.command()
     yield {**environment, "PATH": f"{python.parent}{os.pathsep}{environment['PATH']}"}
-    prepared.close()
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import Block, blocks, commands, pages, wrong_commands
 from page_runs import FOLDERS, clean_environment, run_page, shortened
-from places import ROOT
+from paths import ROOT
 
 PAGES = [page for page in pages() if blocks(page)]
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -6,8 +6,8 @@ import shlex
 import subprocess
 
 import pytest
-from launches import quick_python
-from places import ROOT
+from launches import preloaded_python
+from paths import ROOT
 
 # A page, and the folder that its command is run in.
 PAGES = [("docs/performance.md", "."), ("NLU/README.md", "."), ("NLG/README.md", "NLG")]
@@ -26,7 +26,7 @@ def shown(page: str) -> tuple[str, list[str]]:
 def test_estimates_are_those_of_the_page(page, folder, tmp_path):
     command, expected = shown(page)
     command = command.replace("output/none", shlex.quote(str(tmp_path / "none")))
-    path = os.pathsep.join([str(quick_python().parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(preloaded_python().parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT / folder, env=environment, capture_output=True, text=True

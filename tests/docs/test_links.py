@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from documents import anchors, broken_links, pages
-from places import ROOT
+from paths import ROOT
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)

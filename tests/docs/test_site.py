@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 import loralib
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 FOLDERS = ("loralib", "NLU/src", "NLG/src", "NLG/eval", "examples", "utils")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-from places import load_script
+from paths import load_script
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from places import ROOT
+from paths import ROOT
 
 
 def test_in_the_fork_s_environment_it_says_what_to_install(tmp_path):

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from places import ROOT
+from paths import ROOT
 
 PATH = ROOT / "examples" / "lora_from_scratch.ipynb"
 LARGEST = 200_000  # bytes, of the file with its pictures

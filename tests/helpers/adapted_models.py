@@ -184,7 +184,7 @@ CASES = {
 }
 
 
-def saved_as_said(message: str, model: nn.Module, folder: Path) -> dict[str, Tensor]:
+def run_suggested_save(message: str, model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """Runs a message's line of code, which saves the model; returns what PyTorch then loads."""
     (line,) = re.findall(r"torch\.save\(.*?, …\)", message)
     path = folder / "whole.pt"

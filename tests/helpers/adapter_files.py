@@ -116,7 +116,7 @@ def peft_folder(
     return path
 
 
-def load_held(path: Path) -> dict[str, Tensor]:
+def load_copied(path: Path) -> dict[str, Tensor]:
     """A safetensors file's tensors, which do not change if the file is overwritten.
 
     load_file() maps the file, and save_file() of safetensors before 0.8 writes into the mapping.

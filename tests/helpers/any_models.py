@@ -92,7 +92,7 @@ def names_of(model):
     return [n for n, m in model.named_modules() if isinstance(m, lora.LoRALayer) and m.r > 0]
 
 
-def unchanged_by(model, message, *args, kind=ValueError, **settings):
+def assert_add_lora_refuses(model, message, *args, kind=ValueError, **settings):
     """Asserts that `add_lora` raises, and changes neither classes nor what is trained."""
     classes = [type(module) for module in model.modules()]
     trained = [parameter.requires_grad for parameter in model.parameters()]

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pretended_kernels import HALF, VARLEN_KERNELS
+from simulated_kernels import HALF, VARLEN_KERNELS
 from torch import Tensor, nn
 
 from loralib.nn import flash
@@ -14,7 +14,7 @@ from loralib.nn import flash
 aten = torch.ops.aten
 
 
-def breaks_of(step: Callable[..., Any], *inputs: Any) -> list[str]:
+def graph_breaks(step: Callable[..., Any], *inputs: Any) -> list[str]:
     """The reasons why a function is more than one graph; none if it is one."""
     torch.compiler.reset()
     found = torch._dynamo.explain(step)(*inputs)

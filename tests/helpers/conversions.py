@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from compare import assert_close_to_rounding
 from encoder_options import RELATIVE
-from places import ROOT
+from paths import ROOT
 from safetensors.torch import save_file
 
 from loralib.adapters.adapter import Adapter
@@ -33,7 +33,7 @@ ENCODERS = ("roberta", "deberta")
 OUT = {"lora": "out.safetensors", "release": "out.bin", "peft": "out", "merged": "out"}
 LABELS = ("yes", "no", "maybe")
 # Settings with which a model's LoRA computes the same as PEFT's.
-AS_PEFTS = {"roberta": {}, "deberta": {"lora_positions": True}}
+SETTINGS_LIKE_PEFT = {"roberta": {}, "deberta": {"lora_positions": True}}
 
 SHAPE = {
     "vocab_size": 40,

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from launches import prepared
-from places import ROOT
+from launches import fork_server
+from paths import ROOT
 
 # Files and folders in the project's folder that are not part of the project.
 NOT_OURS = (
@@ -217,7 +217,7 @@ def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
         command = ["bash", script, "--help"]
         process = subprocess.run(command, capture_output=True, text=True)
     else:
-        process = prepared("others").run([script, "--help"], os.environ, timeout=120)
+        process = fork_server("others").run([script, "--help"], os.environ, timeout=120)
     if process.returncode:
         raise AssertionError(f"{script} --help: {process.stderr}")
     flags = set(_FLAG.findall(process.stdout)) | {"--help"}

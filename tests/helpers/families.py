@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from make_peft_fixture import FAMILIES as SHAPES
 from make_peft_fixture import PeftFixture
-from places import ROOT
+from paths import ROOT
 from torch import Tensor, nn
 
 from loralib.adapters.adapter import Adapter

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 
 from loralib.io.tensors import read_tensors
 from transformers.utils.cli import run_script

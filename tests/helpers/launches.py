@@ -18,15 +18,15 @@ from pathlib import Path
 KILLED = Path(__file__).with_name("killed_run.py")
 FORKED = Path(__file__).with_name("forked_processes.py")
 # Modules that runs need and that take long to import; DDP needs the compiler.
-OF_OTHERS = ("torch.distributed.run", "torch._dynamo")
+THIRD_PARTY = ("torch.distributed.run", "torch._dynamo")
 IMPORTS = {
-    "NLG": (*OF_OTHERS, "loralib.training.ddp"),
-    "NLU": (*OF_OTHERS, "loralib.training.ddp", "datasets", "transformers.trainer"),
+    "NLG": (*THIRD_PARTY, "loralib.training.ddp"),
+    "NLU": (*THIRD_PARTY, "loralib.training.ddp", "datasets", "transformers.trainer"),
     # For any copy of the project, whose own modules are not imported.
-    "others": (*OF_OTHERS, "datasets", "safetensors.torch", "tokenizers", "matplotlib.pyplot"),
+    "others": (*THIRD_PARTY, "datasets", "safetensors.torch", "tokenizers", "matplotlib.pyplot"),
 }
 
-# A command that makes `Prepared` do what ``python ARGUMENTS…`` does.
+# A command that makes `ForkServer` do what ``python ARGUMENTS…`` does.
 _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 
@@ -47,7 +47,7 @@ os._exit(status)
 """
 
 
-class Prepared:
+class ForkServer:
     """A process that has imported modules; its forks need not import them again.
 
     They all have the same hash seed, so they cannot show that a result depends on a set's order.
@@ -173,22 +173,22 @@ class Fork:
 
 
 @cache
-def prepared(name: str) -> Prepared:
+def fork_server(name: str) -> ForkServer:
     """The process of this name that all tests of the session share."""
-    return Prepared(name)
+    return ForkServer(name)
 
 
 @cache
-def quick_python() -> Path:
+def preloaded_python() -> Path:
     """A python, in a folder of its own, that starts quickly: it has imported other packages.
 
     It is not for tests of how Python starts, or of what is imported when.
     """
-    return prepared("others").command()
+    return fork_server("others").command()
 
 
 def with_forks(launcher: str, *arguments: object) -> list[str]:
-    """The words by which `Prepared` runs a launcher whose processes are forks of the launcher.
+    """The words by which `ForkServer` runs a launcher whose processes are forks of the launcher.
 
     Args:
         launcher: its module.
@@ -211,7 +211,7 @@ def run_launcher(
     Args:
         launcher: its module.
         arguments: its own, then a script's absolute path, and the script's arguments.
-        tree: a key of `IMPORTS`: the launcher is a fork of ``prepared(tree)``, and the processes
+        tree: a key of `IMPORTS`: the launcher is a fork of ``fork_server(tree)``, and the processes
             are forks of the launcher. None: each of them starts Python.
         timeout: seconds after which it is killed.
         environment: variables to add.
@@ -219,7 +219,7 @@ def run_launcher(
     variables = {**os.environ, **(environment or {})}
     if tree is not None:
         words = with_forks(launcher, *arguments)
-        return prepared(tree).run(words, variables, timeout)
+        return fork_server(tree).run(words, variables, timeout)
     return subprocess.run(
         [sys.executable, "-m", launcher, *map(str, arguments)],
         capture_output=True,

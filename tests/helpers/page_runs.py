@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from documents import NOT_OURS, Block
-from places import ROOT
+from paths import ROOT
 
 # Pages whose commands are not run from the project's root.
 FOLDERS = {Path("NLG/README.md"): Path("NLG")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import rounding
 from encoder_options import ENCODER_TERMS
-from places import ROOT
+from paths import ROOT
 
 from loralib.adapters.adapter import Adapter
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer

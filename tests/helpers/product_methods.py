@@ -6,7 +6,7 @@ from loralib.nn import products
 from loralib.training import product_choices
 
 
-class Ways:
+class ChosenMethods:
     """Sets the method that a measurement finds to be the fastest, which may differ between runs.
 
     Args:

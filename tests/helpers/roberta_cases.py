@@ -2,7 +2,7 @@
 
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
-from places import FIXTURES
+from paths import FIXTURES
 
 from transformers import RobertaForMaskedLM, RobertaForSequenceClassification
 

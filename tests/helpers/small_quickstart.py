@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from places import load_script
+from paths import load_script
 
 
 def make_base_and_task(folder: Path) -> Path:

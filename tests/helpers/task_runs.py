@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from glue_runs import LORA, write
-from places import ROOT
+from paths import ROOT
 
 SCRIPTS = {
     "ner": ROOT / "examples" / "token-classification" / "run_ner.py",

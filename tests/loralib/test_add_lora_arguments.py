@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from any_models import AnyModel, names_of
-from places import ROOT
+from paths import ROOT
 from torch import nn
 
 import loralib as lora

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from places import FIXTURES
+from paths import FIXTURES
 from safetensors import safe_open
 
 import loralib as lora

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapted_models import CASES
 from compare import assert_close_to_rounding, assert_same_bits
-from pretended_device import GPU, GPUS, brought_back
+from simulated_gpu import GPU, GPUS, to_cpu
 from stacked_experts import MAGNITUDE, METHODS, TERMS, adapted, tokens
 from torch import nn
 from torch.optim import SGD
@@ -38,7 +38,7 @@ def two_steps(model, inputs):
 
 
 def brought_back_state(model):
-    return {name: brought_back(x).detach() for name, x in model.state_dict().items()}
+    return {name: to_cpu(x).detach() for name, x in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -60,10 +60,10 @@ def test_training_evaluation_and_saving(kind, name, variant, tmp_path):
         assert all(tensor.is_cuda for tensor in (*model.state_dict().values(), ours, *evaluated))
         lora.save_adapter(model, path)
         merged = lora.merge(model)(*inputs).detach()
-    assert_close_to_rounding(brought_back(ours), theirs, SUMS, magnitude=SIZE)
+    assert_close_to_rounding(to_cpu(ours), theirs, SUMS, magnitude=SIZE)
     theirs = expected.eval()(*case.inputs).detach()
     for out in (*evaluated, merged):
-        assert_close_to_rounding(brought_back(out), theirs, SUMS, magnitude=SIZE)
+        assert_close_to_rounding(to_cpu(out), theirs, SUMS, magnitude=SIZE)
     loaded = case.build()
     lora.load_adapter(loaded, path)
     assert_close_to_rounding(loaded(*case.inputs).detach(), theirs, SUMS, magnitude=SIZE)
@@ -93,7 +93,7 @@ def test_each_row_of_a_mixed_batch_has_its_adapter(kind, name, variant, tmp_path
     with kind():
         ours = outputs(model.to(GPU), on(GPU, case.inputs))
         assert ours.is_cuda
-    assert_close_to_rounding(brought_back(ours), theirs, SUMS, magnitude=SIZE)
+    assert_close_to_rounding(to_cpu(ours), theirs, SUMS, magnitude=SIZE)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -107,9 +107,9 @@ def test_experts(kind, way, is_transposed):
         ours = two_steps(model.to(GPU), on(GPU, [tokens()]))
         merged = lora.merge(copy.deepcopy(model))(tokens().to(GPU)).detach()
         assert ours.is_cuda
-    assert_close_to_rounding(brought_back(ours), theirs, 2 * TERMS, magnitude=2 * MAGNITUDE)
+    assert_close_to_rounding(to_cpu(ours), theirs, 2 * TERMS, magnitude=2 * MAGNITUDE)
     theirs = expected.eval()(tokens()).detach()
-    assert_close_to_rounding(brought_back(merged), theirs, 2 * TERMS, magnitude=2 * MAGNITUDE)
+    assert_close_to_rounding(to_cpu(merged), theirs, 2 * TERMS, magnitude=2 * MAGNITUDE)
 
 
 @pytest.mark.parametrize("start", ["default", "pissa", "olora", "orthogonal"])
@@ -125,4 +125,4 @@ def test_a_model_that_is_adapted_on_the_gpu_starts_as_its_base(kind, start):
         ours = base(x.to(GPU)).detach()
         lora.remove_lora(base)
         assert_same_bits(brought_back_state(base), state)
-    assert_close_to_rounding(brought_back(ours), expected, 100, magnitude=4)
+    assert_close_to_rounding(to_cpu(ours), expected, 100, magnitude=4)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_models import AnyModel, ids, names_of, unchanged_by
+from any_models import AnyModel, assert_add_lora_refuses, ids, names_of
 from stacked_experts import Experts
 from torch import nn
 
@@ -169,9 +169,11 @@ def test_a_decomposition_that_fails_leaves_everything_as_it_was():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data[0, 0] = float("nan")
     message = "1: its weight has no decomposition"
-    unchanged_by(model, message, ["0", "1"], r=2, initialization="pissa")
+    assert_add_lora_refuses(model, message, ["0", "1"], r=2, initialization="pissa")
     model = nn.Sequential(model, Experts())  # which is adapted after the layers
-    unchanged_by(model, rf"0\.{message}", ["0.1", "down_proj"], r=2, initialization="pissa")
+    assert_add_lora_refuses(
+        model, rf"0\.{message}", ["0.1", "down_proj"], r=2, initialization="pissa"
+    )
     assert type(model[1]) is Experts
 
 
@@ -184,7 +186,7 @@ def test_a_stack_s_update_is_in_the_mode_of_its_module(is_trained):
 
 def test_a_model_with_lora_in_a_parameter_s_name_is_refused():
     model = nn.ModuleDict({"flora_x": nn.Linear(8, 8), "a": nn.Linear(8, 8)})
-    unchanged_by(model, "flora_x.weight has 'lora_' in its name", "a", r=2)
+    assert_add_lora_refuses(model, "flora_x.weight has 'lora_' in its name", "a", r=2)
 
 
 def test_lora_layers_of_rank_zero_are_frozen_like_the_rest():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from any_models import unchanged_by
+from any_models import assert_add_lora_refuses
 from compare import assert_close_to_rounding
 from torch import nn
 
@@ -239,7 +239,7 @@ class Tripled(nn.MultiheadAttention):
 def test_out_proj_of_an_attention_with_a_forward_of_its_own_is_refused():
     model = nn.Sequential(Tripled(8, 2))
     message = r"0\.out_proj belongs to a Tripled, which computes with its weight"
-    unchanged_by(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
 
 
 class BatchFirst(nn.MultiheadAttention):

@@ -26,7 +26,7 @@ STARTS = [
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
 @torch.no_grad()
-def test_a_model_adapted_on_the_meta_device_starts_as_its_base(empty_memory_shows, settings):
+def test_a_model_adapted_on_the_meta_device_starts_as_its_base(nan_in_empty_memory, settings):
     base, x = Net().eval(), torch.randn(2, 6)
     with torch.device("meta"):
         model = Net()
@@ -44,7 +44,7 @@ def test_a_model_adapted_on_the_meta_device_starts_as_its_base(empty_memory_show
 
 @pytest.mark.parametrize("way", ["state", "assigned state", "adapter"])
 @torch.no_grad()
-def test_start_from_weights_keeps_loaded_values(empty_memory_shows, tmp_path, way):
+def test_start_from_weights_keeps_loaded_values(nan_in_empty_memory, tmp_path, way):
     base = Net()
     trained = drawn(base, ["a"])
     lora.save_adapter(trained, tmp_path / "a")
@@ -77,7 +77,7 @@ def fill_in_place(state, values):
 
 @pytest.mark.parametrize("way", ["state", "own state", "half", "copied", "pickled", "by hand"])
 @torch.no_grad()
-def test_start_from_weights_keeps_values_written_in_place(empty_memory_shows, way):
+def test_start_from_weights_keeps_values_written_in_place(nan_in_empty_memory, way):
     trained, model = drawn(Net(), ["a"]), adapted_on_meta()
     state = model.state_dict()
     if way == "state":
@@ -101,7 +101,7 @@ def test_start_from_weights_keeps_values_written_in_place(empty_memory_shows, wa
 
 @pytest.mark.parametrize("way", ["function", "own state", "copied", "pickled", "half"])
 @torch.no_grad()
-def test_start_from_weights_initializes_what_an_incomplete_state_lacked(empty_memory_shows, way):
+def test_start_from_weights_initializes_what_an_incomplete_state_lacked(nan_in_empty_memory, way):
     base, model, x = Net(), adapted_on_meta(), torch.randn(2, 6)
     if way == "function":
         options = StateDictOptions(full_state_dict=True, strict=False)
@@ -161,7 +161,7 @@ def load_as_transformers_does(model, state, version, initialize=lambda module: N
 @pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
 def test_start_from_weights_keeps_what_a_class_of_transformers_initializes(
-    empty_memory_shows, version
+    nan_in_empty_memory, version
 ):
     def initialize(module):
         if isinstance(module, lora.LoRALayer):
@@ -183,7 +183,7 @@ def test_start_from_weights_keeps_what_a_class_of_transformers_initializes(
 @pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
 @torch.no_grad()
 def test_a_model_loaded_by_transformers_starts_as_its_base(
-    empty_memory_shows, settings, kind, version
+    nan_in_empty_memory, settings, kind, version
 ):
     if kind == "embedding" and "freeze_A" in settings:
         pytest.skip("its A would stay zero")
@@ -308,7 +308,7 @@ class WithoutInitialization(TorchFunctionMode):
 
 
 @torch.no_grad()
-def test_a_model_built_without_initialization_starts_as_its_base(empty_memory_shows):
+def test_a_model_built_without_initialization_starts_as_its_base(nan_in_empty_memory):
     base, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
     with WithoutInitialization():
         model = nn.Sequential(lora.Linear(6, 4, r=2))
@@ -327,7 +327,7 @@ def test_a_model_built_without_initialization_starts_as_its_base(empty_memory_sh
 
 
 @torch.no_grad()
-def test_what_is_loaded_on_the_meta_device_is_initialized_later(empty_memory_shows):
+def test_what_is_loaded_on_the_meta_device_is_initialized_later(nan_in_empty_memory):
     base, x = Net(), torch.randn(2, 6)
     with torch.device("meta"):
         model = Net()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_models import unchanged_by
+from any_models import assert_add_lora_refuses
 from quantized_linears import Int8Tensor, Linear4bit
 from torch import nn
 
@@ -74,7 +74,7 @@ class OwnWay(nn.Parameter):
 )
 def test_a_module_with_a_tensor_that_no_adapter_can_hold_is_refused(table, reason):
     message = rf"module 1 cannot be trained as it is: its table is {reason}"
-    unchanged_by(with_head(table=table), message, "0", r=R, modules_to_train="1")
+    assert_add_lora_refuses(with_head(table=table), message, "0", r=R, modules_to_train="1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -142,13 +142,13 @@ def test_buffers_that_no_adapter_can_hold_are_left_out_of_parts_without_paramete
 def test_a_module_with_a_scripted_part_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 3))))
     message = "module 1 cannot be trained as it is: it is scripted or traced; leave it out of"
-    unchanged_by(model, message, "0", r=R, modules_to_train="1")
+    assert_add_lora_refuses(model, message, "0", r=R, modules_to_train="1")
 
 
 def test_a_quantized_layer_is_refused():
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "head": Linear4bit(8, 3)})
     message = r"head cannot be trained as it is: its weight is quantized \(.*Params4bit\); leave"
-    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+    assert_add_lora_refuses(model, message, "a", r=R, modules_to_train="head")
 
 
 class WithState(nn.Linear):
@@ -162,4 +162,4 @@ class WithState(nn.Linear):
 def test_a_module_with_an_extra_state_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
     message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
-    unchanged_by(model, message, "0", r=R, modules_to_train="1")
+    assert_add_lora_refuses(model, message, "0", r=R, modules_to_train="1")

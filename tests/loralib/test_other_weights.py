@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from any_models import unchanged_by
+from any_models import assert_add_lora_refuses
 from small_nets import Net, close, drawn
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -17,7 +17,7 @@ def test_an_eight_bit_weight_is_refused_as_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
     message = "the weight of module 1 is quantized .torch.float8_e4m3fn.: leave it out"
-    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
 
 
 class EightBit(torch.Tensor):
@@ -38,7 +38,7 @@ def test_a_weight_of_an_unknown_tensor_class_is_refused_as_quantized(tmp_path):
     lora.save_adapter(plain, tmp_path / "a")
     model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
     message = "the weight of module 1 is quantized .a .*EightBit.: leave it out"
-    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
     lora.add_lora(plain, "1", r=2)
     lora.save_adapter(plain, tmp_path / "both")
     plain[1].weight = model[1].weight
@@ -121,13 +121,15 @@ def test_a_trained_head_has_to_be_a_loaded_plain_layer(tmp_path, kind):
 
 
 def test_a_layer_without_outputs_is_refused():
-    unchanged_by(nn.Sequential(nn.Linear(4, 0)), "for module 0, .* 0; leave it out", "0", r=1)
+    assert_add_lora_refuses(
+        nn.Sequential(nn.Linear(4, 0)), "for module 0, .* 0; leave it out", "0", r=1
+    )
 
 
 def test_complex_weights_are_refused():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
     message = "0 has complex weights .torch.complex64., which LoRA does not support"
-    unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "0", r=2, kind=UnsupportedLayerError)
 
 
 def normed(layer):
@@ -236,7 +238,7 @@ def test_one_weight_of_an_attention_that_is_computed_from_others_is_an_error(cha
     change(attention, "q_proj_weight", **settings)
     model = nn.ModuleDict({"a": attention})
     message = "a has no weight that is a plain parameter"
-    unchanged_by(model, message, "a", r=2, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "a", r=2, kind=UnsupportedLayerError)
 
 
 def test_a_kernel_in_channels_last_starts_from_its_weight():

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from any_models import unchanged_by
+from any_models import assert_add_lora_refuses
 from compare import assert_close_to_rounding
 from quantized_linears import LAYERS, Int8Tensor, Linear4bit, Net, Params4bit, plain, with_int8
 from torch import nn
@@ -340,7 +340,7 @@ def test_variants_and_initializations_that_need_the_weight_are_refused(
     tmp_path, package, settings, reader
 ):
     message = rf"the weight of layers.0.\w+ is quantized, but the {reader} needs its values: choose"
-    unchanged_by(Net(package), message, "all-linear", r=R, **settings)
+    assert_add_lora_refuses(Net(package), message, "all-linear", r=R, **settings)
     trained = plain(Net(package))
     lora.add_lora(trained, "all-linear", r=R, **settings)
     lora.save_adapter(trained, tmp_path / "a.safetensors")
@@ -384,7 +384,7 @@ def test_an_initialization_that_does_not_need_the_weight_is_allowed(package):
 @EACH
 def test_a_quantized_layer_is_refused_in_modules_to_train(package):
     message = r"layers.1 cannot be trained as it is: its up.weight is quantized \(.*\); leave"
-    unchanged_by(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
+    assert_add_lora_refuses(Net(package), message, "layers.0.up", modules_to_train=["layers.1"])
 
 
 @EACH
@@ -393,7 +393,7 @@ def test_a_quantized_embedding_is_refused_in_modules_to_train(package):
     weight = layer_of(Net(package)).weight
     model["embed"].weight = weight if package == "torchao" else Params4bit(torch.ones(8, 8))
     message = r"embed cannot be trained as it is: its weight is quantized \(a .*\); leave it out of"
-    unchanged_by(model, message, "a", r=R, modules_to_train="embed")
+    assert_add_lora_refuses(model, message, "a", r=R, modules_to_train="embed")
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
@@ -409,14 +409,14 @@ def test_a_scripted_layer_is_not_reported_as_quantized(tmp_path, make):
 
 @EACH
 def test_ranks_and_slices_are_checked_against_the_unpacked_shape(package):
-    unchanged_by(
+    assert_add_lora_refuses(
         Net(package),
         "r = 9 is too large for layers.0.up, whose largest possible rank is 8",
         "up",
         r=9,
     )
     message = r"enable_lora \[True, False, False\] does not fit layers.0.up: .* divide 16, the"
-    unchanged_by(Net(package), message, "up", enable_lora={"up": [True, False, False]})
+    assert_add_lora_refuses(Net(package), message, "up", enable_lora={"up": [True, False, False]})
 
 
 @EACH
@@ -433,7 +433,7 @@ def test_an_adapter_of_a_base_of_another_size_is_refused(tmp_path, package):
 def test_a_weight_for_quantized_inputs_is_refused():
     model = nn.Sequential(with_int8(nn.Linear(8, 8), is_of_inputs=True))
     message = "gradients do not pass through module 0, because its inputs are quant"
-    unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 
 def test_a_layer_that_passes_no_gradients_is_an_error():
@@ -457,20 +457,20 @@ Unknown.__module__ = "bitsandbytes.nn.modules"
 
 def test_unknown_classes_of_layers_and_weights_are_refused():
     message = r"module 0 is a bitsandbytes.nn.modules.Unknown, which has no LoRA layer"
-    unchanged_by(nn.Sequential(Unknown(8, 8)), message, "0", kind=UnsupportedLayerError)
+    assert_add_lora_refuses(nn.Sequential(Unknown(8, 8)), message, "0", kind=UnsupportedLayerError)
     other = type("Int1Tensor", (Int8Tensor,), {"__module__": "torchao.quantization"})
     layer = with_int8(nn.Linear(8, 8))
     layer.weight = nn.Parameter(other(layer.weight.integers, layer.weight.scale), False)
     message = r"the weight of module 0 is quantized \(a torchao.quantization.Int1Tensor\)"
-    unchanged_by(nn.Sequential(layer), message, "0", kind=UnsupportedLayerError)
+    assert_add_lora_refuses(nn.Sequential(layer), message, "0", kind=UnsupportedLayerError)
 
 
 def test_the_quantized_out_proj_of_an_attention_is_refused():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     with_int8(model["attention"].out_proj)
     message = "attention.out_proj is quantized, and belongs to an nn.MultiheadAttention"
-    unchanged_by(model, message, "attention", r=R, kind=UnsupportedLayerError)
-    unchanged_by(model, message, "out_proj", r=R, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "attention", r=R, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "out_proj", r=R, kind=UnsupportedLayerError)
     lora.add_lora(model, "attention", exclude="out_proj", r=R)
     with pytest.raises(UnsupportedLayerError, match=message):
         lora.add_lora(model, "out_proj", r=R)
@@ -505,13 +505,13 @@ def test_a_layer_on_the_meta_device_gets_its_update_there():
 def test_a_quantized_embedding_is_refused():
     model = nn.Sequential(with_int8(nn.Embedding(8, 8)))
     message = r"the weight of module 0 is quantized \(a .*Int8Tensor\): leave it out"
-    unchanged_by(model, message, "0", r=R, kind=UnsupportedLayerError)
+    assert_add_lora_refuses(model, message, "0", r=R, kind=UnsupportedLayerError)
 
 
 def test_a_lazy_head_is_not_reported_as_quantized():
     model = nn.ModuleDict({"a": Linear4bit(8, 8), "head": nn.LazyLinear(3)})
     message = "head has no shape yet: call the model once before add_lora"
-    unchanged_by(model, message, "a", r=R, modules_to_train="head")
+    assert_add_lora_refuses(model, message, "a", r=R, modules_to_train="head")
 
 
 @EACH

@@ -5,8 +5,8 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from paths import ROOT
 from PIL import Image
-from places import ROOT
 
 import draw_pictures
 from pictures import low_rank_update, speed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flipped import flip_in
+from bit_flips import flip_bit_in
 from safetensors.torch import save_file
 
 from loralib.adapters.fingerprint import fingerprint
@@ -215,7 +215,7 @@ def test_sources_that_cannot_be_split(script, tmp_path, damage, reason):
         source.write_bytes(source.read_bytes()[:500])
     elif damage.startswith("changed"):
         (lora_a,) = (tensor for name, tensor in full_checkpoint().items() if "lora_A" in name)
-        flip_in(source, lora_a)
+        flip_bit_in(source, lora_a)
         source = folder if damage.endswith("folder") else source
     elif damage == "without LoRA":
         torch.save({"deberta.embeddings.weight": torch.ones(2, 2)}, source)

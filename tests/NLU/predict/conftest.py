@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from places import load_script
+from paths import load_script
 from predictions import ADAPTERS, GOOD, SCRIPT, adapted, alone, as_answer, some_lines
 
 from loralib.adapters.adapter import Adapter

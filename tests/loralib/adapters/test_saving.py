@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from adapted_models import CASES, saved_as_said
+from adapted_models import CASES, run_suggested_save
 from compare import assert_same_bits
 from torch import nn
 
@@ -331,7 +331,7 @@ def test_a_weight_that_is_trained_with_its_lora_is_refused_with_advice(tmp_path,
     expected = model.eval()(*case.inputs)
     plain = case.build().eval()
     merged = lora.merge(copy.deepcopy(model))
-    plain.load_state_dict(saved_as_said(str(caught.value), merged, tmp_path))
+    plain.load_state_dict(run_suggested_save(str(caught.value), merged, tmp_path))
     torch.testing.assert_close(plain(*case.inputs), expected)
     if not is_trained:
         lora.mark_only_lora_as_trainable(model)

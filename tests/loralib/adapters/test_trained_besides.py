@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from adapted_models import CASES, IDS, saved_as_said, tied
+from adapted_models import CASES, IDS, run_suggested_save, tied
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -402,7 +402,7 @@ def test_a_base_that_was_trained_along_with_lora_is_a_warning(
     assert "the adapter needs this exact base: torch.save" in remark
     assert len(remark) - len(lost[0]) < SPACE
     again = HEAD.adapted()
-    again.load_state_dict(saved_as_said(remark, model, tmp_path))
+    again.load_state_dict(run_suggested_save(remark, model, tmp_path))
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
 
 
@@ -444,7 +444,7 @@ def test_a_head_that_was_trained_and_frozen_again_is_a_warning_with_advice(tmp_p
     assert len(remark) - len(which.partition(" ")[0]) < SPACE
     again = HEAD.build()  # the first advice
     lora.add_lora(again, "out", r=2)
-    again.load_state_dict(saved_as_said(remark, model, tmp_path))
+    again.load_state_dict(run_suggested_save(remark, model, tmp_path))
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
     trained.requires_grad_(True)  # the other advice
     assert remark_on_the_base(model, tmp_path / "b.safetensors") is None

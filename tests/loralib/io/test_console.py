@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from paths import ROOT
 from tqdm.auto import tqdm
 
 from loralib.io import console

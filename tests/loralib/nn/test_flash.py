@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import rounding
-from pretended_device import PretendedGpu, on_cpu
+from simulated_gpu import SimulatedGpu, on_cpu
 from torch.autograd import forward_ad
 
 from loralib.nn import flash
@@ -19,7 +19,7 @@ TERMS = 32
 
 @pytest.fixture
 def gpu():
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         yield gpu
 
 

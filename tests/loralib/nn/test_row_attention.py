@@ -61,7 +61,7 @@ def test_autocast_does_not_change_gradients(dropout_p):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_uninitialized_memory_is_not_read(empty_memory_shows, causal, dtype):
+def test_uninitialized_memory_is_not_read(nan_in_empty_memory, causal, dtype):
     leaves = [t.to(dtype).requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
     out = attend_rows(*leaves, (5, 7, 3), 3, 0.1, causal)
     out.sum().backward()

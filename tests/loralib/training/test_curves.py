@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, Place, collect, write_curves

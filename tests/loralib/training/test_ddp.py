@@ -5,8 +5,8 @@ import subprocess
 import pytest
 import torch
 import torch.distributed as dist
-from launches import quick_python
-from places import ROOT
+from launches import preloaded_python
+from paths import ROOT
 from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -92,7 +92,7 @@ end_at_once(0)
 @pytest.mark.parametrize(("kind", "last"), [("constant", 11.0), ("batch norm", 10.0)])
 def test_buffers_are_sent_in_every_pass_only_if_some_can_change(tmp_path, kind, last):
     """LoRA's own buffers are constant, and sent once, at the beginning."""
-    command = [quick_python(), "-c", BUFFERS, f"file://{tmp_path}/store"]
+    command = [preloaded_python(), "-c", BUFFERS, f"file://{tmp_path}/store"]
     processes = [
         subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for number in range(2)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pretended_device import PretendedGpu
+from simulated_gpu import SimulatedGpu
 
 from loralib.training.losses import PendingLosses
 
@@ -26,7 +26,7 @@ def test_on_a_cpu_every_loss_is_due_at_once():
 
 
 def test_on_a_gpu_all_losses_are_read_with_one_wait():
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         losses = PendingLosses()
         add(losses, [0.5, math.inf, 2.0], "cuda:0", start=7)
         assert (losses.are_due, gpu.waits) == (False, [])
@@ -37,7 +37,7 @@ def test_on_a_gpu_all_losses_are_read_with_one_wait():
 
 def test_on_a_gpu_losses_are_due_when_there_are_many(monkeypatch):
     monkeypatch.setattr(PendingLosses, "_MOST", 3)
-    with PretendedGpu():
+    with SimulatedGpu():
         losses = PendingLosses()
         add(losses, [1.0, 1.0], "cuda:0")
         assert not losses.are_due

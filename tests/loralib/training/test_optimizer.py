@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from pretended_device import PretendedGpu
+from simulated_gpu import SimulatedGpu
 from torch import nn
 
 from loralib.training.optimizer import AdamW
@@ -163,7 +163,7 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors():
     counts = []
     for number in (2, 30):
         params = tensors(*[(3, 2)] * number)
-        with PretendedGpu() as gpu:
+        with SimulatedGpu() as gpu:
             ours = [nn.Parameter(p.detach().to("cuda:0")) for p in params]
             for p in ours:
                 p.grad = torch.ones_like(p)

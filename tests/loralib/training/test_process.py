@@ -82,17 +82,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("before", "now"), [(CPU, CPU), (GPU, GPU), (CPU, GPU), (GPU, CPU)])
-def test_rng_state_of_another_device_is_a_warning(before, now, pretended_gpu, monkeypatch, caplog):
+def test_rng_state_of_another_device_is_a_warning(before, now, fake_gpu_rng, monkeypatch, caplog):
     monkeypatch.delenv("RANK", raising=False)
     file = io.BytesIO()
     torch.save(rng_state(before), file)
     expected = draw()
-    pretended_gpu.append(torch.tensor([7, 7], dtype=torch.uint8))
+    fake_gpu_rng.append(torch.tensor([7, 7], dtype=torch.uint8))
     file.seek(0)
     set_rng_state(torch.load(file, weights_only=True), now)
     assert draw() == expected  # generators that both devices have are restored
     restored = before == now == GPU
-    assert pretended_gpu[-1].tolist() == ([1, 2] if restored else [7, 7])
+    assert fake_gpu_rng[-1].tolist() == ([1, 2] if restored else [7, 7])
     names = {CPU: "a CPU", GPU: "a GPU"}
     assert caplog.messages == (
         []
@@ -104,7 +104,7 @@ def test_rng_state_of_another_device_is_a_warning(before, now, pretended_gpu, mo
     )
 
 
-def test_only_the_main_process_warns(pretended_gpu, monkeypatch, caplog):
+def test_only_the_main_process_warns(fake_gpu_rng, monkeypatch, caplog):
     state = rng_state(CPU)
     for process, messages in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", process)
@@ -112,7 +112,7 @@ def test_only_the_main_process_warns(pretended_gpu, monkeypatch, caplog):
         assert len(caplog.messages) == messages
 
 
-def test_without_a_device_rng_state_is_that_of_a_gpu_if_there_is_one(pretended_gpu, caplog):
+def test_without_a_device_rng_state_is_that_of_a_gpu_if_there_is_one(fake_gpu_rng, caplog):
     assert "cuda" in rng_state()
     set_rng_state(rng_state())
     assert not caplog.messages

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flipped import flip_in
+from bit_flips import flip_bit_in
 from torch import nn
 
 from loralib.errors import CheckpointError
@@ -28,7 +28,7 @@ def cut(path):
 
 
 def with_a_bit_flipped(path):
-    flip_in(path, torch.tensor([3.0, 5.0]))
+    flip_bit_in(path, torch.tensor([3.0, 5.0]))
 
 
 def of_another_kind(path):
@@ -118,6 +118,6 @@ def test_a_run_with_other_settings_is_refused(tmp_path):
         check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
 
 
-def test_the_example_of_an_rng_state_has_no_gpu_generator(pretended_gpu):
+def test_the_example_of_an_rng_state_has_no_gpu_generator(fake_gpu_rng):
     assert "cuda" in rng_state()
     assert like_rng_state().keys() == rng_state().keys() - {"cuda"}

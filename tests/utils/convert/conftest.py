@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from conversions import AS_PEFTS, FAMILIES, Trained, make_base, train, tree
+from conversions import FAMILIES, SETTINGS_LIKE_PEFT, Trained, make_base, train, tree
 
 from loralib.training import process
 
@@ -61,6 +61,6 @@ def trained(tmp_path_factory) -> dict[str, Trained]:
     folder = tmp_path_factory.mktemp("bases")
     adapters = {family: train(make_base(folder / family, family), family) for family in FAMILIES}
     adapters["deberta as PEFT's"] = train(
-        adapters["deberta"].base, "deberta", **AS_PEFTS["deberta"]
+        adapters["deberta"].base, "deberta", **SETTINGS_LIKE_PEFT["deberta"]
     )
     return adapters

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bit_flips import flip_bit_in
 from conversions import (
     FAMILIES,
     OUT,
@@ -15,7 +16,6 @@ from conversions import (
     tree,
     write_weights,
 )
-from flipped import flip_in
 from torch import Tensor, nn
 
 import loralib as lora
@@ -271,7 +271,7 @@ def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_pa
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     torch.save(tensors, base / "pytorch_model.bin")
     (base / "model.safetensors").unlink()
-    flip_in(base / "pytorch_model.bin", max(tensors.values(), key=Tensor.numel))
+    flip_bit_in(base / "pytorch_model.bin", max(tensors.values(), key=Tensor.numel))
     if kind == "shards":
         index = {"weight_map": dict.fromkeys(tensors, "part.bin")}
         (base / "pytorch_model.bin").rename(base / "part.bin")

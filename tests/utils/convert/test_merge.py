@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conversions import (
-    AS_PEFTS,
     BATCH,
     ENCODERS,
     FAMILIES,
     LABELS,
     MODELS,
+    SETTINGS_LIKE_PEFT,
     assert_same_tensors,
     close,
     make_base,
@@ -101,7 +101,7 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     model = MODELS[family]["lm"].from_pretrained(base)
     model.save_pretrained(tmp_path / "base")
     assert OWN_SETTINGS & json.loads((tmp_path / "base" / "config.json").read_text()).keys()
-    given = train(tmp_path / "base", family, **AS_PEFTS[family])
+    given = train(tmp_path / "base", family, **SETTINGS_LIKE_PEFT[family])
     write_adapter(tmp_path / "in", given.adapter, "peft")
     convert(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", tmp_path / "base")
     close(plain_logits(tmp_path / "out", family), given.logits)
@@ -136,7 +136,7 @@ def test_a_merged_model_is_rounded_once(convert, trained, tmp_path, family, dtyp
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_merge(convert, tmp_path, family, bias):
     base = make_base(tmp_path / "base", family)
-    given = train(base, family, bias, **AS_PEFTS[family])
+    given = train(base, family, bias, **SETTINGS_LIKE_PEFT[family])
     assert (given.logits - train(base, family).logits).abs().max() > 1e-2
     write_adapter(tmp_path / "in", given.adapter, "peft")
     assert convert(tmp_path / "in", "--info")["biases"] == bias

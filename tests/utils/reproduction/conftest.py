@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import quick_python
+from launches import preloaded_python
 
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
@@ -23,7 +23,7 @@ def _own_surroundings(monkeypatch, tmp_path):
 @pytest.fixture
 def quick_start(monkeypatch) -> None:
     """Programs are started by a Python that has already imported the libraries."""
-    monkeypatch.setattr(sys, "executable", str(quick_python()))
+    monkeypatch.setattr(sys, "executable", str(preloaded_python()))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import statistics
 import sys
 
 import pytest
-from places import load_script
+from paths import load_script
 from small_quickstart import make_base_and_task
 
 import ablations

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 from reproduction import programs
 from reproduction.runs import problem_of

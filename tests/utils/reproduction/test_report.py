@@ -1,7 +1,7 @@
 """Tests the report: its table and its learning curves."""
 
 import pytest
-from made_up_runs import finish_glue, finish_nlg
+from fake_runs import finish_glue, finish_nlg
 
 from reproduction import report
 from reproduction.runs import run_of

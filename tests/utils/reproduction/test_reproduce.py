@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from made_up_runs import finish_glue
+from fake_runs import finish_glue
 from PIL import Image
 
 import reproduce

@@ -9,7 +9,7 @@ import shutil
 import threading
 
 import pytest
-from places import load_script
+from paths import load_script
 
 import reproduce
 from loralib.errors import TrainingError

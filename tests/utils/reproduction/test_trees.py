@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up_runs import finish_glue, finish_nlg, log_of, write_json
+from fake_runs import finish_glue, finish_nlg, log_of, write_json
 from safetensors.torch import save_file
 
 from loralib.adapters.metadata import LoraMetadata

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 
-def flip_in(path: Path, tensor: Tensor) -> None:
+def flip_bit_in(path: Path, tensor: Tensor) -> None:
     """Flips a bit of a tensor's first value in a file that holds the tensor uncompressed."""
     content, values = bytearray(path.read_bytes()), tensor.contiguous().numpy().tobytes()
     assert content.count(values) == 1

@@ -1,6 +1,6 @@
 """A simulated GPU: its tensors report ``cuda:0`` as their device, and compute on the CPU.
 
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         model.to("cuda:0")
         ...
     assert gpu.waits == [] and gpu.launches.total() < 100
@@ -32,8 +32,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from places import ROOT
-from pretended_kernels import HALF, KERNELS
+from paths import ROOT
+from simulated_kernels import HALF, KERNELS
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -62,7 +62,7 @@ _JOINING = {"cat", "stack"}
 
 
 class OnGpu(Tensor):
-    """A tensor on the pretended device."""
+    """A tensor on the simulated device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: GPU)
@@ -90,8 +90,8 @@ def on_cpu(value: Any) -> Any:
         return Tensor._make_subclass(Tensor, value)
 
 
-def brought_back(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, from the pretended device or from a real GPU."""
+def to_cpu(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, from the simulated device or from a real GPU."""
     return on_cpu(tensor) if isinstance(tensor, OnGpu) else tensor.detach().cpu()
 
 
@@ -135,7 +135,7 @@ def _rounded_numbers(args: tuple, own: dict[int, Tensor]) -> tuple:
     )
 
 
-class PretendedGpu:
+class SimulatedGpu:
     """The device, within a ``with`` block.
 
     Attributes:
@@ -148,7 +148,7 @@ class PretendedGpu:
         self.launches: Counter[str] = Counter()
         self._pinned: dict[int, Any] = {}
 
-    def __enter__(self) -> "PretendedGpu":
+    def __enter__(self) -> "SimulatedGpu":
         self._stack = contextlib.ExitStack()
         for owner, name, value in _settings(self):
             self._stack.enter_context(mock.patch.object(owner, name, value))
@@ -199,7 +199,7 @@ class RealGpu:
     """A real GPU in place of the pretended one; nothing is recorded.
 
     Attributes:
-        waits, launches: as of `PretendedGpu`.
+        waits, launches: as of `SimulatedGpu`.
     """
 
     def __init__(self) -> None:
@@ -214,13 +214,13 @@ class RealGpu:
         pass
 
 
-GPUS = [PretendedGpu, pytest.param(RealGpu, marks=pytest.mark.gpu)]
+GPUS = [SimulatedGpu, pytest.param(RealGpu, marks=pytest.mark.gpu)]
 
 
 class _Operations(TorchDispatchMode):
     """Records operations, and computes those of the device."""
 
-    def __init__(self, gpu: PretendedGpu):
+    def __init__(self, gpu: SimulatedGpu):
         super().__init__()
         self.gpu = gpu
 
@@ -267,7 +267,7 @@ class _Operations(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """Handles functions in which PyTorch decides by device before it dispatches operators."""
 
-    def __init__(self, gpu: PretendedGpu):
+    def __init__(self, gpu: SimulatedGpu):
         super().__init__()
         self.gpu = gpu
 
@@ -281,7 +281,7 @@ class _Functions(TorchFunctionMode):
 # ---- functions ----
 
 
-def _to(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     copy = kwargs.pop("copy", False)
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
@@ -294,29 +294,29 @@ def _to(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any)
     return func(x, x.dtype if dtype is None else dtype, copy=copy, **settings)
 
 
-def _cpu(gpu: PretendedGpu, func: Callable, x: Tensor) -> Tensor:
+def _cpu(gpu: SimulatedGpu, func: Callable, x: Tensor) -> Tensor:
     return gpu.move(x, torch.device("cpu"), False) if isinstance(x, OnGpu) else x
 
 
-def _read(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _read(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, OnGpu):
         gpu.wait(func.__name__)
     return func(on_cpu(x), *args, **kwargs)
 
 
-def _pin(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any) -> Tensor:
+def _pin(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any) -> Tensor:
     if isinstance(x, OnGpu):
         raise RuntimeError("only tensors of the CPU can be pinned")
     return gpu.pin(x)
 
 
-def _show(gpu: PretendedGpu, func: Callable, x: Tensor, **settings: Any) -> str:
+def _show(gpu: SimulatedGpu, func: Callable, x: Tensor, **settings: Any) -> str:
     if isinstance(x, OnGpu):
         gpu.wait("showing a tensor")
     return func(on_cpu(x), **settings)
 
 
-def _new(gpu: PretendedGpu, func: Callable, *args: Any, device: Any = None, **more: Any) -> Tensor:
+def _new(gpu: SimulatedGpu, func: Callable, *args: Any, device: Any = None, **more: Any) -> Tensor:
     device = None if device is None else torch.device(device)
     if device is not None and device.type not in ("cpu", "cuda"):
         return func(*args, device=device, **more)
@@ -326,11 +326,11 @@ def _new(gpu: PretendedGpu, func: Callable, *args: Any, device: Any = None, **mo
     return gpu.move(made.detach(), device, False).requires_grad_(made.requires_grad)
 
 
-def _new_beside(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Tensor:
+def _new_beside(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Tensor:
     return _new(gpu, torch.tensor, *args, **{"device": x.device, "dtype": x.dtype, **more})
 
 
-def _typed(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Any:
+def _typed(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Any:
     if not isinstance(x, OnGpu) or not args or isinstance(args[0], torch.dtype):
         return func(x, *args, **more)
     # Tensor types have a device too: that of torch.FloatTensor is the CPU.
@@ -341,27 +341,27 @@ def _typed(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any
 
 
 def _copied(
-    gpu: PretendedGpu, func: Callable, target: Tensor, source: Tensor, non_blocking: bool = False
+    gpu: SimulatedGpu, func: Callable, target: Tensor, source: Tensor, non_blocking: bool = False
 ) -> Tensor:
     if isinstance(target, OnGpu) and not isinstance(source, OnGpu) and source.dim() == 0:
         source = gpu.move(source, GPU, non_blocking)
     return func(target, source, non_blocking)
 
 
-def _assigned(gpu: PretendedGpu, func: Callable, target: Tensor, place: Any, value: Any) -> None:
+def _assigned(gpu: SimulatedGpu, func: Callable, target: Tensor, place: Any, value: Any) -> None:
     is_tensor = isinstance(value, Tensor) and not isinstance(value, OnGpu)
     if isinstance(target, OnGpu) and is_tensor and value.dim() == 0:
         value = gpu.move(value, GPU, False)
     func(target, place, value)
 
 
-def _pickled(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any) -> Any:
+def _pickled(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any) -> Any:
     if isinstance(x, OnGpu):
         gpu.wait("pickling a tensor")
     return func(x, *args)
 
 
-def _dropout(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout(gpu: SimulatedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(x, OnGpu):
         return func(x, *args, **kwargs)
     p, training, *_ = (*args, *kwargs.values(), True)  # F.dropout(x, p, training), as all call it
@@ -369,7 +369,7 @@ def _dropout(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs:
 
 
 def _attention(
-    gpu: PretendedGpu,
+    gpu: SimulatedGpu,
     func: Callable,
     query: Tensor,
     key: Tensor,
@@ -456,7 +456,7 @@ class _Autocast:
 _autocast, _is_ordinary = torch.autocast, wrappers._is_ordinary
 
 
-def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
+def _settings(gpu: SimulatedGpu) -> Iterator[tuple[Any, str, Any]]:
     """Yields what is patched while the device exists: owner, name, value."""
     yield torch, "autocast", _Autocast
     yield torch.accelerator, "is_available", lambda: True

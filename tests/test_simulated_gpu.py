@@ -1,4 +1,4 @@
-"""Tests of the pretended GPU: devices of tensors, recorded waits and launches, attention."""
+"""Tests of the simulated GPU: devices of tensors, recorded waits and launches, attention."""
 
 import io
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
-from pretended_device import OnGpu, PretendedGpu, on_cpu
+from simulated_gpu import OnGpu, SimulatedGpu, on_cpu
 from torch import nn
 
 TERMS = 100
@@ -14,7 +14,7 @@ TERMS = 100
 
 @pytest.fixture
 def gpu():
-    with PretendedGpu() as gpu:
+    with SimulatedGpu() as gpu:
         yield gpu
 
 
@@ -50,7 +50,7 @@ def test_a_module_moves_with_its_tied_weights(gpu):
 
 def test_pytorch_is_restored_afterwards():
     before = (torch.autocast, torch.cuda.is_available(), torch.cuda._lazy_init)
-    with PretendedGpu():
+    with SimulatedGpu():
         assert torch.cuda.is_available()
     assert (torch.autocast, torch.cuda.is_available(), torch.cuda._lazy_init) == before
     assert not torch.__future__.get_swap_module_params_on_conversion()

@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels for GPUs, by their formula, for the pretended GPU.
+"""PyTorch's attention kernels for GPUs, by their formula, for the simulated GPU.
 
 They take and return the same as the operators of these names, on the CPU.
 """
