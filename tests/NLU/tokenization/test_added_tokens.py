@@ -257,6 +257,8 @@ def test_init_kwargs_are_the_settings_given(tokenizer, open_one):
 
 
 def test_published_models_have_a_length_and_file_addresses(tokenizer):
+    assert tokenizer.max_model_input_sizes
+    assert tokenizer.vocab_files_names
     for name, length in tokenizer.max_model_input_sizes.items():
         assert length == 512
         for argument, file in tokenizer.vocab_files_names.items():

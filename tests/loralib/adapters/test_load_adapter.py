@@ -415,7 +415,7 @@ def test_saving_refuses_a_weight_that_is_trained_and_adapted(tmp_path):
 def test_existing_folders_are_not_overwritten(tmp_path):
     model = WORDS.adapted()
     lora.save_adapter(model, tmp_path / "a")
-    with pytest.raises((CheckpointError, OSError), match="a"):
+    with pytest.raises(CheckpointError, match="exists already"):
         lora.save_adapter(model, tmp_path / "a")
 
 
