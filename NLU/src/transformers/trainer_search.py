@@ -67,11 +67,11 @@ class TrainerSearch:
             RuntimeError: there is no `model_init`, or optuna is not installed.
             ValueError: another backend is asked for, or there are several processes.
         """
+        if self.args.world_size > 1:
+            raise ValueError("hyperparameter_search runs on one process: start it without others")
         check_hp_search_backend(backend)
         if self.model_init is None:
             raise RuntimeError("hyperparameter_search needs a Trainer with a model_init")
-        if self.args.world_size > 1:
-            raise ValueError("hyperparameter_search runs on one process: start it without others")
         self.hp_space = hp_space or default_hp_space[HPSearchBackend.OPTUNA]
         self.compute_objective = compute_objective or default_compute_objective
         self.hp_name = hp_name
