@@ -41,7 +41,7 @@ def with_lora(model: nn.Module) -> tuple[set[str], set[str]]:
             message = str(error)
         if re.search("finds no linear layer|the model's only linear layer", message):
             return set(), refused
-        found = re.match(r"(r = 1 is larger .* dimension of )?([\w.]+)", message)
+        found = re.match(r"(r = 1 is too large for )?([\w.]+)", message)
         assert found[2] in dict(model.named_modules()), message
         assert found[2] not in refused
         refused.add(found[2])
