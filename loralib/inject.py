@@ -62,6 +62,7 @@ from .inject_warnings import (
     warn_of_kinds,
     warn_of_no_initialization,
     warn_of_numbers,
+    warn_of_read_embeddings,
     warn_of_stacks,
     warn_of_task_head,
 )
@@ -224,6 +225,7 @@ def add_lora(
         warn_of_numbers(targets, names)
         warn_of_no_initialization(model, adapted)
         warn_of_bypassed(model, names)
+        warn_of_read_embeddings(model, names)
         if not is_first:
             warn_of_kinds(model)
         return adapted

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from .adaptation import LayerSettings, added_attributes, builder_of, is_conv1d, is_linear
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .bypassed import bypassed
+from .bypassed import bypassed, weight_names
 from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import is_in_place, unparametrized_class
@@ -175,7 +175,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    parts = _weight_names(module)
+    parts = weight_names(module)
     weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
     if not weights or not module._parameters.keys() >= {*parts}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
@@ -266,12 +266,6 @@ def _targets_within(name: str, block: nn.Module) -> str:
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
     within += [each for each in stacked_weights(block) if is_suggested(block, each)]
     return listed(f"{last}.{each}" for each in within)
-
-
-def _weight_names(module: nn.Module) -> tuple[str, ...]:
-    if isinstance(module, nn.MultiheadAttention):
-        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
-    return ("weight",)
 
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
@@ -433,7 +427,7 @@ def _largest_ranks(
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
     """Returns the smallest dimension of a module's weights or their slices; None without any."""
     sizes = []
-    for part in _weight_names(module):
+    for part in weight_names(module):
         weight = module._parameters.get(part)
         if weight is not None:
             out, inner = _out_in(module, weight)
@@ -450,7 +444,7 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
-    for part in _weight_names(module):
+    for part in weight_names(module):
         weight = module._parameters.get(part)
         if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue

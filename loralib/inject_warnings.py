@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from .adaptation import is_linear
-from .bypassed import bypassed
+from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
@@ -86,6 +86,23 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
                 called_instead,
                 in_short(_ends(of_kind), quote="'"),
             )
+
+
+def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
+    """Warns of embeddings that the model calls, but with whose weights it also computes itself."""
+    found = embeddings_read(model, names)
+    if found:
+        is_one = len(found) == 1
+        logger.warning(
+            "the source of %s also reads the weight%s of %s directly, which lack%s the update "
+            "unless merged: leave out %s, or name %s in modules_to_train instead",
+            listed(set(found.values())),
+            "" if is_one else "s",
+            in_short(found, at_most=2),
+            "s" if is_one else "",
+            in_short(_ends(found), quote="'"),
+            "it" if is_one else "them",
+        )
 
 
 def _ends(names: Iterable[str]) -> list[str]:
