@@ -58,6 +58,7 @@ from .inject_checks import (
 )
 from .inject_warnings import (
     warn_of_bypassed,
+    warn_of_foreign_linear,
     warn_of_guessed_head,
     warn_of_kinds,
     warn_of_no_initialization,
@@ -219,6 +220,7 @@ def add_lora(
             )
         if ALL_LINEAR in targets:
             warn_of_guessed_head(model, exclude)
+            warn_of_foreign_linear(model, exclude, layers)
         warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
         if is_first and modules_to_train is None:
             warn_of_task_head(model)
