@@ -46,6 +46,26 @@ class Halved(FalconLinear):
         return super().forward(input) / 2
 
 
+class Linear(nn.Linear):
+    """As in OpenAI's whisper, a linear layer that converts its weight to its input's dtype."""
+
+    __module__ = "whisper.model"
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Conv1d(nn.Conv1d):
+    """The same, a convolution."""
+
+    __module__ = "whisper.model"
+
+    def _conv_forward(self, x, weight, bias):
+        bias = None if bias is None else bias.to(x.dtype)
+        return super()._conv_forward(x, weight.to(x.dtype), bias)
+
+
 class BartScaledWordEmbedding(nn.Embedding):
     """An embedding that scales what it looks up, as those of upstream's BART and Gemma do."""
 
@@ -106,6 +126,32 @@ def test_upstream_s_subclass_that_spells_the_product_out_computes_with_its_updat
     merged = lora.merge(nn.Sequential(layer))
     assert type(merged[0]) is FalconLinear
     torch.testing.assert_close(merged(x), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("layer", [partial(Linear, 4, 6), partial(Conv1d, 4, 6, 3, padding=1)])
+def test_whisper_s_layers_that_convert_their_weights(tmp_path, layer, dtypes, bias):
+    weights, inputs = dtypes
+    model = nn.Sequential(layer(bias=bias)).to(weights)
+    plain, x = copy.deepcopy(model), torch.randn(3, 4, 4, dtype=inputs)
+    kind, expected = type(model[0]), model(x)
+    close = partial(assert_close_to_rounding, terms=16, dtype=inputs, magnitude=4.0)
+    lora.add_lora(model, "0", r=2)
+    close(model(x).float(), expected.float())
+    nn.init.normal_(model[0].lora_B)
+    output = model(x)
+    merged = lora.merge(copy.deepcopy(model))
+    assert type(merged[0]) is kind
+    close(output.float(), merged(x).float())
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    bank = lora.AdapterBank(plain)
+    bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+    with torch.no_grad(), bank.use("a"):
+        close(plain(x).float(), output.detach().float())
+    lora.remove_lora(model)
+    assert type(model[0]) is kind
+    assert torch.equal(model(x), expected)
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_refused():
