@@ -14,7 +14,7 @@ from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed, weight_names
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import is_in_place, unparametrized_class
+from .in_place import can_be_converted, is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -169,6 +169,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         inner = _targets_within(name, module)
         instead = f"name layers inside it, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
+    _check_class(what, module)
     taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
     if taken and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
@@ -185,6 +186,16 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         else:
             _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
+
+
+def _check_class(what: str, module: nn.Module) -> None:
+    kind = unparametrized_class(module)
+    if not can_be_converted(kind):
+        raise UnsupportedLayerError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, which cannot become a LoRA layer "
+            "in place, as Python does not let its class change: define the class without "
+            f"__slots__, and with PyTorch's class as its first base, or {_LEAVE_OUT}"
+        )
 
 
 def _check_no_own_forward(name: str, module: nn.Module) -> None:
@@ -511,6 +522,7 @@ def check_owner(model: nn.Module, name: str) -> None:
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
             f"its own way: {_LEAVE_OUT}"
         )
+    _check_class(f"the module around {name}", owner)
 
 
 def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:

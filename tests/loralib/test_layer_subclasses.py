@@ -1,5 +1,6 @@
 """Subclasses of plain layers, upstream's and others: adapted as they compute, or refused."""
 
+import abc
 import copy
 from functools import partial
 
@@ -160,6 +161,34 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
     with pytest.raises(UnsupportedLayerError, match=r"0 is a .*Halved, which has no"):
         lora.add_lora(nn.Sequential(layer), "0", r=2)
     assert type(layer) is Halved
+
+
+class AbstractFirst(abc.ABC, nn.Linear):
+    pass
+
+
+class AbstractLast(nn.Linear, abc.ABC):
+    pass
+
+
+class AbstractAttention(abc.ABC, nn.MultiheadAttention):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "target", "refused"),
+    [
+        (AbstractFirst(4, 4), "a", "^a is a .*AbstractFirst, which cannot become"),
+        (AbstractAttention(4, 1), "out_proj", "^the module around a.out_proj is a .*, which can"),
+    ],
+)
+def test_a_class_that_python_does_not_let_change_is_refused(layer, target, refused):
+    model = nn.ModuleDict({"b": AbstractLast(4, 4), "a": layer})
+    before = [{*vars(module)} for module in model.modules()]
+    with pytest.raises(UnsupportedLayerError, match=rf"{refused}.*: define the class without "):
+        lora.add_lora(model, ["b", target], r=2)
+    assert [{*vars(module)} for module in model.modules()] == before
+    assert lora.add_lora(model, "b", r=2) == ("b",)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
