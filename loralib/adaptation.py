@@ -80,7 +80,7 @@ def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
         # the model may use.
         if not issubclass(kind, plain) or added_attributes(kind, plain):
             continue
-        if inherits_forward(kind, plain) or package_and_name(kind) in _PRODUCTS:
+        if computes_like(kind, plain):
             return build
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
 
@@ -105,15 +105,25 @@ def added_attributes(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     return own - _HARMLESS - vars(plain).keys()
 
 
-def inherits_forward(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
-    """Returns whether a subclass of one of PyTorch's layers inherits its forward unchanged."""
+def computes_like(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
+    """Returns whether a subclass of one of PyTorch's layers computes as that layer does.
+
+    It inherits its forward, or is one of the known classes that have another with the same result.
+    """
     methods = ("forward", "_conv_forward")
-    return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
+    inherits = all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
+    return inherits or package_and_name(kind) in _PRODUCTS
 
 
-# Subclasses of `nn.Linear` whose own forward computes x Wᵀ + b, by package and name. They have to
-# be listed, because code cannot tell what a forward computes.
-_PRODUCTS = {("transformers", "FalconLinear"), ("timm", "Linear")}
+# Subclasses of `nn.Linear` and `nn.Conv1d` whose own forward computes the same, by package and
+# name; those of whisper, OpenAI's package, in their input's dtype. They have to be listed, because
+# code cannot tell what a forward computes.
+_PRODUCTS = {
+    ("transformers", "FalconLinear"),
+    ("timm", "Linear"),
+    ("whisper", "Linear"),
+    ("whisper", "Conv1d"),
+}
 
 
 def scales_rows(embedding: nn.Module) -> bool:

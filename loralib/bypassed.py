@@ -12,9 +12,9 @@ import functools
 import inspect
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -28,11 +28,26 @@ _Chain = tuple[str, ...]
 # Attributes of a weight that are read without computing with it, or written to (`data`).
 _ABOUT = {
     *("data", "device", "dim", "dtype", "grad", "is_contiguous", "is_cuda", "is_floating_point"),
-    *("layout", "ndim", "numel", "requires_grad", "shape", "size"),
+    *("layout", "ndim", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "numel"),
+    *("requires_grad", "shape", "size"),
 }
 
 # Methods that read only their argument's dtype and device, as `x.to(self.qkv.weight)` does.
 _AS = {"to", "type_as"}
+
+
+class _Read(NamedTuple):
+    """A module's forward that computes with the weight of a layer, or with a stack, itself.
+
+    Args:
+        name: the name of the layer or stack.
+        kind: the class of the module, which is around the layer.
+        may_call: whether that forward, or another module, may also call the layer.
+    """
+
+    name: str
+    kind: type[nn.Module]
+    may_call: bool
 
 
 def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -48,50 +63,71 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Returns:
         The name of each bypassed layer or stack -> the name of that module's class.
     """
+    return {read.name: read.kind.__qualname__ for read in _reads(model, names) if not read.may_call}
+
+
+def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns the embeddings that may be called, but with whose weights a module computes as well.
+
+    An example is an output layer that multiplies by the embedding's weight. Of other layers, many
+    models do one or the other, depending on their settings.
+
+    Args:
+        model: the model.
+        names: the names of layers and stacks, of which the embeddings are looked at.
+
+    Returns:
+        The name of each such embedding -> the name of that module's class.
+    """
+    modules = dict(model.named_modules())
+    names = [name for name in names if isinstance(modules.get(name), nn.Embedding)]
+    return {read.name: read.kind.__qualname__ for read in _reads(model, names) if read.may_call}
+
+
+def weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns how a layer that has an update may call the parameters that are its weights."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+    return ("weight",)
+
+
+def _reads(model: nn.Module, names: Iterable[str]) -> Iterator[_Read]:
+    """Yields what is read by the modules around it, for `bypassed` and `embeddings_read`."""
     places = Counter(first_names(model).values())
-    modules, found = dict(model.named_modules()), dict[str, str]()
+    modules = dict(model.named_modules())
     used: dict[int, list[_Chain]] = {}  # by the id of the class, which may be unhashable
     for name in names:
-        *parts, parameter = name.split(".")
+        parts = name.split(".")
         if stack_named(model, name) is None:
-            parts, parameter = [*parts, parameter], "weight"
+            weights = weight_names(modules[name])
+        else:
+            weights = (parts.pop(),)
         kinds = [original_class(modules[".".join(parts[:at])]) for at in range(len(parts) + 1)]
-        is_in_one_place = places[".".join(parts)] == 1
+        is_elsewhere = places[".".join(parts)] != 1
         for at, kind in enumerate(kinds[:-1]):
             if id(kind) not in used:
                 used[id(kind)] = _used_in_forward(kind)
-            passes_by = _passes_by(used[id(kind)], parts[at:], kinds[at + 1 :], parameter)
-            has_own = has_own_forward(modules[".".join(parts[:at])])
-            if passes_by and is_in_one_place and not has_own:
-                found[name] = kind.__qualname__
-    return found
+            if has_own_forward(modules[".".join(parts[:at])]):
+                continue
+            chains, part = used[id(kind)], tuple(parts[at:])
+            of_weight = {(*part, weight) for weight in weights}
+            reads = [chain for chain in chains if chain[: len(part) + 1] in of_weight]
+            if any(not {*chain[len(part) + 1 :][:1]} & _ABOUT for chain in reads):
+                others = (chain for chain in chains if chain not in reads)
+                may_call = any(_may_call(chain, part, kinds[at + 1 :]) for chain in others)
+                yield _Read(name, kind, may_call or is_elsewhere)
 
 
-def _passes_by(
-    chains: Iterable[_Chain], part: list[str], kinds: list[type], parameter: str
-) -> bool:
-    """Returns whether a forward reads a submodule's parameter, and uses nothing that may call it.
+def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:
+    """Returns whether a chain is the submodule, a module on its path, or a method of these.
 
     Args:
-        chains: the attributes that the forward uses.
+        chain: attributes that a forward uses.
         part: the submodule's path: the names of the modules on the way to it, and its own.
         kinds: the classes of these modules.
-        parameter: the parameter's name.
     """
-    is_read = False
-    for chain in chains:
-        if chain[: len(part) + 1] == (*part, parameter):
-            asked = chain[len(part) + 1 : len(part) + 2]
-            is_read = is_read or not {*asked} & _ABOUT
-        elif _may_call(chain, part, kinds):
-            return False
-    return is_read
-
-
-def _may_call(chain: _Chain, part: list[str], kinds: list[type]) -> bool:
-    """Returns whether a chain is the submodule, a module on its path, or a method of these."""
     for length, kind in enumerate(kinds, 1):
-        if chain[:length] != tuple(part[:length]):
+        if chain[:length] != part[:length]:
             return False
         if length == len(chain):
             return True

@@ -157,7 +157,7 @@ class _WithStacks(nn.Module):
             name: _in_effect(self, own_value(self, name), layer)
             for name, layer in adapted_stacks(self).items()
         }
-        out = _run(self, in_effect, partial(super().forward, *args, **kwargs))
+        out = _run(self, in_effect, partial(self._kind.forward, self, *args, **kwargs))
         if isinstance(out, Coroutine | AsyncGenerator):
             if isinstance(out, Coroutine):
                 out.close()
@@ -170,7 +170,7 @@ class _WithStacks(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickles and copies how to make the module's class, which exists only at run time."""
-        reduced: Any = super().__reduce_ex__(protocol)
+        reduced: Any = self._kind.__reduce_ex__(self, protocol)
         return _new, (self._kind, self._stacks), reduced[2]
 
 
@@ -235,8 +235,11 @@ def with_stacks(kind: type[nn.Module], stacks: Iterable[str]) -> type[nn.Module]
         # Trainers read the signature of a model's forward, and other tools its source.
         forward = update_wrapper(forward, kind.forward, updated=())
         own = {"forward": forward, "_kind": kind, "_stacks": stacks, "__module__": kind.__module__}
+        own["__reduce_ex__"] = _WithStacks.__reduce_ex__
         attributes = own | {name: _reading(name) for name in stacks}
-        _classes[kind, stacks] = type(f"Adapted{kind.__name__}", (_WithStacks, kind), attributes)
+        # Python lets a module change to a class with the same first base. So `kind` is that, for
+        # classes that have `abc.ABC` or `Generic` before `nn.Module`.
+        _classes[kind, stacks] = type(f"Adapted{kind.__name__}", (kind, _WithStacks), attributes)
     return _classes[kind, stacks]
 
 

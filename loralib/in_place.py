@@ -44,8 +44,9 @@ def recording_additions(module: nn.Module) -> Iterator[None]:
 def convert_in_place(module: nn.Module, kind: type[nn.Module]) -> None:
     """Changes a module's class, in a `recording_additions` block that adds what the class needs."""
     drop_leftover_forward(module)
-    vars(module)["_converted"] = _Conversion(unparametrized_class(module), frozenset())
+    before = unparametrized_class(module)
     set_class(module, kind)
+    vars(module)["_converted"] = _Conversion(before, frozenset())
 
 
 def restore(module: nn.Module) -> None:
@@ -66,6 +67,18 @@ def was_converted(module: nn.Module) -> bool:
 def unparametrized_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class, without the subclass that PyTorch's parametrizations give it."""
     return type(module).__bases__[0] if _has_class_over(module) else type(module)
+
+
+def can_be_converted(kind: type[nn.Module]) -> bool:
+    """Returns whether Python lets modules of a class change to a class of this package.
+
+    It does not if the class has `__slots__`, or `abc.ABC` or `Generic` before PyTorch's class.
+    """
+    try:
+        object.__setattr__(nn.Module.__new__(nn.Module), "__class__", kind)
+    except TypeError:
+        return False
+    return True
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:

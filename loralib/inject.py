@@ -58,10 +58,12 @@ from .inject_checks import (
 )
 from .inject_warnings import (
     warn_of_bypassed,
+    warn_of_foreign_linear,
     warn_of_guessed_head,
     warn_of_kinds,
     warn_of_no_initialization,
     warn_of_numbers,
+    warn_of_read_embeddings,
     warn_of_stacks,
     warn_of_task_head,
 )
@@ -218,12 +220,14 @@ def add_lora(
             )
         if ALL_LINEAR in targets:
             warn_of_guessed_head(model, exclude)
+            warn_of_foreign_linear(model, exclude, layers)
         warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
         if is_first and modules_to_train is None:
             warn_of_task_head(model)
         warn_of_numbers(targets, names)
         warn_of_no_initialization(model, adapted)
         warn_of_bypassed(model, names)
+        warn_of_read_embeddings(model, names)
         if not is_first:
             warn_of_kinds(model)
         return adapted

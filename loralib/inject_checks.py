@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from .adaptation import LayerSettings, added_attributes, builder_of, is_conv1d, is_linear
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .bypassed import bypassed
+from .bypassed import bypassed, weight_names
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import is_in_place, unparametrized_class
+from .in_place import can_be_converted, is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
@@ -169,13 +169,14 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         inner = _targets_within(name, module)
         instead = f"name layers inside it, such as {inner}, or " if inner else ""
         raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
+    _check_class(what, module)
     taken = sorted(vars(module).keys() & _LORA_ATTRIBUTES)
     if taken and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
             f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    parts = _weight_names(module)
+    parts = weight_names(module)
     weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
     if not weights or not module._parameters.keys() >= {*parts}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
@@ -185,6 +186,16 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         else:
             _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
+
+
+def _check_class(what: str, module: nn.Module) -> None:
+    kind = unparametrized_class(module)
+    if not can_be_converted(kind):
+        raise UnsupportedLayerError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, which cannot become a LoRA layer "
+            "in place, as Python does not let its class change: define the class without "
+            f"__slots__, and with PyTorch's class as its first base, or {_LEAVE_OUT}"
+        )
 
 
 def _check_no_own_forward(name: str, module: nn.Module) -> None:
@@ -266,12 +277,6 @@ def _targets_within(name: str, block: nn.Module) -> str:
     within = [each for each, module in block.named_modules() if each and is_linear(module)]
     within += [each for each in stacked_weights(block) if is_suggested(block, each)]
     return listed(f"{last}.{each}" for each in within)
-
-
-def _weight_names(module: nn.Module) -> tuple[str, ...]:
-    if isinstance(module, nn.MultiheadAttention):
-        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
-    return ("weight",)
 
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
@@ -433,7 +438,7 @@ def _largest_ranks(
 def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
     """Returns the smallest dimension of a module's weights or their slices; None without any."""
     sizes = []
-    for part in _weight_names(module):
+    for part in weight_names(module):
         weight = module._parameters.get(part)
         if weight is not None:
             out, inner = _out_in(module, weight)
@@ -450,7 +455,7 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
-    for part in _weight_names(module):
+    for part in weight_names(module):
         weight = module._parameters.get(part)
         if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
@@ -517,6 +522,7 @@ def check_owner(model: nn.Module, name: str) -> None:
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
             f"its own way: {_LEAVE_OUT}"
         )
+    _check_class(f"the module around {name}", owner)
 
 
 def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:

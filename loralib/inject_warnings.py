@@ -7,13 +7,21 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from .adaptation import is_linear
-from .bypassed import bypassed
+from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
 from .inject_checks import sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .stacks import stack_named
-from .targets import ALL_LINEAR, Target, guessed_head, is_any, matches, shortest_targets
+from .targets import (
+    ALL_LINEAR,
+    Target,
+    foreign_linear,
+    guessed_head,
+    is_any,
+    matches,
+    shortest_targets,
+)
 from .text import in_short, listed, module_label
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,26 @@ def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
         module_label(head),
         "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
     )
+
+
+def warn_of_foreign_linear(
+    model: nn.Module, exclude: Iterable[Target], layers: Iterable[int] | None
+) -> None:
+    """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
+    found = {n: model.get_submodule(n) for n in foreign_linear(model, is_linear, exclude, layers)}
+    frozen = {
+        name: type(module)
+        for name, module in found.items()
+        if not any(own.requires_grad for own in module.parameters())
+    }
+    if frozen:
+        logger.warning(
+            "'%s' leaves out %s, of classes without a LoRA layer (%s): name them in "
+            "modules_to_train to train them, or in exclude to keep them frozen",
+            ALL_LINEAR,
+            in_short(frozen, at_most=2),
+            listed({f"{kind.__module__}.{kind.__qualname__}" for kind in frozen.values()}),
+        )
 
 
 def warn_of_stacks(model: nn.Module, matched: Iterable[str]) -> None:
@@ -86,6 +114,23 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
                 called_instead,
                 in_short(_ends(of_kind), quote="'"),
             )
+
+
+def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
+    """Warns of embeddings that the model calls, but with whose weights it also computes itself."""
+    found = embeddings_read(model, names)
+    if found:
+        is_one = len(found) == 1
+        logger.warning(
+            "the source of %s also reads the weight%s of %s directly, which lack%s the update "
+            "unless merged: leave out %s, or name %s in modules_to_train instead",
+            listed(set(found.values())),
+            "" if is_one else "s",
+            in_short(found, at_most=2),
+            "s" if is_one else "",
+            in_short(_ends(found), quote="'"),
+            "it" if is_one else "them",
+        )
 
 
 def _ends(names: Iterable[str]) -> list[str]:

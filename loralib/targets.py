@@ -367,6 +367,36 @@ def guessed_head(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> st
     return None if not names or any(map(_is_within_layer, names)) else names[-1]
 
 
+def foreign_linear(
+    model: nn.Module,
+    is_linear: Callable[[nn.Module], bool],
+    exclude: Iterable[Target] = (),
+    layers: Iterable[int] | None = None,
+) -> list[str]:
+    """Returns the names of modules that seem to be linear layers, but that "all-linear" leaves out.
+
+    Their classes are called "…Linear" and have weights of their own, but `is_linear` does not know
+    them. In a model with numbered layers, these are the ones within such a layer.
+    """
+    modules, stacks = _modules_and_stacks(model)
+    left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    excluded = {modules[name] for name in left_out if name in modules}
+    is_layered = any(map(_is_within_layer, _linear_names(model, is_linear)))
+    return [
+        name
+        for name in dict.fromkeys(modules.values())
+        if name not in excluded
+        and (_is_within_layer(name) or not is_layered)
+        and _is_foreign_linear(model.get_submodule(name), is_linear)
+    ]
+
+
+def _is_foreign_linear(module: nn.Module, is_linear: Callable[[nn.Module], bool]) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    is_called_so = type(module).__name__.endswith("Linear")
+    return bool(own) and is_called_so and not any(map(is_linear, module.modules()))
+
+
 def _linear_names(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
     return [name for name, module in model.named_modules() if name and is_linear(module)]
 

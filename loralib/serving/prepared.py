@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adaptation import inherits_forward, scales_rows
+from ..adaptation import computes_like, scales_rows
 from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
@@ -229,7 +229,7 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
             if not issubclass(kind, plain):
                 continue
-            if not (inherits_forward(kind, plain) or scales_rows(adapted.module)):
+            if not (computes_like(kind, plain) or scales_rows(adapted.module)):
                 raise NeedsMergingError(
                     source, f"adapts {name}, a {kind.__name__}, which computes in its own way"
                 )

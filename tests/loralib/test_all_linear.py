@@ -302,3 +302,73 @@ def test_a_target_that_matches_only_parameters_is_an_error():
 def test_no_warning_about_a_head_outside_of_numbered_layers(caplog):
     lora.add_lora(AnyModel(), "all-linear", r=2)
     assert not caplog.records
+
+
+class OwnLinear(nn.Module):
+    """Computes as `nn.Linear` does and is none, like the linear layers of torch_geometric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+class PackedLinear(nn.Module):
+    """Has its weight in a buffer, as quantized layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.ones(4, 2, dtype=torch.uint8))
+
+
+class AroundLinear(nn.Module):
+    """Has a linear layer and a buffer, as Gemma 4's that clip their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("most", torch.ones(()))
+
+
+def with_own_linear() -> nn.Module:
+    block = {"a": nn.Linear(4, 4), "own": OwnLinear(), "packed": PackedLinear()}
+    layers = nn.ModuleList(nn.ModuleDict(block | {"b": AroundLinear()}) for _ in range(1))
+    return nn.ModuleDict({"layers": layers, "own": OwnLinear()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, ["own", "packed"]),
+        ({"exclude": "packed"}, ["own"]),
+        ({"modules_to_train": "layers.0.own"}, ["packed"]),
+        ({"exclude": ["own", "packed"]}, []),
+        ({"targets": ["a", "inner"]}, []),
+    ],
+)
+def test_linear_layers_of_other_classes_are_not_left_out_in_silence(caplog, settings, left):
+    model = with_own_linear()
+    adapted = lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings})
+    assert adapted == ("layers.0.a", "layers.0.b.inner")
+    kinds = {"own": OwnLinear, "packed": PackedLinear}
+    of_kinds = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in map(kinds.get, left))
+    said = (
+        f"'all-linear' leaves out {', '.join(f'layers.0.{name}' for name in left)}, of classes "
+        f"without a LoRA layer ({of_kinds}): name them in modules_to_train to train them, or in "
+        "exclude to keep them frozen"
+    )
+    assert [record.getMessage() for record in caplog.records] == [said] * bool(left)
+
+
+def test_linear_layers_of_other_classes_in_a_model_without_layers(caplog):
+    model = nn.ModuleDict({"own": OwnLinear(), "up": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    model["other_name"] = model["own"]
+    lora.add_lora(model, "all-linear", r=2, exclude=["head"])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("'all-linear' leaves out own, of classes without a LoRA layer (")
+    caplog.clear()
+    lora.remove_lora(model)
+    lora.add_lora(model, "all-linear", r=2, exclude=["head", "other_name"])
+    assert not caplog.records

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.lora_layer import lora_layers
 
 
 class Net(nn.Module):
@@ -137,13 +138,16 @@ CALLED = [
 
 
 def warnings_of(
-    model: nn.Module, caplog: pytest.LogCaptureFixture, targets: Any = "proj"
+    model: nn.Module,
+    caplog: pytest.LogCaptureFixture,
+    targets: Any = "proj",
+    what: str = "directly, and never calls",
 ) -> list[str]:
-    """Returns the warnings of `add_lora` about layers that are never called."""
+    """Returns the warnings of `add_lora` about layers whose weights are read."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         lora.add_lora(model, targets, r=2)
-    return [line for r in caplog.records if "directly, and never calls" in (line := r.getMessage())]
+    return [line for r in caplog.records if what in (line := r.getMessage())]
 
 
 @pytest.mark.parametrize("kind", [*NEVER_CALLED, *CALLED])
@@ -282,6 +286,124 @@ def test_no_warning_where_a_method_may_call_the_layer(caplog):
     block.__class__ = type("Block", (Net,), {"project": lambda self, x: self.proj(x)})
     assert not warnings_of(UsesAMethod(block), caplog)
     assert not warnings_of(Moves(), caplog)
+
+
+class ReadsAttention(nn.Module):
+    """Computes with an attention's in_proj and calls its out_proj, as torchaudio's WavLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = F.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias)
+        q, k, v = projected.chunk(3, -1)
+        return self.attention.out_proj(F.scaled_dot_product_attention(q, k, v))
+
+
+class ReadsAttentionByFunction(ReadsAttention):
+    """Calls PyTorch's function with the attention's weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        out, _ = F.multi_head_attention_forward(
+            *(x, x, x, 4, 1),
+            *(self.attention.in_proj_weight, self.attention.in_proj_bias, None, None, False, 0.0),
+            *(self.attention.out_proj.weight, self.attention.out_proj.bias),
+        )
+        return out.transpose(0, 1)
+
+
+class CallsAttention(ReadsAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.attention.in_proj_weight.abs().sum()
+        return self.attention(x, x, x)[0] + penalty
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        (ReadsAttention, ["attention"]),
+        (ReadsAttentionByFunction, ["attention", "attention.out_proj"]),
+        (CallsAttention, []),
+    ],
+)
+def test_an_attention_s_projections_can_be_read_as_well(kind: type[nn.Module], read, caplog):
+    model: Any = kind()
+    said = warnings_of(model, caplog, "attention")
+    model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
+    layers = {"attention": model.attention, "attention.out_proj": model.attention.out_proj}
+    assert read == [name for name, layer in layers.items() if layer.lora_B.grad is None]
+    assert len(said) == bool(read)
+    assert all(f"reads the weight of {', '.join(read)} directly" in line for line in said)
+
+
+# ---- embeddings that are called, and read as well ----
+
+
+class Tied(nn.Module):
+    """Its output layer is its embedding, by whose weight it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(6, 4)
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.proj(self.words(ids)), self.words.weight)
+
+
+class TiedInAMethod(Tied):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scores(self.proj(self.words(ids)))
+
+    def scores(self, x: Tensor) -> Tensor:
+        return x @ self.words.weight.t()
+
+
+class HandsOnItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Untied()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) @ self.inner.words.weight.t()
+
+
+class Untied(Tied):
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = self.words.weight.new_ones(4)
+        return self.proj(self.words(ids).to(self.words.weight.dtype)) * mask
+
+
+@pytest.mark.parametrize("kind", [Tied, TiedInAMethod, HandsOnItsWeight, Untied])
+def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Module], caplog):
+    model: Any = kind()
+    said = warnings_of(model, caplog, ["words", "proj"], "which lacks the update unless merged")
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_A)
+        nn.init.normal_(layer.lora_B)
+    ids = torch.arange(6)
+    adapted = model(ids)
+    is_other = not torch.allclose(lora.merge(model)(ids), adapted, atol=1e-4)
+    assert is_other == bool(said) == (kind is not Untied)
+
+
+def test_what_to_do_about_an_embedding_that_is_read(caplog):
+    model = nn.Sequential(Tied())
+    assert warnings_of(model, caplog, "words", "unless merged") == [
+        "the source of Tied also reads the weight of 0.words directly, which lacks the update "
+        "unless merged: leave out '0.words', or name it in modules_to_train instead"
+    ]
+    several = nn.ModuleList([Tied(), TiedInAMethod()])
+    assert warnings_of(several, caplog, "words", "unless merged") == [
+        "the source of Tied, TiedInAMethod also reads the weights of 0.words, 1.words directly, "
+        "which lack the update unless merged: leave out '0.words', '1.words', or name them in "
+        "modules_to_train instead"
+    ]
+    lora.remove_lora(model)
+    lora.add_lora(model, "proj", r=2, modules_to_train=["words"])
+    assert model[0].words.weight.requires_grad
 
 
 # ---- stacks of matrices ----

@@ -1,5 +1,6 @@
 """Tests of LoRA on stacks of matrices, compared with whole weights in float64."""
 
+import abc
 import copy
 import inspect
 import io
@@ -7,7 +8,7 @@ import logging
 import pickle
 import re
 import threading
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ from loralib.errors import UnsupportedLayerError
 from loralib.experts import AdaptedStack
 from loralib.functional import variant_of
 from loralib.low_rank_sum import LowRankSum
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
@@ -259,6 +262,41 @@ def test_a_model_that_is_nothing_but_experts():
     out = randomised(experts)(tokens())
     close(lora.merge(experts)(tokens()), out)
     assert type(experts) is Experts
+
+
+class Abstract(abc.ABC, nn.Module):
+    """Has another base before PyTorch's, as attentions of TransformerLens have."""
+
+
+class Typed(Generic[T], nn.Module):
+    pass
+
+
+class OfAbstract(Experts, Abstract):
+    pass
+
+
+class AbstractFirst(Abstract, Experts):
+    pass
+
+
+class TypedFirst(Typed[int], Experts):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OfAbstract, AbstractFirst, TypedFirst])
+def test_a_module_of_a_class_with_other_bases(kind):
+    """Python lets a module's class change only to one with the same memory layout."""
+    layer, x = kind(), tokens()
+    lora.add_lora(layer, STACKS, r=R, lora_alpha=ALPHA)
+    randomised(layer)
+    expected = layer(x)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is type(layer)
+        assert torch.equal(copied(x), expected)
+    close(lora.merge(copy.deepcopy(layer))(x), expected)
+    lora.remove_lora(layer)
+    assert type(layer) is kind
 
 
 def test_copies_and_pickles():

@@ -1,5 +1,6 @@
 """Tests of subclasses of plain layers: they are adapted correctly, or refused."""
 
+import abc
 import copy
 from functools import partial
 
@@ -44,6 +45,26 @@ class FalconLinear(nn.Linear):
 class Halved(FalconLinear):
     def forward(self, input):
         return super().forward(input) / 2
+
+
+class Linear(nn.Linear):
+    """As in OpenAI's whisper, a linear layer that converts its weight to its input's dtype."""
+
+    __module__ = "whisper.model"
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Conv1d(nn.Conv1d):
+    """The same, a convolution."""
+
+    __module__ = "whisper.model"
+
+    def _conv_forward(self, x, weight, bias):
+        bias = None if bias is None else bias.to(x.dtype)
+        return super()._conv_forward(x, weight.to(x.dtype), bias)
 
 
 class BartScaledWordEmbedding(nn.Embedding):
@@ -108,12 +129,66 @@ def test_falcon_s_linear_layer_computes_with_its_update():
     torch.testing.assert_close(merged(x), expected)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("layer", [partial(Linear, 4, 6), partial(Conv1d, 4, 6, 3, padding=1)])
+def test_whisper_s_layers_that_convert_their_weights(tmp_path, layer, dtypes, bias):
+    weights, inputs = dtypes
+    model = nn.Sequential(layer(bias=bias)).to(weights)
+    plain, x = copy.deepcopy(model), torch.randn(3, 4, 4, dtype=inputs)
+    kind, expected = type(model[0]), model(x)
+    close = partial(assert_close_to_rounding, terms=16, dtype=inputs, magnitude=4.0)
+    lora.add_lora(model, "0", r=2)
+    close(model(x).float(), expected.float())
+    nn.init.normal_(model[0].lora_B)
+    output = model(x)
+    merged = lora.merge(copy.deepcopy(model))
+    assert type(merged[0]) is kind
+    close(output.float(), merged(x).float())
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    bank = lora.AdapterBank(plain)
+    bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
+    with torch.no_grad(), bank.use("a"):
+        close(plain(x).float(), output.detach().float())
+    lora.remove_lora(model)
+    assert type(model[0]) is kind
+    assert torch.equal(model(x), expected)
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_refused():
     """What its forward computes is unknown."""
     layer = Halved(4, 6)
     with pytest.raises(UnsupportedLayerError, match=r"0 is a .*Halved, which has no"):
         lora.add_lora(nn.Sequential(layer), "0", r=2)
     assert type(layer) is Halved
+
+
+class AbstractFirst(abc.ABC, nn.Linear):
+    pass
+
+
+class AbstractLast(nn.Linear, abc.ABC):
+    pass
+
+
+class AbstractAttention(abc.ABC, nn.MultiheadAttention):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "target", "refused"),
+    [
+        (AbstractFirst(4, 4), "a", "^a is a .*AbstractFirst, which cannot become"),
+        (AbstractAttention(4, 1), "out_proj", "^the module around a.out_proj is a .*, which can"),
+    ],
+)
+def test_a_class_that_python_does_not_let_change_is_refused(layer, target, refused):
+    model = nn.ModuleDict({"b": AbstractLast(4, 4), "a": layer})
+    before = [{*vars(module)} for module in model.modules()]
+    with pytest.raises(UnsupportedLayerError, match=rf"{refused}.*: define the class without "):
+        lora.add_lora(model, ["b", target], r=2)
+    assert [{*vars(module)} for module in model.modules()] == before
+    assert lora.add_lora(model, "b", r=2) == ("b",)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
