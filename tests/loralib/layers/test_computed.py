@@ -168,6 +168,21 @@ def test_compiled_under_autocast_with_dropout(name):
     assert {grad.dtype for grad in gradients(layer, out).values()} == {torch.float32}
 
 
+# ---- torch.export ----
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["linear", "merged-qv"])
+def test_an_exported_layer_trains(name, variant, strict):
+    layer, x = built(CASES[name], variant=variant), CASES[name].x()
+    exported = torch.export.export(layer, (x,), strict=strict).module()
+    out = exported(x)
+    close(out, layer(x))
+    found = gradients(exported, out)
+    close({each: found[each] for each in trainable(layer)}, gradients(layer, layer(x)))
+
+
 # ---- Shapes ----
 
 
