@@ -18,7 +18,7 @@ from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
-from ..lora_layer import LoRALayer, lora_layers
+from ..lora_layer import LoRALayer, is_update_computed, lora_layers
 from ..model_checks import (
     check_no_peft_layers,
     check_there,
@@ -376,6 +376,11 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
+            )
+        if is_update_computed(layer):
+            raise CheckpointError(
+                f"the update of {name} has been parametrized or pruned: undo that first "
+                "(parametrize.remove_parametrizations, prune.remove)"
             )
         weight = getattr(layer, "frozen_weight", None)  # layers of other packages may lack it
         if weight is not None and weight.requires_grad:

@@ -157,6 +157,22 @@ def test_weights_that_are_computed_from_others(tmp_path, change):
     model(torch.randn(2, 6))
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "lora_magnitude_vector"])
+def test_an_update_that_is_computed_from_other_tensors(tmp_path, name):
+    """PyTorch adds those to the layer, and a hook, which would stay in the plain one."""
+    model, x = drawn(Net(), ["a"], variant="dora"), torch.randn(2, 6)
+    prune.l1_unstructured(model.a, name, 0.3)
+    out = model(x)
+    with pytest.raises(CheckpointError, match="update of a has been parametrized or pruned: undo"):
+        lora.save_adapter(model, tmp_path / "a")
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
+            undo(model)
+    prune.remove(model.a, name)
+    lora.save_adapter(model, tmp_path / "a")
+    close(lora.merge(model)(x), out)
+
+
 def test_of_an_adapted_layer_the_bias_may_be_parametrized_and_the_update_may_not():
     model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
     parametrize.register_parametrization(model.a, "bias", nn.Tanh())
