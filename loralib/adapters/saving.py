@@ -153,6 +153,7 @@ def _adapter_of(
     )
     state = model.state_dict()
     _check_layers(layers)
+    _check_names(model, layers, state)
     besides, untied = _trained_besides(model, state), untied_from(model)
     check_there(weights_with_updates(model, but_for=QuantizedLayer), "it is saved")
     check_there(tensors_of(model, besides), "it is saved")
@@ -387,6 +388,16 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
                 f"it: {_instead_of_saving(weight)}"
+            )
+
+
+def _check_names(model: nn.Module, layers: dict[str, LoRALayer], state: Mapping[str, Any]) -> None:
+    """Checks that a model's state dict has the names of its modules, by which tensors are saved."""
+    for name, layer in layers.items():
+        if "lora_A" in layer._parameters and f"{name}.lora_A" not in state:
+            raise CheckpointError(
+                f"the state_dict() of {type(model).__name__} has other names than its modules: it "
+                f"lacks {name}.lora_A; save the model inside that wrapper instead"
             )
 
 
