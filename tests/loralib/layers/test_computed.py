@@ -196,6 +196,12 @@ def test_linear_layers_take_inputs_of_any_shape(name, shape):
     close(layer(x), reference(layer, x))
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_matrix_is_no_view_so_that_it_can_be_changed_under_fsdp2(name):
+    assert not CASES[name].plain()(torch.randn(3, 6))._is_view()
+    assert not built(CASES[name])(torch.randn(3, 6))._is_view()
+
+
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("name", LINEAR)
 def test_an_input_of_another_size_is_refused(name, mode):
