@@ -34,7 +34,15 @@ from .adaptation import (
     turn_with,
 )
 from .adapted_layers import MultiheadAttention
-from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
+from .arguments import (
+    answering,
+    as_dropout,
+    as_flag,
+    as_flags,
+    as_python,
+    check_model,
+    check_not_scripted,
+)
 from .in_place import (
     disable_fast_paths,
     is_in_place,
@@ -179,6 +187,7 @@ def add_lora(
         UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.
     """
     check_model(model, targets)
+    check_not_scripted(model)
     check_no_peft_layers(model)
     check_bias(bias)
     common = LayerSettings(

@@ -113,6 +113,20 @@ def test_a_state_dict_of_other_names_loses_nothing(tmp_path, name):
     close(base(x), model.eval()(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 6))])
+def test_a_scripted_model_is_refused_with_one_line(tmp_path, make):
+    lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
+    model = make(Net())
+    for attempt in (
+        lambda: lora.add_lora(model, "a"),
+        lambda: lora.load_adapter(model, tmp_path / "a"),
+        lambda: lora.AdapterBank(model),
+    ):
+        with pytest.raises(ValueError, match=r"is scripted or traced .*: give the model that it"):
+            attempt()
+
+
 @torch.no_grad()
 def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
     """`nn.DataParallel` makes them, with the model's hooks, and calls them in other threads."""
