@@ -158,7 +158,7 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
         logger.warning(
             "in %d steps of %s, %d of %s with LoRA got no gradients (%s): the loss was computed "
             "without them, or from their weights without calling them, where LoRA has no effect: "
-            "leave such modules out of targets",
+            "leave such modules out of targets, unless later steps call them",
             steps,
             type(optimizer).__name__,
             len(without),

@@ -232,7 +232,7 @@ def test_lora_without_gradients_is_warned_of_once(caplog, is_copied):
     assert record.getMessage() == (
         "in 10 steps of SGD, 1 of 2 modules with LoRA got no gradients (head): the loss was "
         "computed without them, or from their weights without calling them, where LoRA has no "
-        "effect: leave such modules out of targets"
+        "effect: leave such modules out of targets, unless later steps call them"
     )
 
 
