@@ -438,6 +438,12 @@ class Embedding(LoRALayer, nn.Embedding):
         x = input
         if self.r == 0:
             return nn.Embedding.forward(self, x)
+        rows, with_update = len(self.weight), self.lora_A.shape[1]
+        if rows != with_update:
+            raise RuntimeError(
+                f"the embedding has {rows} rows now, and its LoRA {with_update}: resize it before "
+                "add_lora"
+            )
         merged = self._merged_weight()
         if merged is not None:
             return self._rows(x, merged, self.sparse)

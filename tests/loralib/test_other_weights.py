@@ -255,6 +255,17 @@ def test_one_weight_of_an_attention_that_is_computed_from_others_is_an_error(cha
     unchanged_by(model, message, "a", r=2, kind=UnsupportedLayerError)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_embedding_that_was_resized_is_an_error(training):
+    """Upstream's `resize_token_embeddings` gives the same module another weight."""
+    model = nn.Sequential(nn.Embedding(5, 4)).train(training)
+    lora.add_lora(model, "0", r=2)
+    model[0].weight.data = torch.randn(7, 4)
+    message = "the embedding has 7 rows now, and its LoRA 5: resize it before add_lora"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.tensor([6]))
+
+
 def test_a_kernel_in_channels_last_starts_from_its_weight():
     layer = lora.Conv2d(4, 4, 3, r=2, initialization="pissa")
     expected = copy.deepcopy(layer)
