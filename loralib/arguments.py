@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from .errors import CheckpointError
@@ -192,6 +193,19 @@ def check_model(model: object, second: object = None) -> None:
     if isinstance(second, nn.Module):
         raise TypeError(f"the model comes first, got a {kind} and then a {type(second).__name__}")
     raise TypeError(f"the model has to be a torch.nn.Module, got a {kind}")
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Checks that a model is not one of TorchScript's, whose modules cannot be replaced or hooked.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"the model is scripted or traced ({type(model).__name__}): give the model that it was "
+            "made from"
+        )
 
 
 def as_path(name: str, path: object) -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .adapted_layers import AdaptedProjection
-from .lora_layer import LoRALayer, lora_layers
+from .lora_layer import LoRALayer, is_update_computed, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
 from .wrappers import drop_leftover_forward, has_own_forward, own_forward_message
 
@@ -154,7 +154,7 @@ def _check_restorable(model: nn.Module) -> None:
             continue
         base = module.base
         is_plain = module.r == 0 or base._parameters.get(module.frozen_name) is not None
-        if not is_plain or _is_update_parametrized(base):
+        if not is_plain or is_update_computed(module):
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
@@ -171,13 +171,6 @@ def _check_restorable(model: nn.Module) -> None:
                     "removed",
                 )
             )
-
-
-def _is_update_parametrized(module: nn.Module) -> bool:
-    """Returns whether a tensor of a converted module's update has been parametrized."""
-    return any(
-        parametrize.is_parametrized(module, name) for name in vars(module)["_converted"].added
-    )
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

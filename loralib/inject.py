@@ -34,7 +34,15 @@ from .adaptation import (
     turn_with,
 )
 from .adapted_layers import MultiheadAttention
-from .arguments import answering, as_dropout, as_flag, as_flags, as_python, check_model
+from .arguments import (
+    answering,
+    as_dropout,
+    as_flag,
+    as_flags,
+    as_python,
+    check_model,
+    check_not_scripted,
+)
 from .in_place import (
     disable_fast_paths,
     is_in_place,
@@ -70,7 +78,7 @@ from .inject_warnings import (
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
 from .stacks import Stack, stack_named, stacked_weights
-from .steps import forget_steps
+from .steps import forget_steps, note_name
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -181,6 +189,7 @@ def add_lora(
         UnsupportedLayerError: a module cannot have LoRA. Nothing is changed then.
     """
     check_model(model, targets)
+    check_not_scripted(model)
     check_no_peft_layers(model)
     check_bias(bias)
     common = LayerSettings(
@@ -343,7 +352,11 @@ def adapt(
         forget_steps(model)
     _turn_all(model, modules, stacks, settings)
     disable_fast_paths(model)
-    return tuple(name for name in lora_layers(model) if name not in had_update)
+    new = {name: layer for name, layer in lora_layers(model).items() if name not in had_update}
+    for name, layer in new.items():
+        with recording_additions(model.get_submodule(name)):
+            note_name(layer, name)
+    return tuple(new)
 
 
 def _turn_all(

@@ -176,7 +176,8 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self._as_matrix(self.weight).to(dtype),
             cast(self.bias, dtype),
         )
-        return out.view(*x.shape[:-1], self.out_features)
+        # As in PyTorch, a matrix is no view: of one that is changed in place, FSDP2 loses its hook.
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def merged_layer(self) -> nn.Linear:
         """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
@@ -437,6 +438,12 @@ class Embedding(LoRALayer, nn.Embedding):
         x = input
         if self.r == 0:
             return nn.Embedding.forward(self, x)
+        rows, with_update = len(self.weight), self.lora_A.shape[1]
+        if rows != with_update:
+            raise RuntimeError(
+                f"the embedding has {rows} rows now, and its LoRA {with_update}: resize it before "
+                "add_lora"
+            )
         merged = self._merged_weight()
         if merged is not None:
             return self._rows(x, merged, self.sparse)

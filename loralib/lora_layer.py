@@ -562,6 +562,13 @@ class _NoDropout:
 _unchanged = _NoDropout()
 
 
+def is_update_computed(layer: LoRALayer) -> bool:
+    """Returns whether a tensor of an update is computed from others: parametrized or pruned."""
+    own = layer._parameters.keys() | layer._buffers.keys()
+    names = [name for name in _UPDATE if layer.r > 0 and name not in own]
+    return any(isinstance(getattr(layer, name, None), Tensor) for name in names)
+
+
 def _is_from_here(function: Callable[..., Any]) -> bool:
     """Returns whether a function or a class belongs to this package."""
     module = getattr(function, "__module__", None) or ""
@@ -574,6 +581,7 @@ def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
 
 
 _FACTORS = ("lora_A", "lora_B")
+_UPDATE = (*_FACTORS, "lora_magnitude_vector")
 _PLAIN = {Tensor, nn.Parameter}
 
 

@@ -15,14 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from .text import counted, in_short
+
 logger = logging.getLogger(__name__)
 
 _UPDATE = "_is_of_lora"
 _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
+_NAME = "_name_when_adapted"
 
-# At which of its steps an optimizer without LoRA causes a warning. Not at the first: the loop may
-# have another optimizer, with LoRA, that steps less often.
+# At which of its steps an optimizer without LoRA, or one whose LoRA gets no gradients, causes a
+# warning. Not at the first: the loop may have another optimizer, with LoRA, that steps less often,
+# and a model may call some of its modules only in some steps.
 _PATIENCE = 10
 
 # A new object at each step. A counter would make a compiled step recompile at each new value.
@@ -31,6 +35,7 @@ _latest_step = object()
 # All layers with LoRA in this process, by the id of their weight.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+_training_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 
 def latest_step() -> object:
@@ -84,7 +89,7 @@ def was_trained_along(parameter: Tensor) -> bool:
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    """Notes what a step has changed along with LoRA, and warns of an optimizer without LoRA.
+    """Notes what a step has changed along with LoRA, and warns of LoRA that is not trained.
 
     Of a compiled step, it notes only that there was one.
     """
@@ -101,6 +106,8 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
             own[_STEPPED] = parameter._version
     if not is_along:
         _warn_of_idle(optimizer)
+    if stepped:
+        _warn_of_no_gradients(optimizer)
 
 
 def _is_still(group: Mapping[str, Any]) -> bool:
@@ -133,6 +140,50 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
             "give it LoRA's parameters as well",
             type(optimizer).__name__,
         )
+
+
+def _warn_of_no_gradients(optimizer: Optimizer) -> None:
+    """Warns of LoRA that an optimizer holds, and that got no gradients in its first steps."""
+    steps = _training_steps.get(optimizer, 0) + 1
+    if steps > _PATIENCE:
+        return
+    _training_steps[optimizer] = steps
+    if steps < _PATIENCE:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers = {id(layer): layer for layer in list(_layers.values())}.values()
+    own = [layer for layer in layers if any(id(p) in held for p in _updates(layer))]
+    without = [_name(layer) for layer in own if _is_without_gradients(layer)]
+    if without:
+        logger.warning(
+            "in %d steps of %s, %d of %s with LoRA got no gradients (%s): the loss was computed "
+            "without them, or from their weights without calling them, where LoRA has no effect: "
+            "leave such modules out of targets, unless later steps call them",
+            steps,
+            type(optimizer).__name__,
+            len(without),
+            counted(len(own), "module"),
+            in_short(without, at_most=4),
+        )
+
+
+def _is_without_gradients(layer: Any) -> bool:
+    """Returns whether a layer's LoRA is to be trained, but has no gradients and never had any.
+
+    Parameters without elements do not count: FSDP has their elements in another process.
+    """
+    trained = [p for p in _updates(layer) if p.requires_grad and p.numel() > 0]
+    return bool(trained) and all(p.grad is None and _STEPPED not in vars(p) for p in trained)
+
+
+def _name(layer: Any) -> str:
+    """Returns the name that a layer was adapted by, or its class if it was built with LoRA."""
+    return vars(layer).get(_NAME) or type(layer).__name__
+
+
+def note_name(layer: Any, name: str) -> None:
+    """Notes the name that a `LoRALayer` has in its model, for warnings."""
+    vars(layer)[_NAME] = name
 
 
 def _updates_above(weight: Tensor) -> list[Tensor]:

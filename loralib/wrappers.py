@@ -16,11 +16,13 @@ _WRAPPERS = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
     "DistributedDataParallel": "module",
+    "GradSampleModule": "_module",  # Opacus's
     "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_original_module",  # Lightning Fabric's
 }
 # Wrappers that record the parameters or the computation when they are made, not at each call.
 _NOTING = {"DataParallel", "DeepSpeedEngine", "DistributedDataParallel"}
-_NOTING |= {"FullyShardedDataParallel", "OptimizedModule"}
+_NOTING |= {"FullyShardedDataParallel", "GradSampleModule", "OptimizedModule"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -40,7 +40,7 @@ MODULES = {
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
     "trained": set(),
-    "steps": set(),
+    "steps": {"text"},
     "wrappers": {"text"},
     "zero3": set(),
     "model_checks": {"lora_layer", "wrappers", "zero3"},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
-from ..arguments import as_python, check_model
+from ..arguments import as_python, check_model, check_not_scripted
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
 from ..experts import AdaptedStack
 from ..functional import variant_of
@@ -342,6 +342,7 @@ def load_adapter(
         OSError: the hub cannot be reached.
     """
     check_model(model, source)
+    check_not_scripted(model)
     where = {"cache_dir": cache_dir, "revision": revision, "token": token}
     with without_wrappers(model) as plain:
         adapter = read_adapter_for(stacked_weights(plain), source, LORA, lora_alpha, where)

@@ -18,7 +18,7 @@ from ..experts import AdaptedStack
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
-from ..lora_layer import LoRALayer, lora_layers
+from ..lora_layer import LoRALayer, is_update_computed, lora_layers
 from ..model_checks import (
     check_no_peft_layers,
     check_there,
@@ -153,6 +153,7 @@ def _adapter_of(
     )
     state = model.state_dict()
     _check_layers(layers)
+    _check_names(model, layers, state)
     besides, untied = _trained_besides(model, state), untied_from(model)
     check_there(weights_with_updates(model, but_for=QuantizedLayer), "it is saved")
     check_there(tensors_of(model, besides), "it is saved")
@@ -377,11 +378,26 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
             )
+        if is_update_computed(layer):
+            raise CheckpointError(
+                f"the update of {name} has been parametrized or pruned: undo that first "
+                "(parametrize.remove_parametrizations, prune.remove)"
+            )
         weight = getattr(layer, "frozen_weight", None)  # layers of other packages may lack it
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
                 f"it: {_instead_of_saving(weight)}"
+            )
+
+
+def _check_names(model: nn.Module, layers: dict[str, LoRALayer], state: Mapping[str, Any]) -> None:
+    """Checks that a model's state dict has the names of its modules, by which tensors are saved."""
+    for name, layer in layers.items():
+        if "lora_A" in layer._parameters and f"{name}.lora_A" not in state:
+            raise CheckpointError(
+                f"the state_dict() of {type(model).__name__} has other names than its modules: it "
+                f"lacks {name}.lora_A; save the model inside that wrapper instead"
             )
 
 

@@ -7,8 +7,9 @@ differ as well.
 
 Use the switch to compare, or to find out whether a fault lies in a fast path: set the environment
 variable ``LORALIB_PLAIN=1``, or call `fast_paths_off`. Fast paths are off automatically within
-`torch.func`, because they define no rules for its transforms, and within modes that store or count
-the results of operations and know only public ones (selective checkpointing, `FlopCounterMode`).
+`torch.func`, because they define no rules for its transforms, within `torch.export`, and within
+modes that store or count the results of operations and know only public ones (selective
+checkpointing, `FlopCounterMode`).
 """
 
 import os
@@ -47,12 +48,15 @@ def has_mode() -> bool:
 def needs_public_operations(*tensors: Tensor) -> bool:
     """Returns whether only public operations that do not work in place give right results.
 
-    That is the case within PyTorch's transforms, and within modes that store or count results.
+    That is the case within PyTorch's transforms, and within modes that store or count results. It
+    is also the case in `torch.export`, whose strict mode keeps only the forward of an
+    `autograd.Function`, without gradients.
 
     Args:
         tensors: the inputs of the computation.
     """
-    if is_transformed(*tensors):
+    # PyTorch 2.9's torch.compile takes `torch.compiler.is_exporting()` to be always true.
+    if torch.compiler._is_exporting_flag or is_transformed(*tensors):
         return True
     if torch.compiler.is_compiling() or not has_mode():
         return False

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
-from ..arguments import as_names, check_model
+from ..arguments import as_names, check_model, check_not_scripted
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
 from ..nn.routing import Routing, in_effect, routed, slices
@@ -64,6 +64,7 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module):
         check_model(model)
+        check_not_scripted(model)
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(_IN_THREADS)
         check_whole(model, "it gets a bank")

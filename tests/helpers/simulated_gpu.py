@@ -196,7 +196,7 @@ class SimulatedGpu:
 
 
 class RealGpu:
-    """A real GPU in place of the pretended one; nothing is recorded.
+    """A real GPU in place of the simulated one; nothing is recorded.
 
     Attributes:
         waits, launches: as of `SimulatedGpu`.

@@ -159,6 +159,22 @@ def test_weights_that_are_computed_from_others_are_refused(tmp_path, change):
     model(torch.randn(2, 6))
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "lora_magnitude_vector"])
+def test_an_update_computed_from_other_tensors_is_refused(tmp_path, name):
+    """PyTorch adds those to the layer, and a hook, which would stay in the plain one."""
+    model, x = drawn(Net(), ["a"], variant="dora"), torch.randn(2, 6)
+    prune.l1_unstructured(model.a, name, 0.3)
+    out = model(x)
+    with pytest.raises(CheckpointError, match="update of a has been parametrized or pruned: undo"):
+        lora.save_adapter(model, tmp_path / "a")
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
+            undo(model)
+    prune.remove(model.a, name)
+    lora.save_adapter(model, tmp_path / "a")
+    close(lora.merge(model)(x), out)
+
+
 def test_the_bias_of_an_adapted_layer_may_be_parametrized_but_not_its_update():
     model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
     parametrize.register_parametrization(model.a, "bias", nn.Tanh())
@@ -239,6 +255,17 @@ def test_one_weight_of_an_attention_that_is_computed_from_others_is_an_error(cha
     model = nn.ModuleDict({"a": attention})
     message = "a has no weight that is a plain parameter"
     assert_add_lora_refuses(model, message, "a", r=2, kind=UnsupportedLayerError)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_embedding_that_was_resized_is_an_error(training):
+    """Upstream's `resize_token_embeddings` gives the same module another weight."""
+    model = nn.Sequential(nn.Embedding(5, 4)).train(training)
+    lora.add_lora(model, "0", r=2)
+    model[0].weight.data = torch.randn(7, 4)
+    message = "the embedding has 7 rows now, and its LoRA 5: resize it before add_lora"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.tensor([6]))
 
 
 def test_a_kernel_in_channels_last_starts_from_its_weight():

@@ -1,4 +1,4 @@
-"""Tests of what optimizer steps are recorded to train, and of warnings about those without LoRA."""
+"""Tests of what optimizer steps are recorded to train, and of warnings of LoRA left untrained."""
 
 import copy
 import gc
@@ -191,6 +191,91 @@ def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced():
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), count=2)
     base = {name for name, p in model.named_parameters() if "lora_" not in name}
     assert trained_along(model).keys() == base
+
+
+# ---- LoRA that gets no gradients ----
+
+
+class ReadsItsHead(nn.Module):
+    """A model that multiplies by its head's weight, as losses do that save the logits' memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.is_called = False
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head(x) if self.is_called else x @ self.head.weight.t()
+
+
+def trained_for(count, model, optimizer=None):
+    x = torch.ones(2, 8)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(count):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_lora_without_gradients_is_warned_of_once(caplog, is_copied):
+    model = ReadsItsHead()
+    lora.add_lora(model, ["body", "head"], r=2)
+    if is_copied:
+        model = copy.deepcopy(model)
+    optimizer = trained_for(9, model)
+    assert not caplog.records
+    trained_for(12, model, optimizer)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "in 10 steps of SGD, 1 of 2 modules with LoRA got no gradients (head): the loss was "
+        "computed without them, or from their weights without calling them, where LoRA has no "
+        "effect: leave such modules out of targets, unless later steps call them"
+    )
+
+
+def test_lora_without_gradients_is_warned_of_beside_a_head_that_is_trained(caplog):
+    """As in a reentrant checkpoint whose input has no gradients."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lora.add_lora(model, "0", r=2, modules_to_train="1")
+    model.forward = lambda x: model[1](model[0](x).detach())
+    trained_for(10, model)
+    assert "1 of 1 module with LoRA got no gradients (0)" in caplog.text
+
+
+def test_layers_that_were_built_with_lora_are_warned_of_by_their_class(caplog):
+    model = nn.ModuleDict({"a": lora.Linear(8, 8, r=2), "b": lora.Linear(8, 8, r=2)})
+    lora.mark_only_lora_as_trainable(model)
+    model.forward = model["a"].forward
+    trained_for(10, model)
+    assert "1 of 2 modules with LoRA got no gradients (Linear)" in caplog.text
+
+
+def test_lora_with_gradients_now_or_before_is_not_warned_of(caplog):
+    model = ReadsItsHead()
+    lora.add_lora(model, ["body", "head"], r=2)
+    model.is_called = True
+    optimizer = trained_for(1, model)
+    model.is_called = False
+    trained_for(12, model, optimizer)
+    model = ReadsItsHead()
+    lora.add_lora(model, ["body", "head"], r=2)
+    model.head.requires_grad_(False)  # not to be trained
+    trained_for(12, model)
+    model.head.lora_A.requires_grad_(True)
+    of_body = [p for p in model.body.parameters() if p.requires_grad]
+    trained_for(12, model, torch.optim.SGD(of_body, lr=0.1))  # nor by this optimizer
+    assert not caplog.records
+
+
+def test_the_name_in_warnings_goes_with_the_lora():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.MultiheadAttention(8, 2, kdim=4)})
+    before = {name: vars(module).keys() for name, module in model.named_modules()}
+    lora.add_lora(model, ["a", "b"], r=2)
+    lora.remove_lora(model)
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == before
 
 
 # ---- weights recorded as trained along with LoRA ----

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import loralib as lora
 from loralib.adapted_layers import AdaptedProjection
-from loralib.errors import NeedsMergingError
+from loralib.errors import CheckpointError, NeedsMergingError
 from loralib.wrappers import unwrapped
 
 
@@ -83,6 +83,48 @@ def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
         served = unwrapped(served)
     with bank_of(served, tmp_path / name).use("a0"):
         close(unwrapped(served).eval()(x), model(x))
+
+
+class Hiding(nn.Module):
+    """Whose state dict has the names of the model inside, as Lightning Fabric's has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._original_module = model
+
+    def state_dict(self, *args, **kwargs):
+        return self._original_module.state_dict(*args, **kwargs)
+
+
+class _FabricModule(Hiding):
+    """Lightning Fabric's is known by its name."""
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a"])
+def test_a_state_dict_of_other_names_loses_nothing(tmp_path, name):
+    base, x = Net().eval(), torch.randn(2, 6)
+    model = drawn(base, ["a"], modules_to_train=["b"])
+    nn.init.normal_(model.b.weight)
+    message = "of Hiding has other names than its modules: it lacks _original_module.a.lora_A"
+    with pytest.raises(CheckpointError, match=message):
+        lora.save_adapter(Hiding(model), tmp_path / name)
+    lora.save_adapter(_FabricModule(model), tmp_path / name)
+    lora.load_adapter(base, tmp_path / name)
+    close(base(x), model.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 6))])
+def test_a_scripted_model_is_refused_with_one_line(tmp_path, make):
+    lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
+    model = make(Net())
+    for attempt in (
+        lambda: lora.add_lora(model, "a"),
+        lambda: lora.load_adapter(model, tmp_path / "a"),
+        lambda: lora.AdapterBank(model),
+    ):
+        with pytest.raises(ValueError, match=r"is scripted or traced .*: give the model that it"):
+            attempt()
 
 
 @torch.no_grad()

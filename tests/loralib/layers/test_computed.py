@@ -168,6 +168,28 @@ def test_a_layer_with_dropout_compiles_under_autocast(name):
     assert {grad.dtype for grad in gradients(layer, out).values()} == {torch.float32}
 
 
+# ---- torch.export ----
+
+strictly = pytest.param(
+    True,
+    marks=pytest.mark.skipif(
+        torch.__version__ < (2, 10), reason="PyTorch 2.9 refuses it, with an error of its own"
+    ),
+)
+
+
+@pytest.mark.parametrize("strict", [strictly, False])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["linear", "merged-qv"])
+def test_an_exported_layer_trains(name, variant, strict):
+    layer, x = built(CASES[name], variant=variant), CASES[name].x()
+    exported = torch.export.export(layer, (x,), strict=strict).module()
+    out = exported(x)
+    close(out, layer(x))
+    found = gradients(exported, out)
+    close({each: found[each] for each in trainable(layer)}, gradients(layer, layer(x)))
+
+
 # ---- Shapes ----
 
 
@@ -179,6 +201,12 @@ def test_linear_layers_take_inputs_of_any_shape(name, shape):
     close(layer(x), reference(layer, x))
     x = torch.randn(6, 4, 3).permute(2, 1, 0)
     close(layer(x), reference(layer, x))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_matrix_is_no_view_so_that_it_can_be_changed_under_fsdp2(name):
+    assert not CASES[name].plain()(torch.randn(3, 6))._is_view()
+    assert not built(CASES[name])(torch.randn(3, 6))._is_view()
 
 
 @pytest.mark.parametrize("mode", [True, False])

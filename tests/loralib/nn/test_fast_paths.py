@@ -115,3 +115,14 @@ def test_selective_checkpointing_gives_the_same_gradients(kind):
     found = torch.autograd.grad(out.square().sum(), trained.values())
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_compiling_needs_no_public_operations_but_exporting_does():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x + float(module.needs_public_operations(x))
+
+    x = torch.zeros(1)
+    assert torch.compile(Asks(), backend="eager")(x) == 0
+    for strict in (True, False):
+        assert torch.export.export(Asks(), (x,), strict=strict).module()(x) == 1
