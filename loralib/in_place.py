@@ -5,17 +5,20 @@ object: it keeps its tensors, hooks and names, and references to it stay valid.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import AdaptedProjection, contains
 from .lora_layer import LoRALayer, is_update_computed, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
 from .wrappers import drop_leftover_forward, has_own_forward, own_forward_message
+
+# The attribute of a module that holds the names of its children that have been adapted.
+_CHILDREN = "_adapted_children"
 
 
 class _Conversion(NamedTuple):
@@ -143,6 +146,7 @@ def restore_all(model: nn.Module) -> None:
     """
     _check_restorable(model)
     for module in list(model.modules()):
+        vars(module).pop(_CHILDREN, None)
         if was_converted(module):
             restore(module)
     restore_fast_paths(model)
@@ -171,6 +175,29 @@ def _check_restorable(model: nn.Module) -> None:
                     "removed",
                 )
             )
+
+
+def note_adapted(model: nn.Module, names: Iterable[str]) -> None:
+    """Notes, in the modules around them, which modules have been adapted."""
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        vars(model.get_submodule(owner)).setdefault(_CHILDREN, set()).add(last)
+
+
+def replaced(model: nn.Module) -> list[str]:
+    """Returns the names of modules that have been put in place of adapted ones, without LoRA.
+
+    Where children have only moved, as in an `nn.Sequential` with a new first module, none is.
+    """
+    found = []
+    for owner, module in model.named_modules():
+        noted: set[str] = vars(module).get(_CHILDREN, set())
+        children = {name: child for name, child in module._modules.items() if child is not None}
+        lost = [n for n in sorted(noted & children.keys()) if not contains(children[n], LoRALayer)]
+        moved = [n for n in children.keys() - noted if isinstance(children[n], LoRALayer)]
+        if len(lost) > len(moved):
+            found += [f"{owner}.{name}" if owner else name for name in lost]
+    return found
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

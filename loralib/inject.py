@@ -46,6 +46,7 @@ from .arguments import (
 from .in_place import (
     disable_fast_paths,
     is_in_place,
+    note_adapted,
     recording_additions,
     restore,
     restore_all,
@@ -356,6 +357,7 @@ def adapt(
     for name, layer in new.items():
         with recording_additions(model.get_submodule(name)):
             note_name(layer, name)
+    note_adapted(model, new)
     return tuple(new)
 
 

@@ -16,6 +16,7 @@ from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..experts import AdaptedStack
 from ..functional import variant_of
+from ..in_place import replaced
 from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, is_update_computed, lora_layers
@@ -96,6 +97,7 @@ def save_adapter(
             _lost_base,
             _other_labels,
             _left_behind,
+            _replaced,
             _without_effect,
             _of_several_dropouts,
             _of_frozen_and_trained_A,
@@ -272,6 +274,18 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
         f"the running statistics of {counted(len(normed), 'module')} "
         f"({in_short(normed, at_most=1)}), which training changes, are not saved: keep {these} in "
         "eval()" + (f", or name {them} in modules_to_train" if have_parameters else "")
+    )
+
+
+def _replaced(model: nn.Module, adapter: Adapter) -> str | None:
+    """Returns a warning if modules with LoRA have been replaced by others, which have none."""
+    lost = replaced(model)
+    if not lost:
+        return None
+    return (
+        f"the LoRA of {counted(len(lost), 'module')} ({in_short(lost, at_most=4)}) is lost: "
+        "replaced since add_lora, as by resize_token_embeddings or dequantize; adapt the model "
+        "after that"
     )
 
 
