@@ -37,7 +37,7 @@ def two_steps(model, inputs):
     return out.detach()
 
 
-def brought_back_state(model):
+def state_on_cpu(model):
     return {name: to_cpu(x).detach() for name, x in model.state_dict().items()}
 
 
@@ -124,5 +124,5 @@ def test_a_model_that_is_adapted_on_the_gpu_starts_as_its_base(kind, start):
         assert all(x.is_cuda for x in base.state_dict().values())
         ours = base(x.to(GPU)).detach()
         lora.remove_lora(base)
-        assert_same_bits(brought_back_state(base), state)
+        assert_same_bits(state_on_cpu(base), state)
     assert_close_to_rounding(to_cpu(ours), expected, 100, magnitude=4)
