@@ -14,11 +14,12 @@ that it adapts, and its head. The model itself is not changed: forward hooks app
 heads, and only within `use`. routing.py tells which rows are computed with which adapter.
 """
 
+import copy
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,7 @@ class AdapterBank:
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = ModelSnapshot()
         self._hooks: dict[_Hook, RemovableHandle] = {}
+        self._before_heads: list[RemovableHandle] = []
         self._closed = False
 
     @property
@@ -145,6 +147,11 @@ class AdapterBank:
         for hook in new:
             module = modules[hook]
             self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
+            if hook.act is _apply_heads:
+                keep = _KeepInputs(self._key, hook.module)
+                self._before_heads.append(
+                    module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+                )
         if new and "torch._dynamo" in sys.modules:
             # Code that was compiled before does not see hooks that were added later.
             torch.compiler.reset()
@@ -166,9 +173,10 @@ class AdapterBank:
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
-        for handle in self._hooks.values():
+        for handle in (*self._hooks.values(), *self._before_heads):
             handle.remove()
         self._hooks.clear()
+        self._before_heads.clear()
         self._adapters.clear()
         self._seen.forget_unused(())
         self._closed = True
@@ -415,6 +423,44 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _KeepInputs:
+    """A hook before a head of the model's, which gives that a copy of its inputs.
+
+    The adapters' heads are computed after it, with the inputs themselves. A head may change these:
+    by an activation in place, or as those of sentence-transformers do, which write their result
+    into the dict that they are given. Arguments as for `_Hook`.
+    """
+
+    key: _Key
+    module: str
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
+    ) -> tuple[Any, Any] | None:
+        routing = in_effect()
+        if routing is None or routing.key is not self.key:
+            return None
+        if all(adapter.heads.get(self.module) is None for adapter in routing.adapters):
+            return None
+        routing.inputs[self.module] = args, kwargs
+        return _copied(args), _copied(kwargs)
+
+
+def _copied(inputs: Any) -> Any:
+    """Returns a copy of tensors, and of mappings, lists and tuples with all that they hold."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    if type(inputs) in (list, tuple):
+        return type(inputs)(map(_copied, inputs))
+    if isinstance(inputs, MutableMapping):
+        copied = copy.copy(inputs)  # of its class, which may not be a dict's
+        for name, each in inputs.items():
+            copied[name] = _copied(each)
+        return copied
+    return inputs
+
+
 def _apply_heads(
     module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> Tensor:
@@ -423,12 +469,19 @@ def _apply_heads(
     A head's other arguments are the same for all rows.
     """
     heads = [adapter.heads.get(module) for adapter in routing.adapters]
-    x, *others = (*args, *kwargs.values())
-    parts = routing.parts(x)
-    if len(parts) == 1:
+    args, kwargs = routing.inputs.pop(module, (args, kwargs))
+    if routing.rows is None:
         return out if heads[0] is None else heads[0](*args, **kwargs)
+    x, *others = (*args, *kwargs.values())
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
+        kinds = {type(each).__name__: None for each in (x, out) if not isinstance(each, Tensor)}
+        raise ValueError(
+            f"{module} is given or returns a {next(iter(kinds))}, whose rows a bank cannot tell "
+            "apart: use one adapter at a time"
+        )
     if any(isinstance(other, Tensor) for other in others):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
+    parts = routing.parts(x)
     of_each = list(zip(heads, parts, strict=True))  # iterating a strict zip breaks Dynamo's graphs
     outputs = [
         out[part] if head is None else _called_with(head, x[part], args, kwargs)
