@@ -165,6 +165,7 @@ ROOMS = {
         "adapted_layers",
         "adapters",
         "arguments",
+        "bypassed",
         "errors",
         "functional",
         "io",

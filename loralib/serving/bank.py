@@ -142,6 +142,8 @@ class AdapterBank:
         """Gives hooks to all modules that an adapter changes, and to those of `_like`."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
+        parts = (part for module in prepared.heads for part in _parts_of(model, module))
+        hooks += [_Hook(self._key, part, _check_within_head) for part in parts]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
         for hook in new:
@@ -421,6 +423,42 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
             f"{module} is given as many tokens as rows, near an nn.MultiheadAttention without "
             "batch_first, so their order is ambiguous: name one adapter for all"
         )
+
+
+# Their fast path computes with the weights of the modules inside them, if these have no hooks.
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _parts_of(model: nn.Module, head: str) -> list[str]:
+    """Returns the names of the modules in a head that have tensors, and that nothing else has."""
+    places = model.named_modules(remove_duplicate=False)
+    elsewhere = {module for name, module in places if not f"{name}.".startswith(f"{head}.")}
+    found, inner = list[str](), [head]
+    for name in inner:
+        for last, part in model.get_submodule(name).named_children():
+            if part in elsewhere or isinstance(part, _WITH_FAST_PATH):
+                continue
+            inner.append(f"{name}.{last}")
+            if part._parameters or part._buffers:
+                found.append(inner[-1])
+    return found
+
+
+def _check_within_head(
+    module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Any:
+    """Checks that a part of the model's head is not called by itself, without the head.
+
+    Adapters have heads instead of the whole, which only a call of the whole computes.
+    """
+    for adapter in routing.adapters:
+        for head in adapter.heads:
+            if module.startswith(f"{head}.") and head not in routing.inputs:
+                raise ValueError(
+                    f"the model calls {module} by itself, and not {head} as a whole, which an "
+                    "adapter replaces: load that adapter into a model of its own (load_adapter)"
+                )
+    return out
 
 
 @dataclass(frozen=True)
