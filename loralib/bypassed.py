@@ -12,7 +12,7 @@ import functools
 import inspect
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -42,11 +42,13 @@ class _Read(NamedTuple):
     Args:
         name: the name of the layer or stack.
         kind: the class of the module, which is around the layer.
+        depth: how many modules are around that module.
         may_call: whether that forward, or another module, may also call the layer.
     """
 
     name: str
     kind: type[nn.Module]
+    depth: int
     may_call: bool
 
 
@@ -84,6 +86,22 @@ def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {read.name: read.kind.__qualname__ for read in _reads(model, names) if read.may_call}
 
 
+def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
+    """Returns the modules in a part of a model whose parameters a module around that part reads.
+
+    Args:
+        model: the model.
+        part: the part's name.
+
+    Returns:
+        The name of each such module -> the name of the other module's class.
+    """
+    names = [name for name, _ in model.named_modules() if f"{name}.".startswith(f"{part}.")]
+    depth = len(part.split("."))
+    reads = _reads(model, names, lambda module: tuple(module._parameters))
+    return {read.name: read.kind.__qualname__ for read in reads if read.depth < depth}
+
+
 def weight_names(module: nn.Module) -> tuple[str, ...]:
     """Returns how a layer that has an update may call the parameters that are its weights."""
     if isinstance(module, nn.MultiheadAttention):
@@ -91,17 +109,25 @@ def weight_names(module: nn.Module) -> tuple[str, ...]:
     return ("weight",)
 
 
-def _reads(model: nn.Module, names: Iterable[str]) -> Iterator[_Read]:
-    """Yields what is read by the modules around it, for `bypassed` and `embeddings_read`."""
+def _reads(
+    model: nn.Module,
+    names: Iterable[str],
+    weights_of: Callable[[nn.Module], tuple[str, ...]] = weight_names,
+) -> Iterator[_Read]:
+    """Yields which of these layers and stacks are read by which modules around them.
+
+    Args:
+        model: the model.
+        names: the names of the layers and stacks.
+        weights_of: returns the names of the parameters of a layer that count.
+    """
     places = Counter(first_names(model).values())
     modules = dict(model.named_modules())
     used: dict[int, list[_Chain]] = {}  # by the id of the class, which may be unhashable
     for name in names:
         parts = name.split(".")
-        if stack_named(model, name) is None:
-            weights = weight_names(modules[name])
-        else:
-            weights = (parts.pop(),)
+        is_layer = stack_named(model, name) is None
+        weights = weights_of(modules[name]) if is_layer else (parts.pop(),)
         kinds = [original_class(modules[".".join(parts[:at])]) for at in range(len(parts) + 1)]
         is_elsewhere = places[".".join(parts)] != 1
         for at, kind in enumerate(kinds[:-1]):
@@ -115,7 +141,7 @@ def _reads(model: nn.Module, names: Iterable[str]) -> Iterator[_Read]:
             if any(not {*chain[len(part) + 1 :][:1]} & _ABOUT for chain in reads):
                 others = (chain for chain in chains if chain not in reads)
                 may_call = any(_may_call(chain, part, kinds[at + 1 :]) for chain in others)
-                yield _Read(name, kind, may_call or is_elsewhere)
+                yield _Read(name, kind, at, may_call or is_elsewhere)
 
 
 def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:

@@ -165,6 +165,7 @@ MODULES = {
         "adapted_layers",
         "adapters",
         "arguments",
+        "bypassed",
         "errors",
         "functional",
         "io",

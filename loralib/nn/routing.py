@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ class Routing:
         tokens: each segment's tokens among the packed ones, once a model has packed them.
         positions: whether layers are given embeddings of positions instead of a batch. Every
             segment then has a copy of them, and an output of its own; see `for_each_segment`.
+        inputs: the inputs that the model's heads are being computed with, by their names.
     """
 
     key: object
@@ -43,6 +44,7 @@ class Routing:
     rows: tuple[slice, ...] | None = None
     tokens: tuple[slice, ...] | None = None
     positions: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def parts(self, x: Tensor) -> Sequence[slice]:
         """Returns each segment's slice of the first dimension of a layer's input.

@@ -14,11 +14,12 @@ that it adapts, and its head. The model itself is not changed: forward hooks app
 heads, and only within `use`. routing.py tells which rows are computed with which adapter.
 """
 
+import copy
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,7 @@ class AdapterBank:
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = ModelSnapshot()
         self._hooks: dict[_Hook, RemovableHandle] = {}
+        self._before_heads: list[RemovableHandle] = []
         self._closed = False
 
     @property
@@ -141,11 +143,18 @@ class AdapterBank:
         """Gives hooks to all modules that an adapter changes, and to those of `_like`."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
+        parts = (part for module in prepared.heads for part in _parts_of(model, module))
+        hooks += [_Hook(self._key, part, _check_within_head) for part in parts]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
         for hook in new:
             module = modules[hook]
             self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
+            if hook.act is _apply_heads:
+                keep = _KeepInputs(self._key, hook.module)
+                self._before_heads.append(
+                    module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+                )
         if new and "torch._dynamo" in sys.modules:
             # Code that was compiled before does not see hooks that were added later.
             torch.compiler.reset()
@@ -167,9 +176,10 @@ class AdapterBank:
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
-        for handle in self._hooks.values():
+        for handle in (*self._hooks.values(), *self._before_heads):
             handle.remove()
         self._hooks.clear()
+        self._before_heads.clear()
         self._adapters.clear()
         self._seen.forget_unused(())
         self._closed = True
@@ -416,6 +426,80 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
         )
 
 
+# Their fast path computes with the weights of the modules inside them, if these have no hooks.
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _parts_of(model: nn.Module, head: str) -> list[str]:
+    """Returns the names of the modules in a head that have tensors, and that nothing else has."""
+    places = model.named_modules(remove_duplicate=False)
+    elsewhere = {module for name, module in places if not f"{name}.".startswith(f"{head}.")}
+    found, inner = list[str](), [head]
+    for name in inner:
+        for last, part in model.get_submodule(name).named_children():
+            if part in elsewhere or isinstance(part, _WITH_FAST_PATH):
+                continue
+            inner.append(f"{name}.{last}")
+            if part._parameters or part._buffers:
+                found.append(inner[-1])
+    return found
+
+
+def _check_within_head(
+    module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Any:
+    """Checks that a part of the model's head is not called by itself, without the head.
+
+    Adapters have heads instead of the whole, which only a call of the whole computes.
+    """
+    for adapter in routing.adapters:
+        for head in adapter.heads:
+            if module.startswith(f"{head}.") and head not in routing.inputs:
+                raise ValueError(
+                    f"the model calls {module} by itself, and not {head} as a whole, which an "
+                    "adapter replaces: load that adapter into a model of its own (load_adapter)"
+                )
+    return out
+
+
+@dataclass(frozen=True)
+class _KeepInputs:
+    """A hook before a head of the model's, which gives that a copy of its inputs.
+
+    The adapters' heads are computed after it, with the inputs themselves. A head may change these:
+    by an activation in place, or as those of sentence-transformers do, which write their result
+    into the dict that they are given. Arguments as for `_Hook`.
+    """
+
+    key: _Key
+    module: str
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
+    ) -> tuple[Any, Any] | None:
+        routing = in_effect()
+        if routing is None or routing.key is not self.key:
+            return None
+        if all(adapter.heads.get(self.module) is None for adapter in routing.adapters):
+            return None
+        routing.inputs[self.module] = args, kwargs
+        return _copied(args), _copied(kwargs)
+
+
+def _copied(inputs: Any) -> Any:
+    """Returns a copy of tensors, and of mappings, lists and tuples with all that they hold."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    if type(inputs) in (list, tuple):
+        return type(inputs)(map(_copied, inputs))
+    if isinstance(inputs, MutableMapping):
+        copied = copy.copy(inputs)  # of its class, which may not be a dict's
+        for name, each in inputs.items():
+            copied[name] = _copied(each)
+        return copied
+    return inputs
+
+
 def _apply_heads(
     module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> Tensor:
@@ -424,12 +508,19 @@ def _apply_heads(
     A head's other arguments are the same for all rows.
     """
     heads = [adapter.heads.get(module) for adapter in routing.adapters]
-    x, *others = (*args, *kwargs.values())
-    parts = routing.parts(x)
-    if len(parts) == 1:
+    args, kwargs = routing.inputs.pop(module, (args, kwargs))
+    if routing.rows is None:
         return out if heads[0] is None else heads[0](*args, **kwargs)
+    x, *others = (*args, *kwargs.values())
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
+        kinds = {type(each).__name__: None for each in (x, out) if not isinstance(each, Tensor)}
+        raise ValueError(
+            f"{module} is given or returns a {next(iter(kinds))}, whose rows a bank cannot tell "
+            "apart: use one adapter at a time"
+        )
     if any(isinstance(other, Tensor) for other in others):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
+    parts = routing.parts(x)
     of_each = list(zip(heads, parts, strict=True))  # iterating a strict zip breaks Dynamo's graphs
     outputs = [
         out[part] if head is None else _called_with(head, x[part], args, kwargs)

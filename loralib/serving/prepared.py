@@ -1,7 +1,7 @@
 """Prepares an adapter for a bank: checks it against the model, and copies it to the devices."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..adapters.fingerprint import (
     possible_fingerprints,
     state_of,
 )
+from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..model_checks import check_there, tensors_of
@@ -175,9 +176,16 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     check_finite(adapter)
     last = last_projection(model)
     heads = {
-        top: _head(model, top, tensors, last, adapter.source)
+        name: part
         for top in sorted({top_module(name) for name in tensors})
+        for name, part in _called(
+            top, _head(model, top, tensors, last, adapter.source), adapter.source
+        )
     }
+    for head in heads:
+        for name, reader in read_from_outside(model, head).items():
+            what = f"trains {name}, whose parameters the source of {reader} reads directly"
+            raise NeedsMergingError(adapter.source, what)
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(name, adapted, positions) for name, adapted in modules.items()}
     labels = _labels(adapter, tensors.get(f"{last}.weight"))
@@ -319,6 +327,24 @@ def _head(
         if id(parameter) not in of_others:
             parameter.requires_grad_(False)
     return head
+
+
+def _called(name: str, head: nn.Module, source: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a head that can be called, by name.
+
+    These are the head itself, or the modules of an `nn.ModuleList` and others without a forward.
+
+    Raises:
+        NeedsMergingError: a module without a forward has parameters, as an `nn.ParameterList` has.
+    """
+    if type(head).forward is not nn.Module.forward:
+        yield name, head
+        return
+    if head._parameters:
+        raise NeedsMergingError(source, f"trains {name}, which is never called")
+    for last, part in head.named_children():
+        if part.state_dict():
+            yield from _called(f"{name}.{last}", part, source)
 
 
 def _set_outputs(layer: nn.Linear, outputs: int) -> None:
