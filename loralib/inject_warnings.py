@@ -52,17 +52,21 @@ def warn_of_foreign_linear(
     """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
     found = {n: model.get_submodule(n) for n in foreign_linear(model, is_linear, exclude, layers)}
     frozen = {
-        name: type(module)
+        name: module
         for name, module in found.items()
         if not any(own.requires_grad for own in module.parameters())
     }
     if frozen:
+        kinds = {type(module) for module in frozen.values()}
+        parameters = [own for module in frozen.values() for own in module.parameters()]
+        can_be_trained = any(own.is_floating_point() for own in parameters)
         logger.warning(
-            "'%s' leaves out %s, of classes without a LoRA layer (%s): name them in "
-            "modules_to_train to train them, or in exclude to keep them frozen",
+            "'%s' leaves out %s, of classes without a LoRA layer (%s): name them %sin exclude to "
+            "keep them frozen",
             ALL_LINEAR,
             in_short(frozen, at_most=2),
-            listed({f"{kind.__module__}.{kind.__qualname__}" for kind in frozen.values()}),
+            listed(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds),
+            "in modules_to_train to train them, or " if can_be_trained else "",
         )
 
 

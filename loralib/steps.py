@@ -29,6 +29,12 @@ _NAME = "_name_when_adapted"
 # and a model may call some of its modules only in some steps.
 _PATIENCE = 10
 
+_IF_SOME = "leave such modules out of targets, unless later steps call them"
+_IF_ALL = (
+    "choose other targets, unless torch.no_grad, detach or a checkpoint without "
+    "use_reentrant=False keeps gradients from them"
+)
+
 # A new object at each step. A counter would make a compiled step recompile at each new value.
 _latest_step = object()
 
@@ -151,19 +157,21 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
     if steps < _PATIENCE:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    layers = {id(layer): layer for layer in list(_layers.values())}.values()
+    found = [reference() for reference in _layers.valuerefs()]  # other threads may add layers
+    layers = {id(layer): layer for layer in found if layer is not None}.values()
     own = [layer for layer in layers if any(id(p) in held for p in _updates(layer))]
     without = [_name(layer) for layer in own if _is_without_gradients(layer)]
     if without:
         logger.warning(
             "in %d steps of %s, %d of %s with LoRA got no gradients (%s): the loss was computed "
             "without them, or from their weights without calling them, where LoRA has no effect: "
-            "leave such modules out of targets, unless later steps call them",
+            "%s",
             steps,
             type(optimizer).__name__,
             len(without),
             counted(len(own), "module"),
             in_short(without, at_most=4),
+            _IF_SOME if len(without) < len(own) else _IF_ALL,
         )
 
 

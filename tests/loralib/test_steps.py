@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import sys
+import threading
 import weakref
 
 import pytest
@@ -243,6 +245,7 @@ def test_lora_without_gradients_is_warned_of_beside_a_head_that_is_trained(caplo
     model.forward = lambda x: model[1](model[0](x).detach())
     trained_for(10, model)
     assert "1 of 1 module with LoRA got no gradients (0)" in caplog.text
+    assert "unless torch.no_grad, detach or a checkpoint without use_reentrant=False" in caplog.text
 
 
 def test_layers_that_were_built_with_lora_are_warned_of_by_their_class(caplog):
@@ -251,6 +254,30 @@ def test_layers_that_were_built_with_lora_are_warned_of_by_their_class(caplog):
     model.forward = model["a"].forward
     trained_for(10, model)
     assert "1 of 2 modules with LoRA got no gradients (Linear)" in caplog.text
+
+
+def test_another_thread_may_build_layers_meanwhile():
+    layers = [lora.Linear(1, 1, r=1) for _ in range(2000)]
+    lora.mark_only_lora_as_trainable(layers[0])
+    is_done = threading.Event()
+
+    def build():
+        while not is_done.is_set():
+            layers.append(lora.Linear(1, 1, r=1))
+
+    thread, interval = threading.Thread(target=build), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(5):
+            optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+            layers[0](torch.ones(1, 1)).sum().backward()
+            for _ in range(10):
+                optimizer.step()
+    finally:
+        is_done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_lora_with_gradients_now_or_before_is_not_warned_of(caplog):
