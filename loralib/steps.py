@@ -170,7 +170,7 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
             type(optimizer).__name__,
             len(without),
             counted(len(own), "module"),
-            in_short(without, at_most=4),
+            in_short(dict.fromkeys(without), at_most=4),
             _IF_SOME if len(without) < len(own) else _IF_ALL,
         )
 

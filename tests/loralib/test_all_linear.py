@@ -321,6 +321,7 @@ class PackedLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("packed", torch.ones(4, 2, dtype=torch.uint8))
+        self.bias = nn.Parameter(torch.ones(4))
 
 
 class AroundLinear(nn.Module):
