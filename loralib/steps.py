@@ -24,6 +24,10 @@ _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
 _NAME = "_name_when_adapted"
 
+# Attributes of optimizers, which may lack the hash that a key of a dict needs.
+_IDLE_STEPS = "_idle_steps_beside_lora"
+_TRAINING_STEPS = "_steps_with_gradients_beside_lora"
+
 # At which of its steps an optimizer without LoRA, or one whose LoRA gets no gradients, causes a
 # warning. Not at the first: the loop may have another optimizer, with LoRA, that steps less often,
 # and a model may call some of its modules only in some steps.
@@ -40,8 +44,6 @@ _latest_step = object()
 
 # All layers with LoRA in this process, by the id of their weight.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-_training_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 
 def latest_step() -> object:
@@ -129,7 +131,7 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
 
     There is no warning if another optimizer has trained these layers' LoRA, or if it is frozen.
     """
-    steps = _idle_steps.get(optimizer, 0) + 1
+    steps = vars(optimizer).get(_IDLE_STEPS, 0) + 1
     if steps > _PATIENCE:
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -138,7 +140,7 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     is_known = {id(p) for p in held} & {id(p) for p in updates}
     if not updates or is_known or any(_STEPPED in vars(p) for p in updates):
         return
-    _idle_steps[optimizer] = steps
+    vars(optimizer)[_IDLE_STEPS] = steps
     if steps == _PATIENCE:
         logger.warning(
             "%s holds frozen weights that have LoRA, but none of LoRA's parameters, which no step "
@@ -150,10 +152,10 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
 
 def _warn_of_no_gradients(optimizer: Optimizer) -> None:
     """Warns of LoRA that an optimizer holds, and that got no gradients in its first steps."""
-    steps = _training_steps.get(optimizer, 0) + 1
+    steps = vars(optimizer).get(_TRAINING_STEPS, 0) + 1
     if steps > _PATIENCE:
         return
-    _training_steps[optimizer] = steps
+    vars(optimizer)[_TRAINING_STEPS] = steps
     if steps < _PATIENCE:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

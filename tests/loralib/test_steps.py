@@ -280,6 +280,24 @@ def test_another_thread_may_build_layers_meanwhile():
         sys.setswitchinterval(interval)
 
 
+class Unhashable(torch.optim.SGD):
+    def __eq__(self, other):
+        return self is other
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_an_optimizer_without_a_hash_is_counted_too(caplog, is_earlier):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    earlier = list(model.parameters())
+    lora.add_lora(model, "0", r=2, modules_to_train="1")
+    optimizer = Unhashable(earlier if is_earlier else model.parameters(), lr=0.1)
+    model.forward = lambda x: model[1](x) if is_earlier else model[1](model[0](x).detach())
+    trained_for(12, model, optimizer)
+    (record,) = caplog.records
+    said = "none of LoRA's parameters" if is_earlier else "got no gradients"
+    assert said in record.getMessage()
+
+
 def test_lora_with_gradients_now_or_before_is_not_warned_of(caplog):
     model = ReadsItsHead()
     lora.add_lora(model, ["body", "head"], r=2)
