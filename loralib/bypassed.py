@@ -27,13 +27,17 @@ _Chain = tuple[str, ...]
 
 # Attributes of a weight that are read without computing with it, or written to (`data`).
 _ABOUT = {
-    *("data", "device", "dim", "dtype", "grad", "is_contiguous", "is_cuda", "is_floating_point"),
-    *("layout", "ndim", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "numel"),
-    *("requires_grad", "shape", "size"),
+    *("data", "device", "dim", "dtype", "element_size", "grad", "is_contiguous", "is_cuda"),
+    *("is_floating_point", "is_meta", "itemsize", "layout", "ndim", "nelement", "new_empty"),
+    *("new_full", "new_ones", "new_tensor", "new_zeros", "numel", "requires_grad"),
+    *("requires_grad_", "shape", "size", "stride"),
 }
 
-# Methods that read only their argument's dtype and device, as `x.to(self.qkv.weight)` does.
-_AS = {"to", "type_as"}
+# Functions that read only their argument's dtype, device or shape, as `x.to(self.qkv.weight)` does.
+_AS = {"to", "type_as", "len", "empty_like", "full_like", "ones_like", "zeros_like"}
+_AS |= {"rand_like", "randn_like"}
+
+_IS = (ast.Is, ast.IsNot)  # `self.words.weight is None` computes nothing either
 
 
 class _Read(NamedTuple):
@@ -202,8 +206,10 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
     for node in ast.walk(tree):  # a complete chain comes before the shorter ones in it
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
             inner.update(node.args)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _AS:
+        if isinstance(node, ast.Call) and _called(node) in _AS:
             asked.update(node.args)
+        if isinstance(node, ast.Compare) and all(isinstance(op, _IS) for op in node.ops):
+            asked.update((node.left, *node.comparators))
         if isinstance(node, ast.Attribute):
             begin, chain = _chain(node)
             begins.discard(begin)
@@ -211,6 +217,11 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
                 chains.append((*chain, "dtype") if node in asked else chain)
             inner.add(node.value)
     return None if begins else chains
+
+
+def _called(call: ast.Call) -> str | None:
+    """Returns the name of the function or method that is called."""
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", None)
 
 
 def _chain(node: ast.expr) -> tuple[ast.expr, _Chain]:

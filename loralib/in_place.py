@@ -77,10 +77,12 @@ def can_be_converted(kind: type[nn.Module]) -> bool:
 
     It does not if the class has `__slots__`, or `abc.ABC` or `Generic` before PyTorch's class.
     """
+    empty = nn.Module.__new__(nn.Module)
     try:
-        object.__setattr__(nn.Module.__new__(nn.Module), "__class__", kind)
+        object.__setattr__(empty, "__class__", kind)
     except TypeError:
         return False
+    object.__setattr__(empty, "__class__", nn.Module)  # so that the class's `__del__` is not called
     return True
 
 

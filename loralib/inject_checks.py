@@ -312,6 +312,13 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
                 )
 
 
+def can_be_trained(module: nn.Module) -> bool:
+    """Returns whether a module has parameters, and only tensors that adapters can hold."""
+    parameters = list(module.parameters())
+    can_be_held = all(p.dtype in DTYPES and not unreadable(p) for p in parameters)
+    return bool(parameters) and can_be_held and not any(map(_kind_not_held, module.buffers()))
+
+
 def _check_trainable(model: nn.Module, trained: str) -> None:
     """Checks that a module in modules_to_train can be trained, and that an adapter can hold it."""
     part = model.get_submodule(trained)

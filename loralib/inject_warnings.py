@@ -9,7 +9,7 @@ from torch import nn
 from .adaptation import is_linear
 from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
-from .inject_checks import sharing
+from .inject_checks import can_be_trained, sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
 from .stacks import stack_named
@@ -52,17 +52,20 @@ def warn_of_foreign_linear(
     """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
     found = {n: model.get_submodule(n) for n in foreign_linear(model, is_linear, exclude, layers)}
     frozen = {
-        name: type(module)
+        name: module
         for name, module in found.items()
         if not any(own.requires_grad for own in module.parameters())
     }
     if frozen:
+        kinds = {type(module) for module in frozen.values()}
+        is_trainable = any(map(can_be_trained, frozen.values()))
         logger.warning(
-            "'%s' leaves out %s, of classes without a LoRA layer (%s): name them in "
-            "modules_to_train to train them, or in exclude to keep them frozen",
+            "'%s' leaves out %s, of classes without a LoRA layer (%s): name them %sin exclude to "
+            "keep them frozen",
             ALL_LINEAR,
             in_short(frozen, at_most=2),
-            listed({f"{kind.__module__}.{kind.__qualname__}" for kind in frozen.values()}),
+            listed(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds),
+            "in modules_to_train to train them, or " if is_trainable else "",
         )
 
 

@@ -433,20 +433,28 @@ class Embedding(LoRALayer, nn.Embedding):
             ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=sparse
         )
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(…) of row numbers -> (…, embedding_dim)."""
-        x = input
-        if self.r == 0:
-            return nn.Embedding.forward(self, x)
+    def _check_rows(self) -> None:
         rows, with_update = len(self.weight), self.lora_A.shape[1]
         if rows != with_update:
             raise RuntimeError(
                 f"the embedding has {rows} rows now, and its LoRA {with_update}: resize it before "
                 "add_lora"
             )
+
+    def _merge(self) -> Tensor:
+        if not self._set_merged:
+            self._check_rows()
+        return super()._merge()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…) of row numbers -> (…, embedding_dim)."""
+        x = input
+        if self.r == 0:
+            return nn.Embedding.forward(self, x)
         merged = self._merged_weight()
         if merged is not None:
             return self._rows(x, merged, self.sparse)
+        self._check_rows()
         ids = x.flatten()
         out = self._rows(ids, self.weight, self.sparse)
         delta = self._delta()

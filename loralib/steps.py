@@ -24,18 +24,26 @@ _BENEATH = "_is_beneath_lora"
 _STEPPED = "_version_when_stepped_with_lora"
 _NAME = "_name_when_adapted"
 
+# Attributes of optimizers, which may lack the hash that a key of a dict needs.
+_IDLE_STEPS = "_idle_steps_beside_lora"
+_TRAINING_STEPS = "_steps_with_gradients_beside_lora"
+
 # At which of its steps an optimizer without LoRA, or one whose LoRA gets no gradients, causes a
 # warning. Not at the first: the loop may have another optimizer, with LoRA, that steps less often,
 # and a model may call some of its modules only in some steps.
 _PATIENCE = 10
+
+_IF_SOME = "leave such modules out of targets, unless later steps call them"
+_IF_ALL = (
+    "choose other targets, unless torch.no_grad, detach or a checkpoint without "
+    "use_reentrant=False keeps gradients from them"
+)
 
 # A new object at each step. A counter would make a compiled step recompile at each new value.
 _latest_step = object()
 
 # All layers with LoRA in this process, by the id of their weight.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-_training_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 
 def latest_step() -> object:
@@ -123,7 +131,7 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
 
     There is no warning if another optimizer has trained these layers' LoRA, or if it is frozen.
     """
-    steps = _idle_steps.get(optimizer, 0) + 1
+    steps = vars(optimizer).get(_IDLE_STEPS, 0) + 1
     if steps > _PATIENCE:
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -132,7 +140,7 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     is_known = {id(p) for p in held} & {id(p) for p in updates}
     if not updates or is_known or any(_STEPPED in vars(p) for p in updates):
         return
-    _idle_steps[optimizer] = steps
+    vars(optimizer)[_IDLE_STEPS] = steps
     if steps == _PATIENCE:
         logger.warning(
             "%s holds frozen weights that have LoRA, but none of LoRA's parameters, which no step "
@@ -144,26 +152,28 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
 
 def _warn_of_no_gradients(optimizer: Optimizer) -> None:
     """Warns of LoRA that an optimizer holds, and that got no gradients in its first steps."""
-    steps = _training_steps.get(optimizer, 0) + 1
+    steps = vars(optimizer).get(_TRAINING_STEPS, 0) + 1
     if steps > _PATIENCE:
         return
-    _training_steps[optimizer] = steps
+    vars(optimizer)[_TRAINING_STEPS] = steps
     if steps < _PATIENCE:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    layers = {id(layer): layer for layer in list(_layers.values())}.values()
+    found = [reference() for reference in _layers.valuerefs()]  # other threads may add layers
+    layers = {id(layer): layer for layer in found if layer is not None}.values()
     own = [layer for layer in layers if any(id(p) in held for p in _updates(layer))]
     without = [_name(layer) for layer in own if _is_without_gradients(layer)]
     if without:
         logger.warning(
             "in %d steps of %s, %d of %s with LoRA got no gradients (%s): the loss was computed "
             "without them, or from their weights without calling them, where LoRA has no effect: "
-            "leave such modules out of targets, unless later steps call them",
+            "%s",
             steps,
             type(optimizer).__name__,
             len(without),
             counted(len(own), "module"),
-            in_short(without, at_most=4),
+            in_short(dict.fromkeys(without), at_most=4),
+            _IF_SOME if len(without) < len(own) else _IF_ALL,
         )
 
 

@@ -376,9 +376,11 @@ def foreign_linear(
     """Returns the names of modules that seem to be linear layers, but that "all-linear" leaves out.
 
     Their classes are called "…Linear" and have weights of their own, but `is_linear` does not know
-    them. In a model with numbered layers, these are the ones within such a layer.
+    them. In a model with numbered layers, these are the ones within such a layer. Modules with
+    stacks of matrices, which can have LoRA, are not among them.
     """
     modules, stacks = _modules_and_stacks(model)
+    with_stacks = {stack.rpartition(".")[0] for stack in stacks.values()}
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
     excluded = {modules[name] for name in left_out if name in modules}
     is_layered = any(map(_is_within_layer, _linear_names(model, is_linear)))
@@ -386,6 +388,7 @@ def foreign_linear(
         name
         for name in dict.fromkeys(modules.values())
         if name not in excluded
+        and name not in with_stacks
         and (_is_within_layer(name) or not is_layered)
         and _is_foreign_linear(model.get_submodule(name), is_linear)
     ]

@@ -321,6 +321,7 @@ class PackedLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("packed", torch.ones(4, 2, dtype=torch.uint8))
+        self.bias = nn.Parameter(torch.ones(4))
 
 
 class AroundLinear(nn.Module):
@@ -354,12 +355,27 @@ def test_linear_layers_of_other_classes_are_not_left_out_in_silence(caplog, sett
     assert adapted == ("layers.0.a", "layers.0.b.inner")
     kinds = {"own": OwnLinear, "packed": PackedLinear}
     of_kinds = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in map(kinds.get, left))
+    way_out = "in modules_to_train to train them, or in exclude" if "own" in left else "in exclude"
     said = (
         f"'all-linear' leaves out {', '.join(f'layers.0.{name}' for name in left)}, of classes "
-        f"without a LoRA layer ({of_kinds}): name them in modules_to_train to train them, or in "
-        "exclude to keep them frozen"
+        f"without a LoRA layer ({of_kinds}): name them {way_out} to keep them frozen"
     )
     assert [record.getMessage() for record in caplog.records] == [said] * bool(left)
+
+
+class StackedLinear(nn.Module):
+    """Has a matrix for each position, as Moshi's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4, 4))
+
+
+def test_a_stack_of_matrices_is_not_said_to_be_without_a_lora_layer(caplog):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), StackedLinear()))
+    lora.add_lora(model, "all-linear", r=2)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the targets leave out the stacks of matrices 0.1.weight, ")
 
 
 def test_linear_layers_of_other_classes_in_a_model_without_layers(caplog):

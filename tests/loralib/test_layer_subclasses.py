@@ -191,6 +191,22 @@ def test_a_class_that_python_does_not_let_change_is_refused(layer, target, refus
     assert lora.add_lora(model, "b", r=2) == ("b",)
 
 
+closed: list[nn.Module] = []
+
+
+class Closing(nn.Linear):
+    """Releases something when it is freed."""
+
+    def __del__(self):
+        closed.append(self)
+
+
+def test_adapting_a_layer_runs_no_destructor_of_its_class():
+    model = nn.Sequential(Closing(4, 4))
+    lora.add_lora(model, "0", r=2)
+    assert not closed
+
+
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("padding", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -266,6 +266,8 @@ def test_an_embedding_that_was_resized_is_an_error(training):
     message = "the embedding has 7 rows now, and its LoRA 5: resize it before add_lora"
     with pytest.raises(RuntimeError, match=message):
         model(torch.tensor([6]))
+    with pytest.raises(RuntimeError, match=message):
+        lora.merge(model)
 
 
 def test_a_kernel_in_channels_last_starts_from_its_weight():

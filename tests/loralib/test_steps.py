@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import sys
+import threading
 import weakref
 
 import pytest
@@ -243,14 +245,57 @@ def test_lora_without_gradients_is_warned_of_beside_a_head_that_is_trained(caplo
     model.forward = lambda x: model[1](model[0](x).detach())
     trained_for(10, model)
     assert "1 of 1 module with LoRA got no gradients (0)" in caplog.text
+    assert "unless torch.no_grad, detach or a checkpoint without use_reentrant=False" in caplog.text
 
 
 def test_layers_that_were_built_with_lora_are_warned_of_by_their_class(caplog):
-    model = nn.ModuleDict({"a": lora.Linear(8, 8, r=2), "b": lora.Linear(8, 8, r=2)})
+    model = nn.ModuleDict({name: lora.Linear(8, 8, r=2) for name in "abc"})
     lora.mark_only_lora_as_trainable(model)
     model.forward = model["a"].forward
     trained_for(10, model)
-    assert "1 of 2 modules with LoRA got no gradients (Linear)" in caplog.text
+    assert "2 of 3 modules with LoRA got no gradients (Linear)" in caplog.text
+
+
+def test_another_thread_may_build_layers_meanwhile():
+    layers = [lora.Linear(1, 1, r=1) for _ in range(2000)]
+    lora.mark_only_lora_as_trainable(layers[0])
+    is_done = threading.Event()
+
+    def build():
+        while not is_done.is_set():
+            layers.append(lora.Linear(1, 1, r=1))
+
+    thread, interval = threading.Thread(target=build), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(5):
+            optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+            layers[0](torch.ones(1, 1)).sum().backward()
+            for _ in range(10):
+                optimizer.step()
+    finally:
+        is_done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+class Unhashable(torch.optim.SGD):
+    def __eq__(self, other):
+        return self is other
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_an_optimizer_without_a_hash_is_counted_too(caplog, is_earlier):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    earlier = list(model.parameters())
+    lora.add_lora(model, "0", r=2, modules_to_train="1")
+    optimizer = Unhashable(earlier if is_earlier else model.parameters(), lr=0.1)
+    model.forward = lambda x: model[1](x) if is_earlier else model[1](model[0](x).detach())
+    trained_for(12, model, optimizer)
+    (record,) = caplog.records
+    said = "none of LoRA's parameters" if is_earlier else "got no gradients"
+    assert said in record.getMessage()
 
 
 def test_lora_with_gradients_now_or_before_is_not_warned_of(caplog):
