@@ -79,8 +79,7 @@ class AdapterBank:
         self._fingerprint: str | None = None  # the model's, from when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = ModelSnapshot()
-        self._hooks: dict[_Hook, RemovableHandle] = {}
-        self._before_heads: list[RemovableHandle] = []
+        self._hooks: dict[_Hook | _KeepInputs, RemovableHandle] = {}
         self._closed = False
 
     @property
@@ -151,17 +150,23 @@ class AdapterBank:
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
         for hook in new:
             module = modules[hook]
-            self._hooks[hook] = module.register_forward_hook(
+            handle = module.register_forward_hook(
                 hook, with_kwargs=True, always_call=hook.act is _forget_inputs
             )
+            self._keep(hook, handle)
             if hook.act is _apply_heads:
-                keep = _KeepInputs(self._key, hook.module)
-                self._before_heads.append(
-                    module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-                )
+                before = _KeepInputs(self._key, hook.module)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                self._keep(before, handle)
         if new and "torch._dynamo" in sys.modules:
             # Code that was compiled before does not see hooks that were added later.
             torch.compiler.reset()
+
+    def _keep(self, hook: "_Hook | _KeepInputs", handle: RemovableHandle) -> None:
+        """Keeps a hook's handle, and takes the hook out of a module that has been replaced."""
+        if hook in self._hooks:
+            self._hooks[hook].remove()
+        self._hooks[hook] = handle
 
     def _has_hook(self, module: nn.Module, hook: "_Hook") -> bool:
         """Returns whether a module has a hook.
@@ -183,10 +188,9 @@ class AdapterBank:
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
-        for handle in (*self._hooks.values(), *self._before_heads):
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._before_heads.clear()
         self._adapters.clear()
         self._seen.forget_unused(())
         self._closed = True

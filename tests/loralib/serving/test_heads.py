@@ -435,12 +435,18 @@ def test_threads_that_are_given_a_block_do_not_mix_their_inputs():
 
 @pytest.mark.parametrize("name", ["up", "head"])
 def test_a_copy_that_has_replaced_a_module_takes_adapters(name):
-    """Its hooks are copies, which never act."""
+    """Its hooks are copies, which never act. The module may be put back."""
     plain, x = OfTensor().eval(), torch.randn(3, WIDTH)
-    own, bank = trained(plain), lora.AdapterBank(plain)
-    bank.add("a", adapter_of(own))
-    bank.remove("a")
-    setattr(plain, name, copy.deepcopy(plain.get_submodule(name)))
-    bank.add("a", adapter_of(own))
-    with torch.no_grad(), bank.use("a"):
-        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+    own, bank, module = trained(plain), lora.AdapterBank(plain), plain.get_submodule(name)
+    hooks = []
+    for is_replaced in (False, True, False):
+        setattr(plain, name, copy.deepcopy(module) if is_replaced else module)
+        bank.add("a", adapter_of(own))
+        hooks.append((len(module._forward_hooks), len(module._forward_pre_hooks)))
+        with torch.no_grad(), bank.use("a"):
+            torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+            assert not in_effect().inputs
+        bank.remove("a")
+    assert hooks == [hooks[0], (0, 0), hooks[0]]
+    bank.close()
+    assert not module._forward_hooks
