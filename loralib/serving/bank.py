@@ -39,7 +39,7 @@ from ..model_checks import check_whole
 from ..nn.routing import Routing, forget_inputs, in_effect, note_inputs, routed, slices
 from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked
 from ..text import in_short, shown
-from ..wrappers import unwrapped, without_wrappers
+from ..wrappers import has_own_forward, unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 from .snapshot import ModelSnapshot
 
@@ -477,6 +477,10 @@ def _check_within_head(
     return out
 
 
+# Heads that never change their inputs, which may be large, and have no parts.
+_PURE = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
+
+
 @dataclass(frozen=True)
 class _KeepInputs:
     """A hook before a head of the model's, which gives that a copy of its inputs.
@@ -496,6 +500,9 @@ class _KeepInputs:
         if routing is None or routing.key is not self.key:
             return None
         if all(adapter.heads.get(self.module) is None for adapter in routing.adapters):
+            return None
+        is_alone = len(module._forward_pre_hooks) == 1
+        if is_alone and type(module) in _PURE and not has_own_forward(module):
             return None
         note_inputs(routing, self.module, args, kwargs)
         return _copied(args), _copied(kwargs)

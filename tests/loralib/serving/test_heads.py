@@ -4,6 +4,7 @@ import asyncio
 import copy
 import time
 from collections import UserDict
+from types import MethodType
 
 import pytest
 import torch
@@ -97,8 +98,40 @@ def trained(plain):
     return model.eval()
 
 
+class OfLinear(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+
+class HookedLinear(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+        self.head.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+    def forward(self, x):
+        return self.head(self.up(x))
+
+
+class OfChangedLinear(OfTensor):
+    """The forward of its head, and of copies of that, has been replaced on the instance."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+        self.head.forward = MethodType(tanh_first, self.head)
+
+
+def tanh_first(layer, input):
+    return F.linear(input.tanh_(), layer.weight, layer.bias)
+
+
+TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfChangedLinear)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", [OfMapping, OfUserDict, OfTensor, OfList, Hooked])
+@pytest.mark.parametrize("kind", [OfMapping, OfUserDict, OfList, *TAKE_TENSORS])
 def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
     """Also if that changes its input in place."""
     plain, x = kind().eval(), torch.randn(3, WIDTH)
@@ -114,7 +147,7 @@ def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
                 torch.testing.assert_close(plain(x), expected[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(plain(x), of_plain)
         with bank.use(["a", "b", "b"]):
-            if kind in (OfTensor, Hooked):
+            if kind in TAKE_TENSORS:
                 mixed = torch.cat([expected["a"][:1], expected["b"][1:]])
                 torch.testing.assert_close(plain(x), mixed, rtol=1e-4, atol=1e-5)
             else:
