@@ -102,7 +102,9 @@ def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
     """
     names = [name for name, _ in model.named_modules() if f"{name}.".startswith(f"{part}.")]
     depth = len(part.split("."))
-    reads = _reads(model, names, lambda module: tuple(module._parameters))
+    reads = _reads(
+        model, names, lambda each: (*each._parameters, *getattr(each, "parametrizations", ()))
+    )
     return {read.name: read.kind.__qualname__ for read in reads if read.depth < depth}
 
 

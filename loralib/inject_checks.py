@@ -130,11 +130,9 @@ def check_has_parameters(
         ValueError: all targets are like that.
     """
     with_some = [n for n in trained if next(model.get_submodule(n).parameters(), None) is not None]
-    without = [
-        next(name for name in trained if matches(name, target))
-        for target in to_train
-        if not any(matches(name, target) for name in with_some)
-    ]
+    # A target has no match here if what it names is inside of another, by that one's name for it.
+    matched = ([name for name in trained if matches(name, target)] for target in to_train)
+    without = [names[0] for names in matched if names and not {*names} & {*with_some}]
     if without and not with_some:
         raise ValueError(
             f"modules_to_train: {module_label(without[0])} has no parameters to train: leave it out"

@@ -13,16 +13,30 @@ follow it. Without a routing, the functions here do nothing.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..text import counted
+
+
+class Inputs(NamedTuple):
+    """What a head of the model was called with.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the others.
+        outer: the inputs of the call of the same head around this one, if any.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outer: "Inputs | None"
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Routing:
         tokens: each segment's tokens among the packed ones, once a model has packed them.
         positions: whether layers are given embeddings of positions instead of a batch. Every
             segment then has a copy of them, and an output of its own; see `for_each_segment`.
-        inputs: the inputs that the model's heads are being computed with, by their names.
+        inputs: what the model's heads that are being computed were called with, by their names.
     """
 
     key: object
@@ -44,7 +58,7 @@ class Routing:
     rows: tuple[slice, ...] | None = None
     tokens: tuple[slice, ...] | None = None
     positions: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict, compare=False)
+    inputs: Mapping[str, Inputs] = field(default_factory=dict, compare=False)
 
     def parts(self, x: Tensor) -> Sequence[slice]:
         """Returns each segment's slice of the first dimension of a layer's input.
@@ -144,6 +158,26 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
     # At its end, the `routed` block restores the routing before it, whatever is set here.
     _in_effect.set(replace(routing, tokens=tokens))
     return routing.rows
+
+
+def note_inputs(routing: Routing, head: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the routing in effect that a head of the model is called; see `forget_inputs`.
+
+    The routing itself never changes: threads may share it, if they were given a copy of the context
+    that a block is in, as by `asyncio.to_thread`.
+    """
+    noted = Inputs(args, kwargs, routing.inputs.get(head))
+    _in_effect.set(replace(routing, inputs={**routing.inputs, head: noted}))
+
+
+def forget_inputs(routing: Routing, head: str) -> None:
+    """Tells the routing in effect that a call of a head has ended, or has failed."""
+    noted = routing.inputs.get(head)
+    if noted is not None:
+        inputs = {name: each for name, each in routing.inputs.items() if name != head}
+        if noted.outer is not None:
+            inputs[head] = noted.outer
+        _in_effect.set(replace(routing, inputs=inputs))
 
 
 def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:

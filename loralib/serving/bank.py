@@ -29,16 +29,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..arguments import as_names, check_model, check_not_scripted
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_whole
-from ..nn.routing import Routing, in_effect, routed, slices
+from ..nn.routing import Routing, forget_inputs, in_effect, note_inputs, routed, slices
 from ..quantized_layers import check_unpacked, is_quantized_linear, keep_unpacked
 from ..text import in_short, shown
-from ..wrappers import unwrapped, without_wrappers
+from ..wrappers import has_own_forward, unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 from .snapshot import ModelSnapshot
 
@@ -78,8 +79,7 @@ class AdapterBank:
         self._fingerprint: str | None = None  # the model's, from when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._seen = ModelSnapshot()
-        self._hooks: dict[_Hook, RemovableHandle] = {}
-        self._before_heads: list[RemovableHandle] = []
+        self._hooks: dict[_Hook | _KeepInputs, RemovableHandle] = {}
         self._closed = False
 
     @property
@@ -142,26 +142,38 @@ class AdapterBank:
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Gives hooks to all modules that an adapter changes, and to those of `_like`."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in _like(model, prepared.deltas)]
-        hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
+        for act in (_apply_heads, _forget_inputs):
+            hooks += [_Hook(self._key, module, act) for module in prepared.heads]
         parts = (part for module in prepared.heads for part in _parts_of(model, module))
         hooks += [_Hook(self._key, part, _check_within_head) for part in parts]
         modules = {hook: model.get_submodule(hook.module) for hook in hooks}
         new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
         for hook in new:
             module = modules[hook]
-            self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
+            handle = module.register_forward_hook(
+                hook, with_kwargs=True, always_call=hook.act is _forget_inputs
+            )
+            self._keep(hook, handle)
             if hook.act is _apply_heads:
-                keep = _KeepInputs(self._key, hook.module)
-                self._before_heads.append(
-                    module.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-                )
+                before = _KeepInputs(self._key, hook.module)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                self._keep(before, handle)
         if new and "torch._dynamo" in sys.modules:
             # Code that was compiled before does not see hooks that were added later.
             torch.compiler.reset()
 
+    def _keep(self, hook: "_Hook | _KeepInputs", handle: RemovableHandle) -> None:
+        """Keeps a hook's handle, and takes the hook out of a module that has been replaced."""
+        if hook in self._hooks:
+            self._hooks[hook].remove()
+        self._hooks[hook] = handle
+
     def _has_hook(self, module: nn.Module, hook: "_Hook") -> bool:
-        """Returns whether a module has a hook: a module that has replaced another has none."""
-        return hook in self._hooks and self._hooks[hook].id in module._forward_hooks
+        """Returns whether a module has a hook.
+
+        A module that has replaced another has none, or a copy of one, which never acts.
+        """
+        return hook in self._hooks and module._forward_hooks.get(self._hooks[hook].id) == hook
 
     def remove(self, name: str) -> None:
         """Drops an adapter; blocks in progress keep it.
@@ -176,10 +188,9 @@ class AdapterBank:
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
-        for handle in (*self._hooks.values(), *self._before_heads):
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._before_heads.clear()
         self._adapters.clear()
         self._seen.forget_unused(())
         self._closed = True
@@ -426,8 +437,12 @@ def _check_told(module: str, routing: Routing, x: Tensor) -> None:
         )
 
 
-# Their fast path computes with the weights of the modules inside them, if these have no hooks.
-_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+# The fast path of the first three computes with the weights of the modules inside them, if these
+# have no hooks. The last one is called wherever a parametrized weight is read, be it for its dtype.
+_WITHOUT_HOOKS = (
+    *(nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention),
+    ParametrizationList,
+)
 
 
 def _parts_of(model: nn.Module, head: str) -> list[str]:
@@ -437,7 +452,7 @@ def _parts_of(model: nn.Module, head: str) -> list[str]:
     found, inner = list[str](), [head]
     for name in inner:
         for last, part in model.get_submodule(name).named_children():
-            if part in elsewhere or isinstance(part, _WITH_FAST_PATH):
+            if part in elsewhere or isinstance(part, _WITHOUT_HOOKS):
                 continue
             inner.append(f"{name}.{last}")
             if part._parameters or part._buffers:
@@ -462,6 +477,10 @@ def _check_within_head(
     return out
 
 
+# Heads that never change their inputs, which may be large, and have no parts.
+_PURE = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
+
+
 @dataclass(frozen=True)
 class _KeepInputs:
     """A hook before a head of the model's, which gives that a copy of its inputs.
@@ -482,7 +501,10 @@ class _KeepInputs:
             return None
         if all(adapter.heads.get(self.module) is None for adapter in routing.adapters):
             return None
-        routing.inputs[self.module] = args, kwargs
+        is_alone = len(module._forward_pre_hooks) == 1
+        if is_alone and type(module) in _PURE and not has_own_forward(module):
+            return None
+        note_inputs(routing, self.module, args, kwargs)
         return _copied(args), _copied(kwargs)
 
 
@@ -492,6 +514,8 @@ def _copied(inputs: Any) -> Any:
         return inputs.clone()
     if type(inputs) in (list, tuple):
         return type(inputs)(map(_copied, inputs))
+    if type(inputs) is dict:
+        return {name: _copied(each) for name, each in inputs.items()}
     if isinstance(inputs, MutableMapping):
         copied = copy.copy(inputs)  # of its class, which may not be a dict's
         for name, each in inputs.items():
@@ -508,17 +532,21 @@ def _apply_heads(
     A head's other arguments are the same for all rows.
     """
     heads = [adapter.heads.get(module) for adapter in routing.adapters]
-    args, kwargs = routing.inputs.pop(module, (args, kwargs))
-    if routing.rows is None:
+    if module in routing.inputs:
+        args, kwargs, _ = routing.inputs[module]
+    given = (*args, *kwargs.values())
+    x = next(iter(given), None)
+    if len(routing.adapters) == 1:
+        if isinstance(x, Tensor):
+            routing.parts(x)  # checks the number of rows
         return out if heads[0] is None else heads[0](*args, **kwargs)
-    x, *others = (*args, *kwargs.values())
     if not isinstance(x, Tensor) or not isinstance(out, Tensor):
         kinds = {type(each).__name__: None for each in (x, out) if not isinstance(each, Tensor)}
         raise ValueError(
             f"{module} is given or returns a {next(iter(kinds))}, whose rows a bank cannot tell "
             "apart: use one adapter at a time"
         )
-    if any(isinstance(other, Tensor) for other in others):
+    if any(isinstance(other, Tensor) for other in given[1:]):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
     parts = routing.parts(x)
     of_each = list(zip(heads, parts, strict=True))  # iterating a strict zip breaks Dynamo's graphs
@@ -531,6 +559,14 @@ def _apply_heads(
     return torch.cat(
         [F.pad(*part, value=float("-inf")) for part in zip(outputs, padding, strict=True)]
     )
+
+
+def _forget_inputs(
+    module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Any:
+    """Drops what `_KeepInputs` has kept, also if the head or another hook has raised an error."""
+    forget_inputs(routing, module)
+    return out
 
 
 def _called_with(

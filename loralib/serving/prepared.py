@@ -186,6 +186,9 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
         for name, reader in read_from_outside(model, head).items():
             what = f"trains {name}, whose parameters the source of {reader} reads directly"
             raise NeedsMergingError(adapter.source, what)
+        for name in _shared(model, head, tensors):
+            what = f"trains {name}, which the model also has outside of {head}"
+            raise NeedsMergingError(adapter.source, what)
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(name, adapted, positions) for name, adapted in modules.items()}
     labels = _labels(adapter, tensors.get(f"{last}.weight"))
@@ -345,6 +348,23 @@ def _called(name: str, head: nn.Module, source: str) -> Iterator[tuple[str, nn.M
     for last, part in head.named_children():
         if part.state_dict():
             yield from _called(f"{name}.{last}", part, source)
+
+
+def _shared(model: nn.Module, head: str, tensors: Collection[str]) -> list[str]:
+    """Returns the modules in a head, with some of these tensors, that are also in other modules.
+
+    A call of these there would be that of the model's own, because the head alone is replaced.
+    """
+    whole = model.get_submodule(head)
+    outside = [model]
+    seen = {model, whole}
+    for module in outside:
+        new = [child for child in module.children() if child not in seen]
+        outside += new
+        seen.update(new)
+    brought = {name.rpartition(".")[0] for name in tensors}
+    inner = whole.named_modules(prefix=head)
+    return [name for name, part in inner if part is not whole and part in seen and name in brought]
 
 
 def _set_outputs(layer: nn.Linear, outputs: int) -> None:

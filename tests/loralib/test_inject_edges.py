@@ -101,6 +101,13 @@ def test_for_running_statistics_without_parameters_no_training_is_suggested(tmp_
         lora.add_lora(model, "a", r=1, modules_to_train="norm")
 
 
+def test_modules_to_train_may_name_a_module_twice_within_another():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "head": nn.Sequential(nn.Linear(4, 2))})
+    model["again"] = model["head"][0]
+    lora.add_lora(model, "a", r=1, modules_to_train=["again", "head"])
+    assert {"head.0.weight", "head.0.bias"} <= adapter_of(model).tensors.keys()
+
+
 def test_a_bank_refuses_a_layer_that_has_been_given_lora_since():
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2)

@@ -1,16 +1,21 @@
 """Heads of a bank's adapters compute what they compute in the adapter's own model."""
 
+import asyncio
 import copy
+import time
 from collections import UserDict
+from types import MethodType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
 from loralib.errors import NeedsMergingError
+from loralib.nn.routing import in_effect
 
 WIDTH = 4
 
@@ -93,8 +98,40 @@ def trained(plain):
     return model.eval()
 
 
+class OfLinear(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+
+class HookedLinear(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+        self.head.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+    def forward(self, x):
+        return self.head(self.up(x))
+
+
+class OfChangedLinear(OfTensor):
+    """The forward of its head, and of copies of that, has been replaced on the instance."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+        self.head.forward = MethodType(tanh_first, self.head)
+
+
+def tanh_first(layer, input):
+    return F.linear(input.tanh_(), layer.weight, layer.bias)
+
+
+TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfChangedLinear)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", [OfMapping, OfUserDict, OfTensor, OfList, Hooked])
+@pytest.mark.parametrize("kind", [OfMapping, OfUserDict, OfList, *TAKE_TENSORS])
 def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
     """Also if that changes its input in place."""
     plain, x = kind().eval(), torch.randn(3, WIDTH)
@@ -110,7 +147,7 @@ def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
                 torch.testing.assert_close(plain(x), expected[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(plain(x), of_plain)
         with bank.use(["a", "b", "b"]):
-            if kind in (OfTensor, Hooked):
+            if kind in TAKE_TENSORS:
                 mixed = torch.cat([expected["a"][:1], expected["b"][1:]])
                 torch.testing.assert_close(plain(x), mixed, rtol=1e-4, atol=1e-5)
             else:
@@ -278,3 +315,171 @@ def test_a_head_whose_parameters_the_model_reads_is_refused(kind, message):
     bank.add("a", adapter_of(own))
     with torch.no_grad(), bank.use("a"):
         torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+
+
+class ReadsItsHeadsDtype(OfTensor):
+    """Its head has a parametrized weight, which is computed whenever it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x):
+        return self.head(self.up(x).to(self.head.weight.dtype))
+
+
+class ReadsAParametrizedHead(ReadsItsHeadsDtype):
+    def forward(self, x):
+        return F.linear(self.up(x), self.head.weight)
+
+
+def test_parametrized_heads():
+    """Such a weight may be read for its dtype, as other weights may."""
+    plain, x = ReadsItsHeadsDtype().eval(), torch.randn(3, WIDTH)
+    own, bank = trained(plain), lora.AdapterBank(plain)
+    bank.add("a", adapter_of(own))
+    with torch.no_grad(), bank.use("a"):
+        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+        assert plain.head.weight.shape == (WIDTH, WIDTH)
+    read = ReadsAParametrizedHead().eval()
+    with pytest.raises(NeedsMergingError, match=r"trains head, whose parameters the source of Re"):
+        lora.AdapterBank(read).add("a", adapter_of(trained(read)))
+
+
+class SharesALayer(OfTensor):
+    """A layer of its head is also called elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.again = nn.Sequential(self.head[1], nn.Tanh())
+
+    def forward(self, x):
+        return self.again(self.head(self.up(x)))
+
+
+class SharesItsHead(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Sequential(self.head, nn.Tanh())
+
+    def forward(self, x):
+        return self.again(self.head(self.up(x)))
+
+
+def test_a_head_may_have_several_places_but_not_a_part_of_it():
+    shared, plain, x = SharesALayer().eval(), SharesItsHead().eval(), torch.randn(3, WIDTH)
+    message = r"trains head\.1, which the model also has outside of head; merge it into its base$"
+    with pytest.raises(NeedsMergingError, match=message):
+        lora.AdapterBank(shared).add("a", adapter_of(trained(shared)))
+    own, bank = trained(plain), lora.AdapterBank(plain)
+    bank.add("a", adapter_of(own))
+    with torch.no_grad(), bank.use("a"):
+        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+
+
+# ---- calls of heads ----
+
+
+class OfTwoTensors(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Bilinear(WIDTH, WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.up(x), x)
+
+
+@pytest.mark.parametrize("kind", [OfMapping, OfTwoTensors])
+def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
+    plain, x = kind().eval(), torch.randn(3, WIDTH)
+    own = trained(plain)
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter_of(own))
+    bank.add("b", adapter_of(own))
+    with torch.no_grad():
+        with bank.use(["a"] * 3):
+            torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+        with bank.use(["a"] * 2), pytest.raises(ValueError, match="given for 2 rows, but a layer"):
+            plain(x)
+        with bank.use(["a", "b", "b"]), pytest.raises(ValueError, match=r"one adapter at a time$"):
+            plain(x)
+
+
+class OfItself(nn.Module):
+    """Calls itself, and may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x, depth=2):
+        inner = self(x.tanh_(), depth=depth - 1) if depth else x
+        time.sleep(0.001)
+        if self.fails and depth:
+            raise RuntimeError("the head fails")
+        return self.linear(inner)
+
+
+class CallsItsHead(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.head = OfItself()
+
+    def forward(self, x, whole=True):
+        return (self.head if whole else self.head.linear)(self.up(x))
+
+
+@pytest.mark.parametrize("names", ["a", "aab"])
+def test_a_head_may_call_itself_and_fail(names):
+    """A failed call leaves nothing behind, although it was in a block that goes on."""
+    plain, x = CallsItsHead().eval(), torch.randn(3, WIDTH)
+    own = {name: trained(plain) for name in "ab"}
+    bank = lora.AdapterBank(plain)
+    for name, model in own.items():
+        bank.add(name, adapter_of(model))
+    with torch.no_grad(), bank.use(names if names == "a" else list(names)):
+        expected = torch.cat([own["a"](x[:2]), own[names[-1]](x[2:])])
+        for _ in range(2):
+            torch.testing.assert_close(plain(x), expected, rtol=1e-4, atol=1e-5)
+            plain.head.fails = True
+            with pytest.raises(RuntimeError, match="the head fails"):
+                plain(x)
+            plain.head.fails = False
+            assert not in_effect().inputs
+            with pytest.raises(ValueError, match=r"calls head\.linear by itself"):
+                plain(x, whole=False)
+
+
+@torch.no_grad()
+def test_threads_that_are_given_a_block_do_not_mix_their_inputs():
+    plain = CallsItsHead().eval()
+    own, batches = trained(plain), torch.randn(20, 3, WIDTH)
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter_of(own))
+
+    async def computed():
+        with torch.no_grad(), bank.use("a"):
+            return await asyncio.gather(*(asyncio.to_thread(plain, x) for x in batches))
+
+    expected = torch.stack([own(x) for x in batches])
+    torch.testing.assert_close(torch.stack(asyncio.run(computed())), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["up", "head"])
+def test_a_copy_that_has_replaced_a_module_takes_adapters(name):
+    """Its hooks are copies, which never act. The module may be put back."""
+    plain, x = OfTensor().eval(), torch.randn(3, WIDTH)
+    own, bank, module = trained(plain), lora.AdapterBank(plain), plain.get_submodule(name)
+    hooks = []
+    for is_replaced in (False, True, False):
+        setattr(plain, name, copy.deepcopy(module) if is_replaced else module)
+        bank.add("a", adapter_of(own))
+        hooks.append((len(module._forward_hooks), len(module._forward_pre_hooks)))
+        with torch.no_grad(), bank.use("a"):
+            torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+            assert not in_effect().inputs
+        bank.remove("a")
+    assert hooks == [hooks[0], (0, 0), hooks[0]]
+    bank.close()
+    assert not module._forward_hooks
