@@ -123,6 +123,15 @@ class OfChangedLinear(OfTensor):
         self.head.forward = MethodType(tanh_first, self.head)
 
 
+def with_adapter(plain, own, x):
+    """Returns a bank with the adapter "a" of `own`, checked to compute what `own` computes."""
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter_of(own))
+    with torch.no_grad(), bank.use("a"):
+        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+    return bank
+
+
 def tanh_first(layer, input):
     return F.linear(input.tanh_(), layer.weight, layer.bias)
 
@@ -306,15 +315,12 @@ class ReadsInItsHead(OfTensor):
 def test_a_head_whose_parameters_the_model_reads_is_refused(kind, message):
     plain, x = kind().eval(), torch.randn(3, WIDTH)
     own = trained(plain)
-    bank = lora.AdapterBank(plain)
-    if message is not None:
-        with pytest.raises(NeedsMergingError, match=f"{message}; merge it into its base$"):
-            bank.add("a", adapter_of(own))
-        assert not plain.head._forward_hooks
+    if message is None:
+        with_adapter(plain, own, x)
         return
-    bank.add("a", adapter_of(own))
-    with torch.no_grad(), bank.use("a"):
-        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NeedsMergingError, match=f"{message}; merge it into its base$"):
+        lora.AdapterBank(plain).add("a", adapter_of(own))
+    assert not plain.head._forward_hooks
 
 
 class ReadsItsHeadsDtype(OfTensor):
@@ -336,10 +342,8 @@ class ReadsAParametrizedHead(ReadsItsHeadsDtype):
 def test_parametrized_heads():
     """Such a weight may be read for its dtype, as other weights may."""
     plain, x = ReadsItsHeadsDtype().eval(), torch.randn(3, WIDTH)
-    own, bank = trained(plain), lora.AdapterBank(plain)
-    bank.add("a", adapter_of(own))
+    bank = with_adapter(plain, trained(plain), x)
     with torch.no_grad(), bank.use("a"):
-        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
         assert plain.head.weight.shape == (WIDTH, WIDTH)
     read = ReadsAParametrizedHead().eval()
     with pytest.raises(NeedsMergingError, match=r"trains head, whose parameters the source of Re"):
@@ -372,10 +376,7 @@ def test_a_head_may_have_several_places_but_not_a_part_of_it():
     message = r"trains head\.1, which the model also has outside of head; merge it into its base$"
     with pytest.raises(NeedsMergingError, match=message):
         lora.AdapterBank(shared).add("a", adapter_of(trained(shared)))
-    own, bank = trained(plain), lora.AdapterBank(plain)
-    bank.add("a", adapter_of(own))
-    with torch.no_grad(), bank.use("a"):
-        torch.testing.assert_close(plain(x), own(x), rtol=1e-4, atol=1e-5)
+    with_adapter(plain, trained(plain), x)
 
 
 # ---- calls of heads ----
