@@ -401,13 +401,12 @@ def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
     """Returns the settings by the first name of each module, which may have several names."""
-    first, by_first = first_names_of_targets(model), dict[str, LayerSettings]()
+    first, given = first_names_of_targets(model), dict[str, str]()
     for name, of_module in settings.items():
-        if by_first.setdefault(first.get(name, name), of_module) != of_module:
-            raise ValueError(
-                f"{name} and {first[name]} are the same module, but their settings differ"
-            )
-    return by_first
+        other = given.setdefault(first.get(name, name), name)
+        if settings[other] != of_module:
+            raise ValueError(f"{other} and {name} are the same module, but their settings differ")
+    return {first_name: settings[name] for first_name, name in given.items()}
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
