@@ -107,6 +107,8 @@ def why_not_expressible(adapter: Adapter) -> str | None:
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
             return f"brings {name}, a parameter of the model itself, but PEFT saves only modules"
+        if last.isdecimal():
+            return f"brings {name}, whose module is an nn.ParameterList, which PEFT does not save"
     for saved in _saved_modules(adapter):
         for module in modules:
             if module.startswith(f"{saved}."):

@@ -153,6 +153,22 @@ def test_modules_that_seem_to_be_embeddings_are_refused(tmp_path, tensors, messa
     assert listing(tmp_path) == set()
 
 
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"scale": drawn(6)}, "brings scale, a parameter of the model itself"),
+        ({"head.0": drawn(6)}, "brings head.0, whose module is an nn.ParameterList"),
+        ({"layer.scale": drawn(6)}, "save all of it, including layer.attention, which has LoRA"),
+    ],
+)
+def test_parameters_that_peft_does_not_save_are_refused(tmp_path, tensors, message):
+    layer = "layer.attention"
+    tensors = {f"{layer}.lora_A": drawn(2, 6), f"{layer}.lora_B": drawn(6, 2)} | tensors
+    adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
+    refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
+    assert listing(tmp_path) == set()
+
+
 @pytest.mark.parametrize("where", range(2))
 def test_stacked_and_other_updates_can_be_in_one_folder(tmp_path, where):
     """In the folder, they have different ranks with the same scaling.
