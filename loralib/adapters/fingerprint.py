@@ -159,9 +159,10 @@ def possible_fingerprints(
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops
+    with_tied = _with_tied(model, brought)
     parts = [
         {name for name in state if name.partition(".")[0] not in heads},
-        {name for name in state if name not in _with_tied(model, brought)},
+        state.keys() - with_tied,
         {name for name in state if name.partition(".")[0] in tops},
         set(state),
     ]

@@ -123,7 +123,9 @@ def is_targeted_parameter(config: Mapping[str, Any], name: str) -> bool:
 def _is_named(patterns: str | Collection[str] | None, name: str) -> bool:
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
-    return any(name == each or name.endswith(f".{each}") for each in patterns or ())
+    parts = name.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return any(end in (patterns or ()) for end in ends)
 
 
 def attention_of(module: str, modules: Collection[str]) -> str | None:

@@ -405,7 +405,8 @@ def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any
     """
     told = _targets_by_name(modules) if modules else {"target_modules": []}
     others = {name for name, _ in model.named_modules()} - set(modules) if model else ()
-    if any(is_targeted(told, name) for name in others):
+    named = told | {"target_modules": frozenset(told["target_modules"])}  # found at once in a set
+    if any(is_targeted(named, name) for name in others):
         return {"target_modules": "|".join(re.escape(name) for name in sorted(modules))}
     return told
 

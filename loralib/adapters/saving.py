@@ -162,7 +162,8 @@ def _adapter_of(
     check_gathered(tensors_of(model, besides), "it is saved")
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
-    tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}
+    saved = updates | besides
+    tensors = {n: t.detach() for n, t in state.items() if n in saved}
     _check_frozen(model, tensors)
     settings: dict[str, Any] = lora_settings(model)
     seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
