@@ -30,7 +30,6 @@ from .adaptation import (
     adapt_stack,
     builder_of,
     drop_stack,
-    is_linear,
     turn_with,
 )
 from .adapted_layers import MultiheadAttention
@@ -250,9 +249,9 @@ def _adapted_names(
     layers: Iterable[int] | None,
 ) -> list[str]:
     """Returns the names of the modules to adapt, with the out_proj of each attention."""
-    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    names = find(model, targets, exclude=exclude, layers=layers)
     if exclude:
-        every = find(model, targets, is_linear=is_linear)
+        every = find(model, targets)
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     return _with_output_projections(model, names, exclude)
 

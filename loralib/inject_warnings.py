@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 
 from torch import nn
 
-from .adaptation import is_linear
 from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
 from .inject_checks import can_be_trained, sharing
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     """Warns which layer "all-linear" has taken for the head, if it is frozen and not excluded."""
-    head = guessed_head(model, is_linear)
+    head = guessed_head(model)
     if head is None or is_any(head, exclude) or head in lora_layers(model):
         return
     module = model.get_submodule(head)
@@ -50,7 +49,7 @@ def warn_of_foreign_linear(
     model: nn.Module, exclude: Iterable[Target], layers: Iterable[int] | None
 ) -> None:
     """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
-    found = {n: model.get_submodule(n) for n in foreign_linear(model, is_linear, exclude, layers)}
+    found = {n: model.get_submodule(n) for n in foreign_linear(model, exclude, layers)}
     frozen = {
         name: module
         for name, module in found.items()

@@ -75,7 +75,7 @@ MODULES = {
         "wrappers",
     },
     "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
-    "targets": {"experts", "stacks", "text"},
+    "targets": {"adaptation", "experts", "stacks", "text"},
     "adaptation": {
         "adapted_layers",
         "errors",
