@@ -132,7 +132,9 @@ def merge_in_place(model: nn.Module) -> None:
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
-        (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
+        (layer.base, layer.frozen_name, layer._merged_parameter())
+        for layer in layers
+        if layer.r > 0
     ]
     restore_all(model)
     for base, name, parameter in merged:
@@ -209,10 +211,6 @@ def merged_copy(layer: nn.Module) -> nn.Module:
     return copied
 
 
-def _merged_parameter(layer: LoRALayer) -> nn.Parameter:
-    return nn.Parameter(layer._merge(), requires_grad=layer.frozen_weight.requires_grad)
-
-
 # ------------------------------------------------------------------------------------------------
 # PyTorch's own encoder
 # ------------------------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ def disable_fast_paths(model: nn.Module) -> None:
         for kind, (name, off) in _FAST_PATH.items():
             if not isinstance(module, kind) or "_fast_path" in vars(module):
                 continue
-            if any(isinstance(child, LoRALayer) for child in module.modules()):
+            if contains(module, LoRALayer):
                 vars(module)["_fast_path"] = getattr(module, name)
                 setattr(module, name, off)
 

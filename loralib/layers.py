@@ -182,13 +182,10 @@ class _SlicedLinear(LoRALayer, nn.Linear):
     def merged_layer(self) -> nn.Linear:
         """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
         layer = nn.Linear(self.in_features, self.out_features, device="meta")
-        if self.r > 0 or self.fan_in_fan_out:
-            weight = self._merge() if self.r > 0 else self.weight.detach()
-            layer.weight = nn.Parameter(
-                self._as_matrix(weight).contiguous(), requires_grad=self.weight.requires_grad
-            )
-        else:
-            layer.weight = self.weight
+        layer.weight = self._merged_parameter()
+        if self.fan_in_fan_out:
+            matrix = layer.weight.detach().t().contiguous()
+            layer.weight = nn.Parameter(matrix, self.weight.requires_grad)
         layer.bias = self.bias
         return layer.train(self.training)
 
@@ -484,10 +481,7 @@ class Embedding(LoRALayer, nn.Embedding):
             sparse=self.sparse,
             device="meta",
         )
-        if self.r > 0:
-            layer.weight = nn.Parameter(self._merge(), requires_grad=self.weight.requires_grad)
-        else:
-            layer.weight = self.weight
+        layer.weight = self._merged_parameter()
         return layer.train(self.training)
 
 
@@ -641,10 +635,7 @@ class ConvLoRA(LoRALayer, nn.Module):
             device="meta",
             **transposed,
         )
-        if self.r > 0:
-            layer.weight = nn.Parameter(self._merge(), requires_grad=conv.weight.requires_grad)
-        else:
-            layer.weight = conv.weight
+        layer.weight = self._merged_parameter()
         layer.bias = conv.bias
         return layer.train(self.training)
 

@@ -181,7 +181,7 @@ class LoRALayer:
 
         A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
         """
-        return _has_foreign_forward(type(self)) or has_own_forward(self)
+        return not _is_from_here(type(self).forward) or has_own_forward(self)
 
     def train(self, mode: bool = True) -> "LoRALayer":
         """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
@@ -216,7 +216,7 @@ class LoRALayer:
         """
         kind = type(self)
         if kind.merged_layer is LoRALayer.merged_layer or (
-            _has_foreign_forward(kind) and _is_from_here(kind.merged_layer)
+            not _is_from_here(kind.forward) and _is_from_here(kind.merged_layer)
         ):
             raise TypeError(
                 f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
@@ -360,7 +360,8 @@ class LoRALayer:
         """Sets DoRA's magnitudes to the norms of the weight's rows: the update starts as zero."""
         if variant_of(self.variant).has_magnitude:
             parts = self._updated_weights()
-            norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
+            wide = torch.promote_types(self.frozen_weight.dtype, torch.float32)
+            norms = [torch.linalg.vector_norm(W, dim=1, dtype=wide) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
 
     def _updated_weights(self) -> list[Tensor]:
@@ -448,6 +449,11 @@ class LoRALayer:
             return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
+    def _merged_parameter(self) -> nn.Parameter:
+        """Returns the result of `_merge` as a parameter; without an update, the weight itself."""
+        weight = self.frozen_weight
+        return nn.Parameter(self._merge(), weight.requires_grad) if self.r > 0 else weight
+
     def _merged_weight(self) -> Tensor | None:
         """Returns the merged weight, or None if the low-rank branch has to be computed."""
         if self._set_merged:
@@ -455,12 +461,13 @@ class LoRALayer:
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         weight, update = self.frozen_weight, self._update_tensors()
-        # Transformed tensors have derivatives, which a copy would not have.
-        if not self._can_keep_copy(weight, update) or is_transformed(weight, *update):
-            self._merged_copy = None
-            return None
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, *update))
-        if recorded or any(t.is_inference() for t in (weight, *update)):
+        tensors = weight, *update
+        if (
+            not self._can_keep_copy(weight, update)
+            or is_transformed(*tensors)  # they have derivatives, which a copy would not have
+            or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            or any(t.is_inference() for t in tensors)
+        ):
             self._merged_copy = None
             return None
         stamp, kept = self._stamp(weight, update), self._merged_copy
@@ -575,11 +582,6 @@ def _is_from_here(function: Callable[..., Any]) -> bool:
     return module.startswith(f"{__package__}.")
 
 
-def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
-    """Returns whether a class's forward is not this package's."""
-    return not _is_from_here(kind.forward)
-
-
 _FACTORS = ("lora_A", "lora_B")
 _UPDATE = (*_FACTORS, "lora_magnitude_vector")
 _PLAIN = {Tensor, nn.Parameter}
@@ -620,11 +622,6 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
         return False
     is_dense = given.layout == tensor.layout == torch.strided
     return is_dense and given.data_ptr() == tensor.data_ptr()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Returns the tensor's dtype, or float32 if that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import AdaptedProjection, contains
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
 from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
@@ -95,12 +95,7 @@ def _unfreeze_lora(model: nn.Module) -> None:
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
-    """Unfreezes biases, as for `mark_only_lora_as_trainable`.
-
-    Raises:
-        ValueError: `bias` is not one of its choices.
-    """
-    check_bias(bias)
+    """Unfreezes biases; `bias` is one of the choices of `mark_only_lora_as_trainable`."""
     meant: set[Any] = set()
     if bias == "lora_only":
         meant = {layer.base_bias for layer in lora_layers(model).values()} - {None}
@@ -177,7 +172,7 @@ def parameter_groups(
     check_model(model)
     lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
     weight_decay = as_number("weight_decay", weight_decay, *AT_LEAST_0)
-    if not any(isinstance(layer, LoRALayer) for layer in model.modules()):
+    if not contains(model, LoRALayer):
         raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -285,7 +280,7 @@ def merge(module: nn.Module) -> nn.Module:
             are not there (offloaded, or on the meta device), or are quantized.
     """
     check_model(module)
-    if not any(isinstance(layer, LoRALayer) for layer in module.modules()):
+    if not contains(module, LoRALayer):
         raise ValueError(
             "the model has no LoRA to merge: load its adapter first, unless it is merged already"
         )
