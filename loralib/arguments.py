@@ -148,7 +148,7 @@ def _in_order(values: object) -> tuple[Any, ...] | None:
     return None if getattr(values, "ndim", 1) == 0 else tuple(values)
 
 
-def answering(
+def refusing_keywords(
     words: Mapping[str, str],
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Makes a function refuse the keywords of other libraries, and name its own in the error.
@@ -160,7 +160,7 @@ def answering(
         TypeError: a call has such a keyword. (Python raises it for any unknown keyword.)
     """
 
-    def of(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         @functools.wraps(function)
         def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             theirs = [name for name in kwargs if name in words]
@@ -174,7 +174,7 @@ def answering(
 
         return call
 
-    return of
+    return decorate
 
 
 def check_model(model: object, second: object = None) -> None:

@@ -86,8 +86,7 @@ def check_adaptable(model: nn.Module) -> None:
                 f"{name} has 'lora_' in its name, by which LoRA's parameters are recognized: "
                 "rename that module first"
             )
-        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-        if not is_lazy and parameter.is_inference():
+        if not is_lazy(parameter) and parameter.is_inference():
             raise ValueError(
                 f"{name} is an inference tensor, which cannot be trained: adapt a copy of the "
                 "model, copy.deepcopy(model)"
@@ -140,13 +139,13 @@ def check_has_parameters(
     return without
 
 
-def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
+def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
     """Checks that a module can be adapted with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
-    what = module_label(name)
+    module, what = model.get_submodule(name), module_label(name)
     if isinstance(module, LoRALayer) and module.r > 0:
         if not is_in_place(module):
             raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
@@ -158,8 +157,7 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} belongs to an encoder of this project, which has to be built with LoRA, also "
             "for load_adapter: from_pretrained(…, apply_lora=True, lora_r=8, lora_alpha=16)"
         )
-    own_parameters = module.parameters(recurse=False)
-    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
+    if any(map(is_lazy, module.parameters(recurse=False))):
         raise UnsupportedLayerError(f"{what} {_WITHOUT_SHAPE}")
     try:
         builder_of(module)
@@ -174,16 +172,30 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    parts = weight_names(module)
-    weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
-    if not weights or not module._parameters.keys() >= {*parts}:
+    weights = _weights(module)
+    if not weights or not module._parameters.keys() >= {*weight_names(module)}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
-    for weight in weights:
+    for weight in weights.values():
         if is_quantized_linear(module):
             _check_quantized(what, module, settings)
         else:
             _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.MultiheadAttention):
+        _check_attention(name, owner, module)
+    for attention, relation in ((module, "is"), (owner, "belongs to")):
+        if isinstance(attention, nn.MultiheadAttention) and settings.lora_dropout:
+            raise ValueError(
+                f"{what} {relation} an nn.MultiheadAttention, whose update cannot have dropout: "
+                f"set lora_dropout to 0, or {_LEAVE_OUT}"
+            )
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that are a module's weights, by name."""
+    own = module._parameters
+    return {n: weight for n in weight_names(module) if (weight := own.get(n)) is not None}
 
 
 def _check_class(what: str, module: nn.Module) -> None:
@@ -401,7 +413,8 @@ def check_rank(
         settings: the settings of its modules and stacks, by their names.
         patterns: the targets that gave some of these another rank than the rest.
     """
-    largest, stacks = _largest_ranks(model, settings), stacked_weights(model)
+    largest = {name: _largest_rank(model, name, own) for name, own in settings.items()}
+    stacks = stacked_weights(model)
     for name, most in largest.items():
         rank = settings[name].r
         if most is None or rank <= most:
@@ -425,30 +438,18 @@ def check_rank(
         )
 
 
-def _largest_ranks(
-    model: nn.Module, settings: Mapping[str, LayerSettings]
-) -> dict[str, int | None]:
-    """Returns the largest possible ranks of modules and stacks, by their names.
+def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int | None:
+    """Returns the largest possible rank of a module's or stack's update.
 
-    This is the smallest dimension of a weight as a matrix, or of its slices with `enable_lora`;
-    None for a module without a weight of its own.
+    This is the smallest dimension of its weights as matrices, or of their slices with
+    `enable_lora`; None for a module without a weight of its own.
     """
-    held = {name: _holder(model, name) for name in settings}
-    return {
-        name: _largest_rank(module, settings[name]) if stack is None else min(stack.shape[1:])
-        for name, (module, stack) in held.items()
-    }
-
-
-def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
-    """Returns the smallest dimension of a module's weights or their slices; None without any."""
-    sizes = []
-    for part in weight_names(module):
-        weight = module._parameters.get(part)
-        if weight is not None:
-            out, inner = _out_in(module, weight)
-            sizes.append(min(out // len(settings.enable_lora), inner))
-    return min(sizes, default=None)
+    module, stack = _holder(model, name)
+    if stack is not None:
+        return min(stack.shape[1:])
+    sizes = [_out_in(module, weight) for weight in _weights(module).values()]
+    slices = len(settings.enable_lora)
+    return min((min(out // slices, inner) for out, inner in sizes), default=None)
 
 
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
@@ -460,9 +461,8 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     if not variant_of(settings.variant).has_magnitude:
         return
     is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
-    for part in weight_names(module):
-        weight = module._parameters.get(part)
-        if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
+    for part, weight in _weights(module).items():
+        if weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -501,44 +501,30 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: Laye
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
-    LoRALayer(**{**settings.of_layer(), "merge_weights": False})  # runs its checks of the settings
+    LoRALayer(**settings.of_layer())  # runs its checks of the settings
 
 
-def check_owner(model: nn.Module, name: str) -> None:
-    """Checks that a module does not belong to an attention that could not use its update.
+def _check_attention(name: str, owner: nn.MultiheadAttention, module: nn.Module) -> None:
+    """Checks that the attention that a module belongs to can use its update.
 
-    An `nn.MultiheadAttention` computes with the weight of its out_proj itself, so it changes its
-    class when out_proj is adapted. It cannot if its class overrides forward or adds methods or
-    attributes of its own, or if that weight is quantized.
+    It computes with the weight of its out_proj itself, so it changes its class when out_proj is
+    adapted. It cannot if its class overrides forward or adds methods or attributes of its own, or
+    if that weight is quantized.
     """
-    owner = model.get_submodule(name.rpartition(".")[0])
-    if not isinstance(owner, nn.MultiheadAttention):
-        return
-    if is_quantized_linear(model.get_submodule(name)):
+    if is_quantized_linear(module):
         raise UnsupportedLayerError(
             f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
             f"reads it itself: {_LEAVE_OUT}"
         )
     if isinstance(owner, MultiheadAttention):
         return
-    has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
-    if has_own_forward or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
+    overrides = type(owner).forward is not nn.MultiheadAttention.forward
+    if overrides or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
             f"its own way: {_LEAVE_OUT}"
         )
     _check_class(f"the module around {name}", owner)
-
-
-def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
-    """Checks that dropout is 0 for an attention and its projections, which cannot have it."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
-        if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
-            raise ValueError(
-                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update cannot have "
-                f"dropout: set lora_dropout to 0, or {_LEAVE_OUT}"
-            )
 
 
 def check_tied(model: nn.Module, names: Iterable[str]) -> None:

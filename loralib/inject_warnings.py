@@ -21,9 +21,18 @@ from .targets import (
     matches,
     shortest_targets,
 )
-from .text import in_short, listed, module_label
+from .text import in_short, listed, module_label, quoted
 
 logger = logging.getLogger(__name__)
+
+
+def warn_of_no_parameters(names: Collection[str]) -> None:
+    """Warns of modules in modules_to_train that have no parameters, see `check_has_parameters`."""
+    if names:
+        logger.warning(
+            "modules_to_train names %s, with no parameters to train",
+            listed(map(module_label, names)),
+        )
 
 
 def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
@@ -114,7 +123,7 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
                 what,
                 in_short(of_kind, at_most=2),
                 called_instead,
-                in_short(_ends(of_kind), quote="'"),
+                quoted(_ends(of_kind)),
             )
 
 
@@ -130,7 +139,7 @@ def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
             "" if is_one else "s",
             in_short(found, at_most=2),
             "s" if is_one else "",
-            in_short(_ends(found), quote="'"),
+            quoted(_ends(found)),
             "it" if is_one else "them",
         )
 
