@@ -17,7 +17,8 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
-from .wrappers import is_sharded, unwrapped, without_checkpoint
+from .tensor_kinds import is_sharded
+from .wrappers import unwrapped, without_checkpoint
 
 
 class _AdaptedConv(LoRALayer):
@@ -146,11 +147,6 @@ class AdaptedProjection(LoRALayer, nn.Module):
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight
 
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of the update."""
-        out, width = self.frozen_weight.shape
-        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
-
     def forward(self, weight: Tensor) -> Any:
         """Returns the weight with its update, for the attention to compute with.
 
@@ -190,11 +186,6 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight
-
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of in_proj's update."""
-        out, width = self.in_proj_weight.shape
-        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def forward(
         self,

@@ -36,17 +36,9 @@ from .stacks import (
     stacks_in,
 )
 from .targets import Target, matches, means, shortest_target, text_of
+from .tensor_kinds import has_own_dispatch, is_dense, is_fake, quantized, unreadable
 from .text import listed, module_label
-from .wrappers import (
-    has_own_dispatch,
-    has_own_forward,
-    is_dense,
-    is_distributed_or_compiled,
-    is_fake,
-    own_forward_message,
-    quantized,
-    unreadable,
-)
+from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message
 from .zero3 import check_not_copied, is_partitioned
 
 # The attributes of a LoRA layer, which a module may not already have for something else.

@@ -381,7 +381,9 @@ class Embedding(LoRALayer, nn.Embedding):
         LoRALayer.__init__(
             self, r, lora_alpha, 0.0, merge_weights, variant, initialization, freeze_A
         )
-        self._add_update()
+        if self.r > 0:
+            self.check_update(self.max_norm, self.freeze_A, self.initialization)
+            self._add_update()
         if kwargs.get("_weight") is None:
             # Initialized a second time, as in 0.1.2, so that a seed gives the same weights.
             nn.Embedding.reset_parameters(self)
@@ -403,15 +405,6 @@ class Embedding(LoRALayer, nn.Embedding):
                 "freeze_A would freeze an embedding's A at zero: leave freeze_A out, or choose "
                 "another initialization"
             )
-
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of the update."""
-        if self.r == 0:
-            return
-        self.check_update(self.max_norm, self.freeze_A, self.initialization)
-        self._add_lora_parameters(
-            (self.r, self.num_embeddings), (self.embedding_dim, self.r), dtype
-        )
 
     def _reset_factors(self) -> None:
         nn.init.zeros_(self.lora_A)

@@ -23,7 +23,8 @@ from .nn.bits import bits_of
 from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
-from .wrappers import has_own_forward, is_managed, is_sharded
+from .tensor_kinds import is_sharded
+from .wrappers import has_own_forward, is_managed
 from .zero3 import check_gathered, is_of_zero3
 
 
@@ -247,6 +248,11 @@ class LoRALayer:
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """Returns a view of the weight as the (out, in) matrix that the update is added to."""
         raise NotImplementedError
+
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of one update of the whole weight, as `_add_lora_parameters`."""
+        out, width = self._as_matrix(self.frozen_weight).shape
+        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def _add_lora_parameters(
         self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .lora_layer import lora_layers
-from .wrappers import is_managed, is_sharded, unreadable
+from .tensor_kinds import is_sharded, unreadable
+from .wrappers import is_managed
 from .zero3 import check_gathered
 
 # The dtypes that adapters hold. Buffers may also be counters, such as BatchNorm's, or masks.

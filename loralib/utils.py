@@ -19,9 +19,9 @@ from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
+from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_fake, is_sharded
 from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)
