@@ -52,13 +52,11 @@ from .in_place import (
 from .inject_checks import (
     check_adaptable,
     check_has_modules,
-    check_has_parameters,
     check_module,
     check_rank,
     check_rows,
     check_stack,
     check_tied,
-    check_trained,
 )
 from .inject_warnings import (
     warn_of_bypassed,
@@ -74,6 +72,7 @@ from .inject_warnings import (
 )
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
+from .modules_to_train import check_has_parameters, check_trained
 from .stacks import Stack, stack_named, stacked_weights
 from .steps import forget_steps, note_name
 from .targets import (

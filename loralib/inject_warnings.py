@@ -8,9 +8,9 @@ from torch import nn
 
 from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
-from .inject_checks import can_be_trained, sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
+from .modules_to_train import can_be_trained, sharing
 from .stacks import stack_named
 from .targets import (
     ALL_LINEAR,
