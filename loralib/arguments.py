@@ -46,10 +46,7 @@ def as_python(value: Any) -> Any:
 
 
 def as_number(
-    name: str,
-    value: object,
-    what: str = "a number",
-    within: tuple[float, float] | None = None,
+    name: str, value: object, what: str, within: tuple[float, float] | None = None
 ) -> float:
     """Checks that a value is a number, and returns it as a Python number.
 

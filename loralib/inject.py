@@ -322,8 +322,7 @@ def adapt(
     """
     check_adaptable(model)
     settings = _by_first_name(model, settings)
-    found = ((name, stack_named(model, name)) for name in settings)
-    stacks = {name: stack for name, stack in found if stack is not None}
+    stacks = {name: stack for name in settings if (stack := stack_named(model, name)) is not None}
     modules = {name: model.get_submodule(name) for name in settings if name not in stacks}
     for name, stack in stacks.items():
         check_stack(name, stack, settings[name])

@@ -23,7 +23,7 @@ from .quantized_layers import (
     check_unpacked,
     is_quantized_linear,
     needs_weight,
-    stops_gradients,
+    passes_gradients,
 )
 from .stacks import (
     Stack,
@@ -203,9 +203,10 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
             f"the weight of {what} is quantized, but {reader} needs its values: choose another, "
             f"load the base in float16 or bfloat16, or {_LEAVE_OUT}"
         )
-    if reason := stops_gradients(layer):
+    if not passes_gradients(layer):
         raise UnsupportedLayerError(
-            f"gradients do not pass through {what}, because {reason}, or {_LEAVE_OUT}"
+            f"gradients do not pass through {what}, because its inputs are quantized as well: "
+            f"quantize only the weights, or {_LEAVE_OUT}"
         )
 
 

@@ -153,7 +153,7 @@ def warn_of_kinds(model: nn.Module) -> None:
     """Warns that a model has LoRA of several kinds, which `save_adapter` would refuse."""
     layers = lora_layers(model).values()
     for setting in ("variant", "initialization"):
-        kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
+        kinds = {getattr(layer, setting) for layer in layers}
         is_recorded = setting == "initialization" and not any(map(starts_from_weight, kinds))
         if len(kinds) > 1 and not is_recorded:
             logger.warning(
