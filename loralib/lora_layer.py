@@ -314,20 +314,21 @@ class LoRALayer:
 
     def reset_lora_parameters(self) -> None:
         """Initializes A and B; by default, A as a linear layer's weight, and B with zeros."""
-        if self.r > 0:
-            self._check_startable()
-            is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
-            self._was_empty = (is_meta or not initializes()) and not is_deferred
-            if self._was_empty and not is_meta:
-                self._note_empty(_FACTORS)
-                self._start_magnitudes()
-                return
-            self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
-            if self.initialization == "orthogonal":
-                orthogonal(self.lora_A, self.lora_B)
-            else:
-                self._reset_factors()
-            self.start_from_weight()
+        if self.r == 0:
+            return
+        self._check_startable()
+        is_meta = self.lora_A.is_meta
+        self._was_empty = (is_meta or not initializes()) and not start_is_deferred()
+        if self._was_empty and not is_meta:
+            self._note_empty(_FACTORS)
+            self._start_magnitudes()
+            return
+        self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
+        if self.initialization == "orthogonal":
+            orthogonal(self.lora_A, self.lora_B)
+        else:
+            self._reset_factors()
+        self.start_from_weight()
 
     def _reset_factors(self) -> None:
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
