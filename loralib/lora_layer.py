@@ -138,6 +138,8 @@ class LoRALayer:
         self._in_effect = False
         self._merged_copy: _MergedCopy | None = None
 
+    # ---- the frozen weight ----
+
     @property
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or a child.
@@ -160,70 +162,7 @@ class LoRALayer:
         """The frozen layer's bias, if it has one."""
         return getattr(self.base, "bias", None)
 
-    @property
-    def merged(self) -> bool:
-        """Whether the mode with the merged weight is in effect; see `LoRALayer`."""
-        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
-
-    @merged.setter
-    def merged(self, value: bool) -> None:
-        if self._set_merged or self._computes_elsewhere():
-            self._set_merged = bool(value)
-        elif value and not self._in_effect:
-            raise ValueError(
-                "merged cannot be set to True: a layer's weight never holds its update here. "
-                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
-            )
-        else:
-            self._in_effect = bool(value)
-
-    def _computes_elsewhere(self) -> bool:
-        """Returns whether forward is not this package's, but a subclass's or set on the instance.
-
-        A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
-        """
-        return not _is_from_here(type(self).forward) or has_own_forward(self)
-
-    def train(self, mode: bool = True) -> "LoRALayer":
-        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
-        super().train(mode)
-        if mode and self._set_merged and self.merge_weights:
-            self._unmerge()
-        self._in_effect = self.merge_weights and not mode
-        self._merged_copy = None
-        return self
-
-    @torch.no_grad()
-    def _unmerge(self) -> None:
-        """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
-        is_known = type(self)._as_matrix is not LoRALayer._as_matrix
-        if variant_of(self.variant).has_magnitude or not is_known:
-            return  # unknown: the original weight (DoRA), or how a subclass has added the update
-        if self.r > 0:
-            added = self._delta()
-            negative = replace(added, scaling=-added.scaling)
-            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
-        self._set_merged = False
-
-    def merged_layer(self) -> nn.Module:
-        """Returns a plain layer with the update merged into its weight; see `loralib.merge`."""
-        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
-
-    def check_merged_layer(self) -> None:
-        """Checks that the class has its own `merged_layer` if it has its own forward.
-
-        Raises:
-            TypeError: it does not.
-        """
-        kind = type(self)
-        if kind.merged_layer is LoRALayer.merged_layer or (
-            not _is_from_here(kind.forward) and _is_from_here(kind.merged_layer)
-        ):
-            raise TypeError(
-                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
-                "plain layer computes the same: give it one (`return super().merged_layer()`, if "
-                "it computes what its base class does)"
-            )
+    # ---- the update ----
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
         """Returns the low-rank update (see functional.py), with A and B cast to `dtype`."""
@@ -311,6 +250,8 @@ class LoRALayer:
             return []
         shown = [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
         return shown if self.variant == "lora" else [*shown, self.variant]
+
+    # ---- initial values ----
 
     def reset_lora_parameters(self) -> None:
         """Initializes A and B; by default, A as a linear layer's weight, and B with zeros."""
@@ -450,6 +391,73 @@ class LoRALayer:
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
         )
 
+    # ---- evaluation with the merged weight ----
+
+    @property
+    def merged(self) -> bool:
+        """Whether the mode with the merged weight is in effect; see `LoRALayer`."""
+        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
+
+    @merged.setter
+    def merged(self, value: bool) -> None:
+        if self._set_merged or self._computes_elsewhere():
+            self._set_merged = bool(value)
+        elif value and not self._in_effect:
+            raise ValueError(
+                "merged cannot be set to True: a layer's weight never holds its update here. "
+                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
+            )
+        else:
+            self._in_effect = bool(value)
+
+    def _computes_elsewhere(self) -> bool:
+        """Returns whether forward is not this package's, but a subclass's or set on the instance.
+
+        A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
+        """
+        return not _is_from_here(type(self).forward) or has_own_forward(self)
+
+    def train(self, mode: bool = True) -> "LoRALayer":
+        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
+        super().train(mode)
+        if mode and self._set_merged and self.merge_weights:
+            self._unmerge()
+        self._in_effect = self.merge_weights and not mode
+        self._merged_copy = None
+        return self
+
+    @torch.no_grad()
+    def _unmerge(self) -> None:
+        """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
+        is_known = type(self)._as_matrix is not LoRALayer._as_matrix
+        if variant_of(self.variant).has_magnitude or not is_known:
+            return  # unknown: the original weight (DoRA), or how a subclass has added the update
+        if self.r > 0:
+            added = self._delta()
+            negative = replace(added, scaling=-added.scaling)
+            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
+        self._set_merged = False
+
+    def merged_layer(self) -> nn.Module:
+        """Returns a plain layer with the update merged into its weight; see `loralib.merge`."""
+        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
+
+    def check_merged_layer(self) -> None:
+        """Checks that the class has its own `merged_layer` if it has its own forward.
+
+        Raises:
+            TypeError: it does not.
+        """
+        kind = type(self)
+        if kind.merged_layer is LoRALayer.merged_layer or (
+            not _is_from_here(kind.forward) and _is_from_here(kind.merged_layer)
+        ):
+            raise TypeError(
+                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
+                "plain layer computes the same: give it one (`return super().merged_layer()`, if "
+                "it computes what its base class does)"
+            )
+
     def _merge(self) -> Tensor:
         """Returns the weight with the update merged into it."""
         if self._set_merged:
@@ -525,6 +533,8 @@ class LoRALayer:
         kinds = [(t.dtype, t.device) for t in update]
         scaling = None if isinstance(self.scaling, Tensor) else self.scaling
         return scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+
+    # ---- moving, copying and pickling ----
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
