@@ -135,11 +135,6 @@ class AdaptedProjection(LoRALayer, nn.Module):
         return self._owner[0]
 
     @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The frozen weight, a parameter of that module."""
-        return getattr(self.base, self.frozen_name)
-
-    @property
     def base_bias(self) -> None:
         """None: any bias belongs to that module."""
         return None
@@ -173,11 +168,6 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     """
 
     frozen_name = "in_proj_weight"
-
-    @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The weight of in_proj."""
-        return self.in_proj_weight
 
     @property
     def base_bias(self) -> nn.Parameter | None:

@@ -155,7 +155,7 @@ class LoRALayer:
     @property
     def frozen_weight(self) -> nn.Parameter:
         """The weight that the update is added to."""
-        return self.base.weight
+        return getattr(self.base, self.frozen_name)
 
     @property
     def base_bias(self) -> nn.Parameter | None:
