@@ -4,7 +4,7 @@ The table at the top of inject.py lists which module becomes which layer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ class LayerSettings:
 
     def of_layer(self) -> dict[str, Any]:
         """Returns the keyword arguments for `LoRALayer`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["enable_lora"]
-        return own | {"merge_weights": True}
+        settings = asdict(self) | {"merge_weights": True}
+        del settings["enable_lora"]
+        return settings
 
 
 def is_linear(module: nn.Module) -> bool:

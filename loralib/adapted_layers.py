@@ -18,7 +18,7 @@ from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
 from .tensor_kinds import is_sharded
-from .wrappers import unwrapped, without_checkpoint
+from .wrappers import contains, unwrapped, without_checkpoint
 
 
 class _AdaptedConv(LoRALayer):
@@ -244,11 +244,6 @@ def _out_proj(attention: MultiheadAttention, query: Tensor) -> Any:
             "computes with its weight and does not call it: wrap the attention as a whole"
         )
     return layer
-
-
-def contains(module: nn.Module, kind: type[Any]) -> bool:
-    """Returns whether a module is an instance of `kind`, or contains one."""
-    return any(isinstance(each, kind) for each in module.modules())
 
 
 def _with_update(layer: Any, weight: Tensor) -> Tensor:

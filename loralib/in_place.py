@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .adapted_layers import AdaptedProjection, contains
+from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer, is_update_computed, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
-from .wrappers import drop_leftover_forward, has_own_forward, own_forward_message
+from .wrappers import contains, drop_leftover_forward, has_own_forward, own_forward_message
 
 # The attribute of a module that holds the names of its children that have been adapted.
 _CHILDREN = "_adapted_children"

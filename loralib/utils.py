@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection, contains
+from .adapted_layers import AdaptedProjection
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
 from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
@@ -22,6 +22,7 @@ from .steps import forget_steps
 from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
 from .trained import forget_trained, note_frozen, note_trained
+from .wrappers import contains
 from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
 
 
+def contains(module: nn.Module, kind: type[Any]) -> bool:
+    """Returns whether a module is an instance of `kind`, or contains one."""
+    return any(isinstance(each, kind) for each in module.modules())
+
+
 def without_checkpoint(module: nn.Module) -> nn.Module:
     """Returns the module inside a wrapper that recomputes it for the backward pass.
 

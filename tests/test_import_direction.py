@@ -61,6 +61,7 @@ MODULES = {
         "tensor_kinds",
         "text",
         "trained",
+        "wrappers",
         "zero3",
     },
     "adapted_layers": {
