@@ -156,10 +156,12 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
             )
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters that are a module's weights, by name."""
-    own = module._parameters
-    return {n: weight for n in weight_names(module) if (weight := own.get(n)) is not None}
+def _targets_within(name: str, block: nn.Module) -> str:
+    """Returns the linear layers and stacks within a block, as targets; empty if there are none."""
+    last = name.rpartition(".")[2]
+    within = [each for each, module in block.named_modules() if each and is_linear(module)]
+    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _check_class(what: str, module: nn.Module) -> None:
@@ -208,145 +210,6 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
             f"gradients do not pass through {what}, because its inputs are quantized as well: "
             f"quantize only the weights, or {_LEAVE_OUT}"
         )
-
-
-def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
-    """Checks that a stack of matrices can be adapted with these settings.
-
-    Raises:
-        ValueError, UnsupportedLayerError: it cannot; the message names it.
-    """
-    owner, last = stack
-    kind = type(owner)
-    if layer_of_stack(last) in owner._modules:
-        raise ValueError(
-            f"{name} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
-        )
-    if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
-        raise UnsupportedLayerError(
-            f"{name} belongs to a {kind.__qualname__}, where LoRA for a parameter has no effect: "
-            f"{_LEAVE_OUT}"
-        )
-    if hasattr(owner, layer_of_stack(last)):
-        raise UnsupportedLayerError(
-            f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', which LoRA "
-            f"uses itself: {_LEAVE_OUT}"
-        )
-    _check_no_own_forward(name.rpartition(".")[0], owner)
-    _check_dtype(name, stack.weight)
-    for is_given, what, way_out in (
-        (settings.lora_dropout, "dropout", "set lora_dropout to 0"),
-        (variant_of(settings.variant).has_magnitude, "DoRA", "choose another variant"),
-    ):
-        if is_given:
-            raise ValueError(
-                f"{name} is a stack of matrices, whose update cannot have {what}: {way_out}, or "
-                f"{_LEAVE_OUT}"
-            )
-    _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
-
-
-def _targets_within(name: str, block: nn.Module) -> str:
-    """Returns the linear layers and stacks within a block, as targets; empty if there are none."""
-    last = name.rpartition(".")[2]
-    within = [each for each, module in block.named_modules() if each and is_linear(module)]
-    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
-    return listed(f"{last}.{each}" for each in within)
-
-
-def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """Returns the sizes of a weight as a matrix (out, in)."""
-    if is_quantized_linear(module):  # its weight may be packed
-        layer: Any = module
-        return layer.out_features, layer.in_features
-    out, inner = weight.shape[0], math.prod(weight.shape[1:])
-    return (inner, out) if is_conv1d(module) else (out, inner)
-
-
-def own_parameters(model: nn.Module, name: str) -> set[Tensor]:
-    """Returns a module's own parameters, or only the stack if this is a stack's name."""
-    module, stack = _holder(model, name)
-    own = module._parameters.values() if stack is None else (stack,)
-    return {parameter for parameter in own if parameter is not None}
-
-
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
-    """Returns the module of this name and None, or a stack's owner and the stack itself."""
-    stack = stack_named(model, name)
-    return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
-
-
-def check_rank(
-    model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target] = ()
-) -> None:
-    """Checks that no rank exceeds the smaller dimension of its weight, or of one slice of it.
-
-    Args:
-        model: the model.
-        settings: the settings of its modules and stacks, by their names.
-        patterns: the targets that gave some of these another rank than the rest.
-    """
-    largest = {name: _largest_rank(model, name, own) for name, own in settings.items()}
-    stacks = stacked_weights(model)
-    for name, most in largest.items():
-        rank = settings[name].r
-        if most is None or rank <= most:
-            continue
-        pattern = next((each for each in patterns if means(name, each, stacks)), None)
-        owner = bypassed(model, [name]).get(name)
-        if owner is not None:
-            never = f"the source of {owner} never calls it, so no rank has an effect"
-            way_out = f"{never}: {_LEAVE_OUT}"
-        elif most == 0:
-            way_out = _LEAVE_OUT
-        elif pattern is not None:
-            way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
-        else:
-            alike = [n for n, other in largest.items() if other == most]
-            target = shortest_target(name, alike, largest)
-            way_out = f"lower it, or give rank_pattern={{{target}: {most}}}"
-        raise ValueError(
-            f"r = {rank} is too large for {module_label(name)}, whose largest possible rank is "
-            f"{most}; {way_out}"
-        )
-
-
-def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int | None:
-    """Returns the largest possible rank of a module's or stack's update.
-
-    This is the smallest dimension of its weights as matrices, or of their slices with
-    `enable_lora`; None for a module without a weight of its own.
-    """
-    module, stack = _holder(model, name)
-    if stack is not None:
-        return min(stack.shape[1:])
-    sizes = [_out_in(module, weight) for weight in _weights(module).values()]
-    slices = len(settings.enable_lora)
-    return min((min(out // slices, inner) for out, inner in sizes), default=None)
-
-
-def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
-    """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
-
-    Slices that `enable_lora` leaves out are not checked.
-    Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
-    """
-    if not variant_of(settings.variant).has_magnitude:
-        return
-    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
-    for part, weight in _weights(module).items():
-        if weight.is_meta or is_fake(weight) or is_partitioned(weight):
-            continue
-        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
-        slices = norms.chunk(len(settings.enable_lora))
-        adapted = zip(slices, settings.enable_lora, strict=True)
-        if not all(norms.all() for norms, enabled in adapted if enabled) and initializes():
-            raise ValueError(
-                f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
-                f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"
-            )
 
 
 def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:
@@ -400,6 +263,115 @@ def _check_attention(name: str, owner: nn.MultiheadAttention, module: nn.Module)
     _check_class(f"the module around {name}", owner)
 
 
+def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
+    """Checks that a stack of matrices can be adapted with these settings.
+
+    Raises:
+        ValueError, UnsupportedLayerError: it cannot; the message names it.
+    """
+    owner, last = stack
+    kind = type(owner)
+    if layer_of_stack(last) in owner._modules:
+        raise ValueError(
+            f"{name} has LoRA already: remove_lora(model) starts over; to keep it, {_LEAVE_OUT}"
+        )
+    if kind.forward is nn.Module.forward or isinstance(owner, LoRALayer):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a {kind.__qualname__}, where LoRA for a parameter has no effect: "
+            f"{_LEAVE_OUT}"
+        )
+    if hasattr(owner, layer_of_stack(last)):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a module with an attribute '{layer_of_stack(last)}', which LoRA "
+            f"uses itself: {_LEAVE_OUT}"
+        )
+    _check_no_own_forward(name.rpartition(".")[0], owner)
+    _check_dtype(name, stack.weight)
+    for is_given, what, way_out in (
+        (settings.lora_dropout, "dropout", "set lora_dropout to 0"),
+        (variant_of(settings.variant).has_magnitude, "DoRA", "choose another variant"),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{name} is a stack of matrices, whose update cannot have {what}: {way_out}, or "
+                f"{_LEAVE_OUT}"
+            )
+    _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
+
+
+def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
+
+    Slices that `enable_lora` leaves out are not checked.
+    Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
+    """
+    if not variant_of(settings.variant).has_magnitude:
+        return
+    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
+    for part, weight in _weights(module).items():
+        if weight.is_meta or is_fake(weight) or is_partitioned(weight):
+            continue
+        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+        slices = norms.chunk(len(settings.enable_lora))
+        adapted = zip(slices, settings.enable_lora, strict=True)
+        if not all(norms.all() for norms, enabled in adapted if enabled) and initializes():
+            raise ValueError(
+                f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
+                f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"
+            )
+
+
+def check_rank(
+    model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target] = ()
+) -> None:
+    """Checks that no rank exceeds the smaller dimension of its weight, or of one slice of it.
+
+    Args:
+        model: the model.
+        settings: the settings of its modules and stacks, by their names.
+        patterns: the targets that gave some of these another rank than the rest.
+    """
+    largest = {name: _largest_rank(model, name, own) for name, own in settings.items()}
+    stacks = stacked_weights(model)
+    for name, most in largest.items():
+        rank = settings[name].r
+        if most is None or rank <= most:
+            continue
+        pattern = next((each for each in patterns if means(name, each, stacks)), None)
+        owner = bypassed(model, [name]).get(name)
+        if owner is not None:
+            never = f"the source of {owner} never calls it, so no rank has an effect"
+            way_out = f"{never}: {_LEAVE_OUT}"
+        elif most == 0:
+            way_out = _LEAVE_OUT
+        elif pattern is not None:
+            way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
+        else:
+            alike = [n for n, other in largest.items() if other == most]
+            target = shortest_target(name, alike, largest)
+            way_out = f"lower it, or give rank_pattern={{{target}: {most}}}"
+        raise ValueError(
+            f"r = {rank} is too large for {module_label(name)}, whose largest possible rank is "
+            f"{most}; {way_out}"
+        )
+
+
+def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int | None:
+    """Returns the largest possible rank of a module's or stack's update.
+
+    This is the smallest dimension of its weights as matrices, or of their slices with
+    `enable_lora`; None for a module without a weight of its own.
+    """
+    module, stack = _holder(model, name)
+    if stack is not None:
+        return min(stack.shape[1:])
+    sizes = [_out_in(module, weight) for weight in _weights(module).values()]
+    slices = len(settings.enable_lora)
+    return min((min(out // slices, inner) for out, inner in sizes), default=None)
+
+
 def check_tied(model: nn.Module, names: Iterable[str]) -> None:
     """Checks that no module to be adapted shares its weight with another module."""
     owners: dict[Tensor, dict[int, str]] = {}
@@ -417,3 +389,31 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
                     "update of one does not change the other, and merging unties them: give "
                     f"untie=True, or {_LEAVE_OUT}"
                 )
+
+
+def own_parameters(model: nn.Module, name: str) -> set[Tensor]:
+    """Returns a module's own parameters, or only the stack if this is a stack's name."""
+    module, stack = _holder(model, name)
+    own = module._parameters.values() if stack is None else (stack,)
+    return {parameter for parameter in own if parameter is not None}
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
+    """Returns the module of this name and None, or a stack's owner and the stack itself."""
+    stack = stack_named(model, name)
+    return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that are a module's weights, by name."""
+    own = module._parameters
+    return {n: weight for n in weight_names(module) if (weight := own.get(n)) is not None}
+
+
+def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """Returns the sizes of a weight as a matrix (out, in)."""
+    if is_quantized_linear(module):  # its weight may be packed
+        layer: Any = module
+        return layer.out_features, layer.in_features
+    out, inner = weight.shape[0], math.prod(weight.shape[1:])
+    return (inner, out) if is_conv1d(module) else (out, inner)
