@@ -150,6 +150,11 @@ class AdaptedProjection(LoRALayer, nn.Module):
         return _with_update(self, weight)
 
 
+def owner_of_weight(name: str, layer: LoRALayer) -> str:
+    """Returns the name of the module that has a layer's frozen weight, for the layer's own name."""
+    return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
+
+
 class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     """`nn.MultiheadAttention` with low-rank updates of its projections.
 

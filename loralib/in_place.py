@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import AdaptedProjection, owner_of_weight
 from .lora_layer import LoRALayer, is_update_computed, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
 from .wrappers import contains, drop_leftover_forward, has_own_forward, own_forward_message
@@ -168,10 +168,9 @@ def _check_restorable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
-            is_parameters = isinstance(module, AdaptedProjection)  # `base` owns the weight then
             raise ValueError(
                 own_forward_message(
-                    name.rpartition(".")[0] if is_parameters else name,
+                    owner_of_weight(name, module),
                     base,
                     "as set by hooks that offload weights: remove these first (accelerate's "
                     "remove_hook_from_submodules)",

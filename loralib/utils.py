@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import owner_of_weight
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
 from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
@@ -295,8 +295,10 @@ def merge(module: nn.Module) -> nn.Module:
             part.check_merged_layer()
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_converted(module) else module.merged_layer()
-    sound = [
-        _place(name, layer) for name, layer in lora_layers(module).items() if _is_finite(layer)
+    finite = [
+        owner_of_weight(name, layer)
+        for name, layer in lora_layers(module).items()
+        if _is_finite_float16(layer)
     ]
     earlier = list(module.parameters())
     merge_in_place(module)
@@ -312,19 +314,14 @@ def merge(module: nn.Module) -> nn.Module:
         unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
-    _warn_of_overflow(module, sound, {id(parameter) for parameter in earlier})
+    _warn_of_overflow(module, finite, {id(parameter) for parameter in earlier})
     return module
 
 
-def _is_finite(layer: LoRALayer) -> bool:
+def _is_finite_float16(layer: LoRALayer) -> bool:
     """Returns whether a layer's frozen weight is in float16 and finite."""
     weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
-
-
-def _place(name: str, layer: LoRALayer) -> str:
-    """Returns the name of the module whose weight a layer's update is merged into."""
-    return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
 
 
 def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collection[int]) -> None:
