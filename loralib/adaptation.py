@@ -4,7 +4,7 @@ The table at the top of inject.py lists which module becomes which layer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ class LayerSettings:
 
     def of_layer(self) -> dict[str, Any]:
         """Returns the keyword arguments for `LoRALayer`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["enable_lora"]
-        return own | {"merge_weights": True}
+        settings = asdict(self) | {"merge_weights": True}
+        del settings["enable_lora"]
+        return settings
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ def _adapt_linear(module: Any, settings: LayerSettings) -> None:
     kind: type[Any] = MergedLinear if sliced else Linear
     if is_quantized_linear(module):
         kind = around(unparametrized_class(module), kind)
-    turn_with(module, kind, settings)
+    _convert(module, kind, settings)
     module.fan_in_fan_out = fan_in_fan_out
     if fan_in_fan_out:
         module.in_features, module.out_features = in_features, out_features
@@ -154,7 +154,7 @@ def _adapt_linear(module: Any, settings: LayerSettings) -> None:
 
 def _adapt_with(kind: type[LoRALayer]) -> Callable[[Any, LayerSettings], None]:
     def adapt_module(module: Any, settings: LayerSettings) -> None:
-        turn_with(module, kind, settings)
+        _convert(module, kind, settings)
         module._add_update(_update_dtype(module))
         module.reset_lora_parameters()
 
@@ -165,12 +165,17 @@ def _adapt_attention(module: Any, settings: LayerSettings) -> None:
     if module._qkv_same_embed_dim:
         _adapt_with(MultiheadAttention)(module, settings)
         return
-    turn_with(module, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    convert_attention(module)
     for name in ("q_proj", "k_proj", "v_proj"):
         projection = AdaptedProjection(module, f"{name}_weight", **settings.of_layer())
         projection._add_update(_update_dtype(projection))
         projection.reset_lora_parameters()
         module.add_module(name, projection.train(module.training))
+
+
+def convert_attention(module: nn.Module) -> None:
+    """Turns an attention into one that computes with the updates of its projections."""
+    _convert(module, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
 
 
 def adapt_stack(stack: Stack, settings: LayerSettings) -> None:
@@ -204,7 +209,7 @@ _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
 }
 
 
-def turn_with(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
+def _convert(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
     """Turns a module into a LoRA layer of class `kind`, still without its update's parameters."""
     if not was_converted(module):
         convert_in_place(module, kind)

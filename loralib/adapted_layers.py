@@ -17,7 +17,8 @@ from .layers import Embedding
 from .lora_layer import LoRALayer, cast
 from .nn.fast_paths import needs_public_operations
 from .nn.products import product_dtype
-from .wrappers import is_sharded, unwrapped, without_checkpoint
+from .tensor_kinds import is_sharded
+from .wrappers import contains, unwrapped, without_checkpoint
 
 
 class _AdaptedConv(LoRALayer):
@@ -134,11 +135,6 @@ class AdaptedProjection(LoRALayer, nn.Module):
         return self._owner[0]
 
     @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The frozen weight, a parameter of that module."""
-        return getattr(self.base, self.frozen_name)
-
-    @property
     def base_bias(self) -> None:
         """None: any bias belongs to that module."""
         return None
@@ -146,17 +142,17 @@ class AdaptedProjection(LoRALayer, nn.Module):
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight
 
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of the update."""
-        out, width = self.frozen_weight.shape
-        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
-
     def forward(self, weight: Tensor) -> Any:
         """Returns the weight with its update, for the attention to compute with.
 
         It is called like any module, so that hooks and FSDP can load A and B when they are needed.
         """
         return _with_update(self, weight)
+
+
+def owner_of_weight(name: str, layer: LoRALayer) -> str:
+    """Returns the name of the module that has a layer's frozen weight, for the layer's own name."""
+    return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
 
 
 class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
@@ -179,22 +175,12 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     frozen_name = "in_proj_weight"
 
     @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The weight of in_proj."""
-        return self.in_proj_weight
-
-    @property
     def base_bias(self) -> nn.Parameter | None:
         """The bias of in_proj, if it has one."""
         return self.in_proj_bias
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         return weight
-
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of in_proj's update."""
-        out, width = self.in_proj_weight.shape
-        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def forward(
         self,
@@ -263,11 +249,6 @@ def _out_proj(attention: MultiheadAttention, query: Tensor) -> Any:
             "computes with its weight and does not call it: wrap the attention as a whole"
         )
     return layer
-
-
-def contains(module: nn.Module, kind: type[Any]) -> bool:
-    """Returns whether a module is an instance of `kind`, or contains one."""
-    return any(isinstance(each, kind) for each in module.modules())
 
 
 def _with_update(layer: Any, weight: Tensor) -> Tensor:

@@ -46,10 +46,7 @@ def as_python(value: Any) -> Any:
 
 
 def as_number(
-    name: str,
-    value: object,
-    what: str = "a number",
-    within: tuple[float, float] | None = None,
+    name: str, value: object, what: str, within: tuple[float, float] | None = None
 ) -> float:
     """Checks that a value is a number, and returns it as a Python number.
 
@@ -148,7 +145,7 @@ def _in_order(values: object) -> tuple[Any, ...] | None:
     return None if getattr(values, "ndim", 1) == 0 else tuple(values)
 
 
-def answering(
+def refusing_keywords(
     words: Mapping[str, str],
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Makes a function refuse the keywords of other libraries, and name its own in the error.
@@ -160,7 +157,7 @@ def answering(
         TypeError: a call has such a keyword. (Python raises it for any unknown keyword.)
     """
 
-    def of(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         @functools.wraps(function)
         def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             theirs = [name for name in kwargs if name in words]
@@ -174,7 +171,7 @@ def answering(
 
         return call
 
-    return of
+    return decorate
 
 
 def check_model(model: object, second: object = None) -> None:

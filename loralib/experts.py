@@ -30,11 +30,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection, contains
+from .adapted_layers import AdaptedProjection
 from .functional import Delta, merge
 from .low_rank_sum import LowRankSum
 from .stacks import is_transposed, layer_of_stack, matrices
-from .wrappers import without_checkpoint
+from .wrappers import contains, without_checkpoint
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .adapted_layers import AdaptedProjection, contains
+from .adapted_layers import AdaptedProjection, owner_of_weight
 from .lora_layer import LoRALayer, is_update_computed, lora_layers
 from .quantized_layers import keep_unpacked, let_pack
-from .wrappers import drop_leftover_forward, has_own_forward, own_forward_message
+from .wrappers import contains, drop_leftover_forward, has_own_forward, own_forward_message
 
 # The attribute of a module that holds the names of its children that have been adapted.
 _CHILDREN = "_adapted_children"
@@ -132,7 +132,9 @@ def merge_in_place(model: nn.Module) -> None:
     parts = model.modules()
     layers: list[Any] = [m for m in parts if isinstance(m, LoRALayer) and is_in_place(m)]
     merged = [
-        (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
+        (layer.base, layer.frozen_name, layer._merged_parameter())
+        for layer in layers
+        if layer.r > 0
     ]
     restore_all(model)
     for base, name, parameter in merged:
@@ -166,10 +168,9 @@ def _check_restorable(model: nn.Module) -> None:
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
             )
         if has_own_forward(base):
-            is_parameters = isinstance(module, AdaptedProjection)  # `base` owns the weight then
             raise ValueError(
                 own_forward_message(
-                    name.rpartition(".")[0] if is_parameters else name,
+                    owner_of_weight(name, module),
                     base,
                     "as set by hooks that offload weights: remove these first (accelerate's "
                     "remove_hook_from_submodules)",
@@ -209,10 +210,6 @@ def merged_copy(layer: nn.Module) -> nn.Module:
     return copied
 
 
-def _merged_parameter(layer: LoRALayer) -> nn.Parameter:
-    return nn.Parameter(layer._merge(), requires_grad=layer.frozen_weight.requires_grad)
-
-
 # ------------------------------------------------------------------------------------------------
 # PyTorch's own encoder
 # ------------------------------------------------------------------------------------------------
@@ -236,7 +233,7 @@ def disable_fast_paths(model: nn.Module) -> None:
         for kind, (name, off) in _FAST_PATH.items():
             if not isinstance(module, kind) or "_fast_path" in vars(module):
                 continue
-            if any(isinstance(child, LoRALayer) for child in module.modules()):
+            if contains(module, LoRALayer):
                 vars(module)["_fast_path"] = getattr(module, name)
                 setattr(module, name, off)
 

@@ -17,7 +17,6 @@ again. Names in the state dict stay, and `….lora_A` and `….lora_B` are added
     the experts of a mixture      AdaptedStack
 """
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,19 +28,17 @@ from .adaptation import (
     LayerSettings,
     adapt_stack,
     builder_of,
+    convert_attention,
     drop_stack,
-    is_linear,
-    turn_with,
 )
-from .adapted_layers import MultiheadAttention
 from .arguments import (
-    answering,
     as_dropout,
     as_flag,
     as_flags,
     as_python,
     check_model,
     check_not_scripted,
+    refusing_keywords,
 )
 from .in_place import (
     disable_fast_paths,
@@ -54,16 +51,12 @@ from .in_place import (
 )
 from .inject_checks import (
     check_adaptable,
-    check_dropout,
     check_has_modules,
-    check_has_parameters,
     check_module,
-    check_owner,
     check_rank,
     check_rows,
     check_stack,
     check_tied,
-    check_trained,
 )
 from .inject_warnings import (
     warn_of_bypassed,
@@ -71,6 +64,7 @@ from .inject_warnings import (
     warn_of_guessed_head,
     warn_of_kinds,
     warn_of_no_initialization,
+    warn_of_no_parameters,
     warn_of_numbers,
     warn_of_read_embeddings,
     warn_of_stacks,
@@ -78,6 +72,7 @@ from .inject_warnings import (
 )
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
+from .modules_to_train import check_has_parameters, check_trained
 from .stacks import Stack, stack_named, stacked_weights
 from .steps import forget_steps, note_name
 from .targets import (
@@ -92,12 +87,10 @@ from .targets import (
     is_any,
     matched_stacks,
 )
-from .text import listed, module_label
+from .text import module_label
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, freeze_base, train_biases
 from .zero3 import with_shapes
-
-logger = logging.getLogger(__name__)
 
 _VARIANT = "variant ('lora', 'rslora', 'dora' or 'rslora+dora')"
 # What PEFT and others call the arguments of `add_lora`.
@@ -118,7 +111,7 @@ _OTHER_LIBRARIES_NAMES = {
 }
 
 
-@answering(_OTHER_LIBRARIES_NAMES)
+@refusing_keywords(_OTHER_LIBRARIES_NAMES)
 def add_lora(
     model: nn.Module,
     targets: Target | Iterable[Target],
@@ -223,11 +216,7 @@ def add_lora(
         for name in trained:
             module = model.get_submodule(name).requires_grad_(True)
             note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
-        if without_parameters:
-            logger.warning(
-                "modules_to_train names %s, with no parameters to train",
-                listed(map(module_label, without_parameters)),
-            )
+        warn_of_no_parameters(without_parameters)
         if ALL_LINEAR in targets:
             warn_of_guessed_head(model, exclude)
             warn_of_foreign_linear(model, exclude, layers)
@@ -250,9 +239,9 @@ def _adapted_names(
     layers: Iterable[int] | None,
 ) -> list[str]:
     """Returns the names of the modules to adapt, with the out_proj of each attention."""
-    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    names = find(model, targets, exclude=exclude, layers=layers)
     if exclude:
-        every = find(model, targets, is_linear=is_linear)
+        every = find(model, targets)
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     return _with_output_projections(model, names, exclude)
 
@@ -333,15 +322,12 @@ def adapt(
     """
     check_adaptable(model)
     settings = _by_first_name(model, settings)
-    found = ((name, stack_named(model, name)) for name in settings)
-    stacks = {name: stack for name, stack in found if stack is not None}
+    stacks = {name: stack for name in settings if (stack := stack_named(model, name)) is not None}
     modules = {name: model.get_submodule(name) for name in settings if name not in stacks}
     for name, stack in stacks.items():
         check_stack(name, stack, settings[name])
     for name, module in modules.items():
-        check_module(name, module, settings[name])
-        check_owner(model, name)
-        check_dropout(model, name, settings[name])
+        check_module(model, name, settings[name])
         if not from_file:
             check_rows(name, module, settings[name])
     if not from_file:
@@ -351,7 +337,7 @@ def adapt(
     had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
-    _turn_all(model, modules, stacks, settings)
+    _adapt_all(model, modules, stacks, settings)
     disable_fast_paths(model)
     new = {name: layer for name, layer in lora_layers(model).items() if name not in had_update}
     for name, layer in new.items():
@@ -361,7 +347,7 @@ def adapt(
     return tuple(new)
 
 
-def _turn_all(
+def _adapt_all(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     stacks: Mapping[str, Stack],
@@ -383,7 +369,7 @@ def _turn_all(
             if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
                 converted.append(owner)
                 with recording_additions(owner):
-                    turn_with(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+                    convert_attention(owner)
     except BaseException as error:  # undo all changes
         for stack in stacks.values():
             drop_stack(stack)

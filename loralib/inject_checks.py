@@ -1,7 +1,7 @@
 """Checks that a model and its modules can be adapted. Errors are one line; most name the module."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from .in_place import can_be_converted, is_in_place, unparametrized_class
 from .initialization import initializes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
-from .model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .nn.products import Linear
 from .quantized_layers import (
     check_unpacked,
     is_quantized_linear,
     needs_weight,
-    stops_gradients,
+    passes_gradients,
 )
 from .stacks import (
     Stack,
@@ -35,18 +34,10 @@ from .stacks import (
     stacked_weights,
     stacks_in,
 )
-from .targets import Target, matches, means, shortest_target, text_of
+from .targets import Target, means, shortest_target, text_of
+from .tensor_kinds import is_fake, quantized
 from .text import listed, module_label
-from .wrappers import (
-    has_own_dispatch,
-    has_own_forward,
-    is_dense,
-    is_distributed_or_compiled,
-    is_fake,
-    own_forward_message,
-    quantized,
-    unreadable,
-)
+from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message
 from .zero3 import check_not_copied, is_partitioned
 
 # The attributes of a LoRA layer, which a module may not already have for something else.
@@ -55,7 +46,7 @@ _LORA_ATTRIBUTES = {
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
 
-_WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
+WITHOUT_SHAPE = "has no shape yet: call the model once before add_lora"
 
 # Advice that fits every target: drop it if it matches this module alone, exclude the module if it
 # matches others too.
@@ -86,8 +77,7 @@ def check_adaptable(model: nn.Module) -> None:
                 f"{name} has 'lora_' in its name, by which LoRA's parameters are recognized: "
                 "rename that module first"
             )
-        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-        if not is_lazy and parameter.is_inference():
+        if not is_lazy(parameter) and parameter.is_inference():
             raise ValueError(
                 f"{name} is an inference tensor, which cannot be trained: adapt a copy of the "
                 "model, copy.deepcopy(model)"
@@ -113,40 +103,13 @@ def check_has_modules(model: nn.Module) -> None:
     )
 
 
-def check_has_parameters(
-    model: nn.Module, to_train: Iterable[Target], trained: Collection[str]
-) -> list[str]:
-    """Checks that modules_to_train matches a module with parameters.
-
-    Args:
-        model: the model.
-        to_train: the targets.
-        trained: the names of the modules that they match.
-
-    Returns:
-        For each target that matches only modules without parameters, such as a ReLU, one of these.
-
-    Raises:
-        ValueError: all targets are like that.
-    """
-    with_some = [n for n in trained if next(model.get_submodule(n).parameters(), None) is not None]
-    # A target has no match here if what it names is inside of another, by that one's name for it.
-    matched = ([name for name in trained if matches(name, target)] for target in to_train)
-    without = [names[0] for names in matched if names and not {*names} & {*with_some}]
-    if without and not with_some:
-        raise ValueError(
-            f"modules_to_train: {module_label(without[0])} has no parameters to train: leave it out"
-        )
-    return without
-
-
-def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
+def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
     """Checks that a module can be adapted with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
-    what = module_label(name)
+    module, what = model.get_submodule(name), module_label(name)
     if isinstance(module, LoRALayer) and module.r > 0:
         if not is_in_place(module):
             raise ValueError(f"{what} was built as a LoRA layer: {_LEAVE_OUT}")
@@ -158,9 +121,8 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} belongs to an encoder of this project, which has to be built with LoRA, also "
             "for load_adapter: from_pretrained(…, apply_lora=True, lora_r=8, lora_alpha=16)"
         )
-    own_parameters = module.parameters(recurse=False)
-    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
-        raise UnsupportedLayerError(f"{what} {_WITHOUT_SHAPE}")
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        raise UnsupportedLayerError(f"{what} {WITHOUT_SHAPE}")
     try:
         builder_of(module)
     except UnsupportedLayerError as error:
@@ -174,16 +136,32 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
             f"{what} has an attribute '{taken[0]}', which LoRA layers use themselves: {_LEAVE_OUT}"
         )
     _check_no_own_forward(name, module)
-    parts = weight_names(module)
-    weights = [part for name in parts if (part := module._parameters.get(name)) is not None]
-    if not weights or not module._parameters.keys() >= {*parts}:
+    weights = _weights(module)
+    if not weights or not module._parameters.keys() >= {*weight_names(module)}:
         raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
-    for weight in weights:
+    for weight in weights.values():
         if is_quantized_linear(module):
             _check_quantized(what, module, settings)
         else:
             _check_dtype(what, weight)
         _check_settings(name, module, weight, settings)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.MultiheadAttention):
+        _check_attention(name, owner, module)
+    for attention, relation in ((module, "is"), (owner, "belongs to")):
+        if isinstance(attention, nn.MultiheadAttention) and settings.lora_dropout:
+            raise ValueError(
+                f"{what} {relation} an nn.MultiheadAttention, whose update cannot have dropout: "
+                f"set lora_dropout to 0, or {_LEAVE_OUT}"
+            )
+
+
+def _targets_within(name: str, block: nn.Module) -> str:
+    """Returns the linear layers and stacks within a block, as targets; empty if there are none."""
+    last = name.rpartition(".")[2]
+    within = [each for each, module in block.named_modules() if each and is_linear(module)]
+    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _check_class(what: str, module: nn.Module) -> None:
@@ -227,10 +205,62 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
             f"the weight of {what} is quantized, but {reader} needs its values: choose another, "
             f"load the base in float16 or bfloat16, or {_LEAVE_OUT}"
         )
-    if reason := stops_gradients(layer):
+    if not passes_gradients(layer):
         raise UnsupportedLayerError(
-            f"gradients do not pass through {what}, because {reason}, or {_LEAVE_OUT}"
+            f"gradients do not pass through {what}, because its inputs are quantized as well: "
+            f"quantize only the weights, or {_LEAVE_OUT}"
         )
+
+
+def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:
+    out, _ = _out_in(module, weight)
+    slices = len(settings.enable_lora)
+    if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        raise ValueError(
+            f"{module_label(name)} is not a linear layer, so enable_lora cannot select slices of "
+            "it: remove it from enable_lora, or use a longer name that matches only the linear "
+            "layers"
+        )
+    if not any(settings.enable_lora) or out % slices:
+        raise ValueError(
+            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: its "
+            f"length has to divide {out}, the number of outputs, and at least one entry has to be "
+            "True"
+        )
+    if not isinstance(settings.r, int) or settings.r < 1:
+        raise ValueError(
+            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} "
+            f"({module_label(name)})"
+        )
+    as_number(f"{module_label(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
+    if settings.lora_dropout == 1:
+        raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
+    if isinstance(module, nn.Embedding):
+        Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
+    LoRALayer(**settings.of_layer())  # runs its checks of the settings
+
+
+def _check_attention(name: str, owner: nn.MultiheadAttention, module: nn.Module) -> None:
+    """Checks that the attention that a module belongs to can use its update.
+
+    It computes with the weight of its out_proj itself, so it changes its class when out_proj is
+    adapted. It cannot if its class overrides forward or adds methods or attributes of its own, or
+    if that weight is quantized.
+    """
+    if is_quantized_linear(module):
+        raise UnsupportedLayerError(
+            f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
+            f"reads it itself: {_LEAVE_OUT}"
+        )
+    if isinstance(owner, MultiheadAttention):
+        return
+    overrides = type(owner).forward is not nn.MultiheadAttention.forward
+    if overrides or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
+            f"its own way: {_LEAVE_OUT}"
+        )
+    _check_class(f"the module around {name}", owner)
 
 
 def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
@@ -269,126 +299,28 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
     _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
 
 
-def _targets_within(name: str, block: nn.Module) -> str:
-    """Returns the linear layers and stacks within a block, as targets; empty if there are none."""
-    last = name.rpartition(".")[2]
-    within = [each for each, module in block.named_modules() if each and is_linear(module)]
-    within += [each for each in stacked_weights(block) if is_suggested(block, each)]
-    return listed(f"{last}.{each}" for each in within)
+def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
 
-
-def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """Returns the sizes of a weight as a matrix (out, in)."""
-    if is_quantized_linear(module):  # its weight may be packed
-        layer: Any = module
-        return layer.out_features, layer.in_features
-    out, inner = weight.shape[0], math.prod(weight.shape[1:])
-    return (inner, out) if is_conv1d(module) else (out, inner)
-
-
-def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
-    """Checks that a module in modules_to_train shares no weight with a frozen or adapted one."""
-    frozen = {name: _own_parameters(model, name) for name in adapted}
-    whole_parts: set[nn.Module] = set()
-    for whole in trained:
-        whole_parts.update(model.get_submodule(whole).modules())
-    for whole in trained:
-        _check_trainable(model, whole)
-        parts = set(model.get_submodule(whole).parameters())
-        others = sharing(model, parts, whole_parts)
-        if others:
-            raise ValueError(
-                f"{module_label(whole)} shares a weight with {', '.join(others)}, which would be "
-                "trained as well: name all of them in modules_to_train, or none"
-            )
-        for name, own in frozen.items():
-            if own & parts:
-                raise ValueError(
-                    f"{module_label(whole)} cannot be trained as a whole: {module_label(name)} is "
-                    "adapted, and its weight is frozen; leave the former out of modules_to_train, "
-                    "or the latter out of targets"
-                )
-
-
-def can_be_trained(module: nn.Module) -> bool:
-    """Returns whether a module has parameters, and only tensors that adapters can hold."""
-    parameters = list(module.parameters())
-    can_be_held = all(p.dtype in DTYPES and not unreadable(p) for p in parameters)
-    return bool(parameters) and can_be_held and not any(map(_kind_not_held, module.buffers()))
-
-
-def _check_trainable(model: nn.Module, trained: str) -> None:
-    """Checks that a module in modules_to_train can be trained, and that an adapter can hold it."""
-    part = model.get_submodule(trained)
-    scripted = (each for each in part.modules() if isinstance(each, torch.jit.ScriptModule))
-    if any(next(each.parameters(), None) is not None for each in scripted):
-        raise ValueError(
-            f"{module_label(trained)} cannot be trained as it is: it is scripted or traced; leave "
-            "it out of modules_to_train, or script it after training"
-        )
-    parameters = dict(part.named_parameters(remove_duplicate=False))
-    if any(map(is_lazy, parameters.values())):
-        raise ValueError(f"{module_label(trained)} {_WITHOUT_SHAPE}")
-    for name, parameter in parameters.items():
-        reason = unreadable(parameter)
-        if reason:
-            raise _not_held(trained, name, reason, "load the model with that part in bfloat16")
-        if parameter.dtype not in DTYPES:
-            reason = f"a parameter of {parameter.dtype}, which adapters cannot hold"
-            raise _not_held(
-                trained, name, reason, "make the parameter a buffer with persistent=False"
-            )
-    owners = {name.rpartition(".")[0] for name in parameters}
-    for name, tensor in part.state_dict().items():
-        if name in parameters or name.rpartition(".")[0] not in owners:
+    Slices that `enable_lora` leaves out are not checked.
+    Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
+    """
+    if not variant_of(settings.variant).has_magnitude:
+        return
+    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
+    for part, weight in _weights(module).items():
+        if weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
-        if not isinstance(tensor, Tensor):
-            reason = f"not a tensor (its get_extra_state gives a {type(tensor).__name__})"
-            raise _not_held(trained, name, reason, "train it without that state")
-        kind = _kind_not_held(tensor)
-        if kind is not None:
-            reason = f"a buffer of {kind}, which adapters cannot hold"
-            raise _not_held(trained, name, reason, "register the buffer with persistent=False")
-
-
-def _kind_not_held(buffer: Tensor) -> object | None:
-    """Returns the layout, class or dtype that keeps a buffer out of adapters; None if none does."""
-    if not is_dense(buffer):
-        return "nested tensors" if buffer.is_nested else buffer.layout
-    if has_own_dispatch(buffer):
-        return type(buffer).__name__
-    return None if buffer.dtype in (*DTYPES, *DTYPES_OF_BUFFERS) else buffer.dtype
-
-
-def _not_held(trained: str, name: str, reason: str, way_out: str) -> ValueError:
-    return ValueError(
-        f"{module_label(trained)} cannot be trained as it is: its {name} is {reason}; leave it "
-        f"out of modules_to_train, or {way_out}"
-    )
-
-
-def _own_parameters(model: nn.Module, name: str) -> set[Tensor]:
-    """Returns a module's own parameters, or only the stack if this is a stack's name."""
-    module, stack = _holder(model, name)
-    own = module._parameters.values() if stack is None else (stack,)
-    return {parameter for parameter in own if parameter is not None}
-
-
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
-    """Returns the module of this name and None, or a stack's owner and the stack itself."""
-    stack = stack_named(model, name)
-    return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
-
-
-def sharing(
-    model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
-) -> list[str]:
-    """Returns the names of the modules, except `but_for`, that own one of these parameters."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if module not in but_for and parameters & {*module._parameters.values()}
-    ]
+        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+        slices = norms.chunk(len(settings.enable_lora))
+        adapted = zip(slices, settings.enable_lora, strict=True)
+        if not all(norms.all() for norms, enabled in adapted if enabled) and initializes():
+            raise ValueError(
+                f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
+                f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"
+            )
 
 
 def check_rank(
@@ -401,7 +333,8 @@ def check_rank(
         settings: the settings of its modules and stacks, by their names.
         patterns: the targets that gave some of these another rank than the rest.
     """
-    largest, stacks = _largest_ranks(model, settings), stacked_weights(model)
+    largest = {name: _largest_rank(model, name, own) for name, own in settings.items()}
+    stacks = stacked_weights(model)
     for name, most in largest.items():
         rank = settings[name].r
         if most is None or rank <= most:
@@ -425,120 +358,18 @@ def check_rank(
         )
 
 
-def _largest_ranks(
-    model: nn.Module, settings: Mapping[str, LayerSettings]
-) -> dict[str, int | None]:
-    """Returns the largest possible ranks of modules and stacks, by their names.
+def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int | None:
+    """Returns the largest possible rank of a module's or stack's update.
 
-    This is the smallest dimension of a weight as a matrix, or of its slices with `enable_lora`;
-    None for a module without a weight of its own.
+    This is the smallest dimension of its weights as matrices, or of their slices with
+    `enable_lora`; None for a module without a weight of its own.
     """
-    held = {name: _holder(model, name) for name in settings}
-    return {
-        name: _largest_rank(module, settings[name]) if stack is None else min(stack.shape[1:])
-        for name, (module, stack) in held.items()
-    }
-
-
-def _largest_rank(module: nn.Module, settings: LayerSettings) -> int | None:
-    """Returns the smallest dimension of a module's weights or their slices; None without any."""
-    sizes = []
-    for part in weight_names(module):
-        weight = module._parameters.get(part)
-        if weight is not None:
-            out, inner = _out_in(module, weight)
-            sizes.append(min(out // len(settings.enable_lora), inner))
-    return min(sizes, default=None)
-
-
-def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
-    """Checks that a weight to adapt with DoRA has no rows of zeros, which have no direction.
-
-    Slices that `enable_lora` leaves out are not checked.
-    Memory that a loader has yet to fill is not checked, nor is a weight partitioned by ZeRO 3.
-    """
-    if not variant_of(settings.variant).has_magnitude:
-        return
-    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
-    for part in weight_names(module):
-        weight = module._parameters.get(part)
-        if weight is None or weight.is_meta or is_fake(weight) or is_partitioned(weight):
-            continue
-        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
-        slices = norms.chunk(len(settings.enable_lora))
-        adapted = zip(slices, settings.enable_lora, strict=True)
-        if not all(norms.all() for norms, enabled in adapted if enabled) and initializes():
-            raise ValueError(
-                f"{module_label(name)} has rows of zeros in its {part}, which have no direction "
-                f"for {settings.variant}: {_LEAVE_OUT}, or choose another variant"
-            )
-
-
-def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:
-    out, _ = _out_in(module, weight)
+    module, stack = _holder(model, name)
+    if stack is not None:
+        return min(stack.shape[1:])
+    sizes = [_out_in(module, weight) for weight in _weights(module).values()]
     slices = len(settings.enable_lora)
-    if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
-        raise ValueError(
-            f"{module_label(name)} is not a linear layer, so enable_lora cannot select slices of "
-            "it: remove it from enable_lora, or use a longer name that matches only the linear "
-            "layers"
-        )
-    if not any(settings.enable_lora) or out % slices:
-        raise ValueError(
-            f"enable_lora {list(settings.enable_lora)} does not fit {module_label(name)}: its "
-            f"length has to divide {out}, the number of outputs, and at least one entry has to be "
-            "True"
-        )
-    if not isinstance(settings.r, int) or settings.r < 1:
-        raise ValueError(
-            f"r, the rank, has to be an integer of at least 1, got {settings.r!r} "
-            f"({module_label(name)})"
-        )
-    as_number(f"{module_label(name)}: lora_alpha", settings.lora_alpha, *ABOVE_0)
-    if settings.lora_dropout == 1:
-        raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
-    if isinstance(module, nn.Embedding):
-        Embedding.check_update(module.max_norm, settings.freeze_A, settings.initialization)
-    LoRALayer(**{**settings.of_layer(), "merge_weights": False})  # runs its checks of the settings
-
-
-def check_owner(model: nn.Module, name: str) -> None:
-    """Checks that a module does not belong to an attention that could not use its update.
-
-    An `nn.MultiheadAttention` computes with the weight of its out_proj itself, so it changes its
-    class when out_proj is adapted. It cannot if its class overrides forward or adds methods or
-    attributes of its own, or if that weight is quantized.
-    """
-    owner = model.get_submodule(name.rpartition(".")[0])
-    if not isinstance(owner, nn.MultiheadAttention):
-        return
-    if is_quantized_linear(model.get_submodule(name)):
-        raise UnsupportedLayerError(
-            f"the weight of {name} is quantized, and belongs to an nn.MultiheadAttention, which "
-            f"reads it itself: {_LEAVE_OUT}"
-        )
-    if isinstance(owner, MultiheadAttention):
-        return
-    has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
-    if has_own_forward or added_attributes(unparametrized_class(owner), nn.MultiheadAttention):
-        raise UnsupportedLayerError(
-            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in "
-            f"its own way: {_LEAVE_OUT}"
-        )
-    _check_class(f"the module around {name}", owner)
-
-
-def check_dropout(model: nn.Module, name: str, settings: LayerSettings) -> None:
-    """Checks that dropout is 0 for an attention and its projections, which cannot have it."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
-        if isinstance(module, nn.MultiheadAttention) and settings.lora_dropout:
-            raise ValueError(
-                f"{module_label(name)} {what} an nn.MultiheadAttention, whose update cannot have "
-                f"dropout: set lora_dropout to 0, or {_LEAVE_OUT}"
-            )
+    return min((min(out // slices, inner) for out, inner in sizes), default=None)
 
 
 def check_tied(model: nn.Module, names: Iterable[str]) -> None:
@@ -550,7 +381,7 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
                 owners.setdefault(parameter, {})[id(module)] = name
     for name in names:
         module, _ = _holder(model, name)
-        for parameter in _own_parameters(model, name):
+        for parameter in own_parameters(model, name):
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(
@@ -558,3 +389,31 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
                     "update of one does not change the other, and merging unties them: give "
                     f"untie=True, or {_LEAVE_OUT}"
                 )
+
+
+def own_parameters(model: nn.Module, name: str) -> set[Tensor]:
+    """Returns a module's own parameters, or only the stack if this is a stack's name."""
+    module, stack = _holder(model, name)
+    own = module._parameters.values() if stack is None else (stack,)
+    return {parameter for parameter in own if parameter is not None}
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
+    """Returns the module of this name and None, or a stack's owner and the stack itself."""
+    stack = stack_named(model, name)
+    return (model.get_submodule(name), None) if stack is None else (stack.owner, stack.weight)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that are a module's weights, by name."""
+    own = module._parameters
+    return {n: weight for n in weight_names(module) if (weight := own.get(n)) is not None}
+
+
+def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """Returns the sizes of a weight as a matrix (out, in)."""
+    if is_quantized_linear(module):  # its weight may be packed
+        layer: Any = module
+        return layer.out_features, layer.in_features
+    out, inner = weight.shape[0], math.prod(weight.shape[1:])
+    return (inner, out) if is_conv1d(module) else (out, inner)

@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterable
 
 from torch import nn
 
-from .adaptation import is_linear
 from .bypassed import bypassed, embeddings_read
 from .initialization import initializes, starts_from_weight
-from .inject_checks import can_be_trained, sharing
 from .lora_layer import lora_layers
 from .model_checks import weights_with_updates
+from .modules_to_train import can_be_trained, sharing
 from .stacks import stack_named
 from .targets import (
     ALL_LINEAR,
@@ -22,14 +21,23 @@ from .targets import (
     matches,
     shortest_targets,
 )
-from .text import in_short, listed, module_label
+from .text import in_short, listed, module_label, quoted
 
 logger = logging.getLogger(__name__)
 
 
+def warn_of_no_parameters(names: Collection[str]) -> None:
+    """Warns of modules in modules_to_train that have no parameters, see `check_has_parameters`."""
+    if names:
+        logger.warning(
+            "modules_to_train names %s, with no parameters to train",
+            listed(map(module_label, names)),
+        )
+
+
 def warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     """Warns which layer "all-linear" has taken for the head, if it is frozen and not excluded."""
-    head = guessed_head(model, is_linear)
+    head = guessed_head(model)
     if head is None or is_any(head, exclude) or head in lora_layers(model):
         return
     module = model.get_submodule(head)
@@ -50,7 +58,7 @@ def warn_of_foreign_linear(
     model: nn.Module, exclude: Iterable[Target], layers: Iterable[int] | None
 ) -> None:
     """Warns that "all-linear" leaves out layers of classes that only seem to be linear layers."""
-    found = {n: model.get_submodule(n) for n in foreign_linear(model, is_linear, exclude, layers)}
+    found = {n: model.get_submodule(n) for n in foreign_linear(model, exclude, layers)}
     frozen = {
         name: module
         for name, module in found.items()
@@ -115,7 +123,7 @@ def warn_of_bypassed(model: nn.Module, names: Iterable[str]) -> None:
                 what,
                 in_short(of_kind, at_most=2),
                 called_instead,
-                in_short(_ends(of_kind), quote="'"),
+                quoted(_ends(of_kind)),
             )
 
 
@@ -131,7 +139,7 @@ def warn_of_read_embeddings(model: nn.Module, names: Iterable[str]) -> None:
             "" if is_one else "s",
             in_short(found, at_most=2),
             "s" if is_one else "",
-            in_short(_ends(found), quote="'"),
+            quoted(_ends(found)),
             "it" if is_one else "them",
         )
 
@@ -145,7 +153,7 @@ def warn_of_kinds(model: nn.Module) -> None:
     """Warns that a model has LoRA of several kinds, which `save_adapter` would refuse."""
     layers = lora_layers(model).values()
     for setting in ("variant", "initialization"):
-        kinds = {str(getattr(layer, setting)) for layer in layers if hasattr(layer, setting)}
+        kinds = {getattr(layer, setting) for layer in layers}
         is_recorded = setting == "initialization" and not any(map(starts_from_weight, kinds))
         if len(kinds) > 1 and not is_recorded:
             logger.warning(

@@ -85,6 +85,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
 
     Args:
         enabled: for each of the equal slices of the output, whether it has an update.
+        update: the arguments of `LoRALayer`.
     """
 
     fan_in_fan_out: bool = False
@@ -93,23 +94,15 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        r: int,
-        lora_alpha: float,
-        lora_dropout: float,
         enabled: Sequence[bool],
         fan_in_fan_out: bool,
-        merge_weights: bool,
-        variant: str,
-        initialization: str,
-        freeze_A: bool,
+        update: tuple[Any, ...],
         **kwargs: Any,
     ):
         nn.Linear.__init__(self, in_features, out_features, **kwargs)
-        LoRALayer.__init__(
-            self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
-        )
-        self._add_slices(enabled)
+        LoRALayer.__init__(self, *update)
         if self.r > 0:
+            self._add_slices(enabled)
             self.register_forward_pre_hook(_keep_encoder_off_fast_path)
         # Initialized a second time, as in 0.1.2, so that a seed gives the same weights as there.
         self.reset_parameters()
@@ -119,12 +112,11 @@ class _SlicedLinear(LoRALayer, nn.Linear):
 
     def _add_slices(self, enabled: Sequence[bool], dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the slices' updates."""
-        if self.r > 0:
-            self._set_starts(enabled)
-            width, count = self.out_features // len(enabled), len(self._starts)
-            self._add_lora_parameters(
-                (self.r * count, self.in_features), (width * count, self.r), dtype
-            )
+        self._set_starts(enabled)
+        width, count = self.out_features // len(enabled), len(self._starts)
+        self._add_lora_parameters(
+            (self.r * count, self.in_features), (width * count, self.r), dtype
+        )
 
     def _set_starts(self, enabled: Sequence[bool]) -> None:
         width = self.out_features // len(enabled)
@@ -182,13 +174,10 @@ class _SlicedLinear(LoRALayer, nn.Linear):
     def merged_layer(self) -> nn.Linear:
         """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
         layer = nn.Linear(self.in_features, self.out_features, device="meta")
-        if self.r > 0 or self.fan_in_fan_out:
-            weight = self._merge() if self.r > 0 else self.weight.detach()
-            layer.weight = nn.Parameter(
-                self._as_matrix(weight).contiguous(), requires_grad=self.weight.requires_grad
-            )
-        else:
-            layer.weight = self.weight
+        layer.weight = self._merged_parameter()
+        if self.fan_in_fan_out:
+            matrix = layer.weight.detach().t().contiguous()
+            layer.weight = nn.Parameter(matrix, self.weight.requires_grad)
         layer.bias = self.bias
         return layer.train(self.training)
 
@@ -233,20 +222,8 @@ class Linear(_SlicedLinear):
         freeze_A: bool = False,
         **kwargs: Any,
     ):
-        super().__init__(
-            in_features,
-            out_features,
-            r,
-            lora_alpha,
-            lora_dropout,
-            (True,),
-            fan_in_fan_out,
-            merge_weights,
-            variant,
-            initialization,
-            freeze_A,
-            **kwargs,
-        )
+        update = r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
+        super().__init__(in_features, out_features, (True,), fan_in_fan_out, update, **kwargs)
 
 
 class MergedLinear(_SlicedLinear):
@@ -302,20 +279,8 @@ class MergedLinear(_SlicedLinear):
             )
         if r and not any(enabled):
             raise ValueError(f"enable_lora enables no slice for r={r!r}, got {enable_lora!r}")
-        super().__init__(
-            in_features,
-            out_features,
-            r,
-            lora_alpha,
-            lora_dropout,
-            enabled,
-            fan_in_fan_out,
-            merge_weights,
-            variant,
-            initialization,
-            freeze_A,
-            **kwargs,
-        )
+        update = r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
+        super().__init__(in_features, out_features, enabled, fan_in_fan_out, update, **kwargs)
         self.enable_lora = enabled
 
     def merge_AB(self) -> Tensor:
@@ -384,7 +349,9 @@ class Embedding(LoRALayer, nn.Embedding):
         LoRALayer.__init__(
             self, r, lora_alpha, 0.0, merge_weights, variant, initialization, freeze_A
         )
-        self._add_update()
+        if self.r > 0:
+            self.check_update(self.max_norm, self.freeze_A, self.initialization)
+            self._add_update()
         if kwargs.get("_weight") is None:
             # Initialized a second time, as in 0.1.2, so that a seed gives the same weights.
             nn.Embedding.reset_parameters(self)
@@ -406,15 +373,6 @@ class Embedding(LoRALayer, nn.Embedding):
                 "freeze_A would freeze an embedding's A at zero: leave freeze_A out, or choose "
                 "another initialization"
             )
-
-    def _add_update(self, dtype: torch.dtype | None = None) -> None:
-        """Creates the parameters of the update."""
-        if self.r == 0:
-            return
-        self.check_update(self.max_norm, self.freeze_A, self.initialization)
-        self._add_lora_parameters(
-            (self.r, self.num_embeddings), (self.embedding_dim, self.r), dtype
-        )
 
     def _reset_factors(self) -> None:
         nn.init.zeros_(self.lora_A)
@@ -484,10 +442,7 @@ class Embedding(LoRALayer, nn.Embedding):
             sparse=self.sparse,
             device="meta",
         )
-        if self.r > 0:
-            layer.weight = nn.Parameter(self._merge(), requires_grad=self.weight.requires_grad)
-        else:
-            layer.weight = self.weight
+        layer.weight = self._merged_parameter()
         return layer.train(self.training)
 
 
@@ -641,10 +596,7 @@ class ConvLoRA(LoRALayer, nn.Module):
             device="meta",
             **transposed,
         )
-        if self.r > 0:
-            layer.weight = nn.Parameter(self._merge(), requires_grad=conv.weight.requires_grad)
-        else:
-            layer.weight = conv.weight
+        layer.weight = self._merged_parameter()
         layer.bias = conv.bias
         return layer.train(self.training)
 

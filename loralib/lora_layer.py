@@ -23,7 +23,8 @@ from .nn.bits import bits_of
 from .nn.dropout import Dropout
 from .nn.fast_paths import has_mode, is_transformed
 from .steps import latest_step, mark_layer, mark_update
-from .wrappers import has_own_forward, is_managed, is_sharded
+from .tensor_kinds import is_sharded
+from .wrappers import has_own_forward, is_managed
 from .zero3 import check_gathered, is_of_zero3
 
 
@@ -137,6 +138,8 @@ class LoRALayer:
         self._in_effect = False
         self._merged_copy: _MergedCopy | None = None
 
+    # ---- the frozen weight ----
+
     @property
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or a child.
@@ -152,77 +155,14 @@ class LoRALayer:
     @property
     def frozen_weight(self) -> nn.Parameter:
         """The weight that the update is added to."""
-        return self.base.weight
+        return getattr(self.base, self.frozen_name)
 
     @property
     def base_bias(self) -> nn.Parameter | None:
         """The frozen layer's bias, if it has one."""
         return getattr(self.base, "bias", None)
 
-    @property
-    def merged(self) -> bool:
-        """Whether the mode with the merged weight is in effect; see `LoRALayer`."""
-        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
-
-    @merged.setter
-    def merged(self, value: bool) -> None:
-        if self._set_merged or self._computes_elsewhere():
-            self._set_merged = bool(value)
-        elif value and not self._in_effect:
-            raise ValueError(
-                "merged cannot be set to True: a layer's weight never holds its update here. "
-                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
-            )
-        else:
-            self._in_effect = bool(value)
-
-    def _computes_elsewhere(self) -> bool:
-        """Returns whether forward is not this package's, but a subclass's or set on the instance.
-
-        A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
-        """
-        return _has_foreign_forward(type(self)) or has_own_forward(self)
-
-    def train(self, mode: bool = True) -> "LoRALayer":
-        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
-        super().train(mode)
-        if mode and self._set_merged and self.merge_weights:
-            self._unmerge()
-        self._in_effect = self.merge_weights and not mode
-        self._merged_copy = None
-        return self
-
-    @torch.no_grad()
-    def _unmerge(self) -> None:
-        """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
-        is_known = type(self)._as_matrix is not LoRALayer._as_matrix
-        if variant_of(self.variant).has_magnitude or not is_known:
-            return  # unknown: the original weight (DoRA), or how a subclass has added the update
-        if self.r > 0:
-            added = self._delta()
-            negative = replace(added, scaling=-added.scaling)
-            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
-        self._set_merged = False
-
-    def merged_layer(self) -> nn.Module:
-        """Returns a plain layer with the update merged into its weight; see `loralib.merge`."""
-        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
-
-    def check_merged_layer(self) -> None:
-        """Checks that the class has its own `merged_layer` if it has its own forward.
-
-        Raises:
-            TypeError: it does not.
-        """
-        kind = type(self)
-        if kind.merged_layer is LoRALayer.merged_layer or (
-            _has_foreign_forward(kind) and _is_from_here(kind.merged_layer)
-        ):
-            raise TypeError(
-                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
-                "plain layer computes the same: give it one (`return super().merged_layer()`, if "
-                "it computes what its base class does)"
-            )
+    # ---- the update ----
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
         """Returns the low-rank update (see functional.py), with A and B cast to `dtype`."""
@@ -247,6 +187,11 @@ class LoRALayer:
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """Returns a view of the weight as the (out, in) matrix that the update is added to."""
         raise NotImplementedError
+
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of one update of the whole weight, as `_add_lora_parameters`."""
+        out, width = self._as_matrix(self.frozen_weight).shape
+        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
 
     def _add_lora_parameters(
         self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
@@ -306,22 +251,25 @@ class LoRALayer:
         shown = [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
         return shown if self.variant == "lora" else [*shown, self.variant]
 
+    # ---- initial values ----
+
     def reset_lora_parameters(self) -> None:
         """Initializes A and B; by default, A as a linear layer's weight, and B with zeros."""
-        if self.r > 0:
-            self._check_startable()
-            is_meta, is_deferred = self.lora_A.is_meta, start_is_deferred()
-            self._was_empty = (is_meta or not initializes()) and not is_deferred
-            if self._was_empty and not is_meta:
-                self._note_empty(_FACTORS)
-                self._start_magnitudes()
-                return
-            self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
-            if self.initialization == "orthogonal":
-                orthogonal(self.lora_A, self.lora_B)
-            else:
-                self._reset_factors()
-            self.start_from_weight()
+        if self.r == 0:
+            return
+        self._check_startable()
+        is_meta = self.lora_A.is_meta
+        self._was_empty = (is_meta or not initializes()) and not start_is_deferred()
+        if self._was_empty and not is_meta:
+            self._note_empty(_FACTORS)
+            self._start_magnitudes()
+            return
+        self._empty = tuple((name, 0) for name in _FACTORS if self._was_empty)
+        if self.initialization == "orthogonal":
+            orthogonal(self.lora_A, self.lora_B)
+        else:
+            self._reset_factors()
+        self.start_from_weight()
 
     def _reset_factors(self) -> None:
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -360,7 +308,8 @@ class LoRALayer:
         """Sets DoRA's magnitudes to the norms of the weight's rows: the update starts as zero."""
         if variant_of(self.variant).has_magnitude:
             parts = self._updated_weights()
-            norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
+            wide = torch.promote_types(self.frozen_weight.dtype, torch.float32)
+            norms = [torch.linalg.vector_norm(W, dim=1, dtype=wide) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
 
     def _updated_weights(self) -> list[Tensor]:
@@ -442,11 +391,83 @@ class LoRALayer:
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
         )
 
+    # ---- evaluation with the merged weight ----
+
+    @property
+    def merged(self) -> bool:
+        """Whether the mode with the merged weight is in effect; see `LoRALayer`."""
+        return self._set_merged or (not self._computes_elsewhere() and self._in_effect)
+
+    @merged.setter
+    def merged(self, value: bool) -> None:
+        if self._set_merged or self._computes_elsewhere():
+            self._set_merged = bool(value)
+        elif value and not self._in_effect:
+            raise ValueError(
+                "merged cannot be set to True: a layer's weight never holds its update here. "
+                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
+            )
+        else:
+            self._in_effect = bool(value)
+
+    def _computes_elsewhere(self) -> bool:
+        """Returns whether forward is not this package's, but a subclass's or set on the instance.
+
+        A forward written for 0.1.2 computes with `weight` alone if `merged` is true.
+        """
+        return not _is_from_here(type(self).forward) or has_own_forward(self)
+
+    def train(self, mode: bool = True) -> "LoRALayer":
+        """Sets the mode: in evaluation mode, `merge_weights` puts the merged weight into effect."""
+        super().train(mode)
+        if mode and self._set_merged and self.merge_weights:
+            self._unmerge()
+        self._in_effect = self.merge_weights and not mode
+        self._merged_copy = None
+        return self
+
+    @torch.no_grad()
+    def _unmerge(self) -> None:
+        """Subtracts the update from the weight, to which the class has added it, as in 0.1.2."""
+        is_known = type(self)._as_matrix is not LoRALayer._as_matrix
+        if variant_of(self.variant).has_magnitude or not is_known:
+            return  # unknown: the original weight (DoRA), or how a subclass has added the update
+        if self.r > 0:
+            added = self._delta()
+            negative = replace(added, scaling=-added.scaling)
+            self.frozen_weight.copy_(merge(self.frozen_weight, negative, self._as_matrix))
+        self._set_merged = False
+
+    def merged_layer(self) -> nn.Module:
+        """Returns a plain layer with the update merged into its weight; see `loralib.merge`."""
+        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
+
+    def check_merged_layer(self) -> None:
+        """Checks that the class has its own `merged_layer` if it has its own forward.
+
+        Raises:
+            TypeError: it does not.
+        """
+        kind = type(self)
+        if kind.merged_layer is LoRALayer.merged_layer or (
+            not _is_from_here(kind.forward) and _is_from_here(kind.merged_layer)
+        ):
+            raise TypeError(
+                f"{kind.__name__} has a forward of its own and no merged_layer() that says which "
+                "plain layer computes the same: give it one (`return super().merged_layer()`, if "
+                "it computes what its base class does)"
+            )
+
     def _merge(self) -> Tensor:
         """Returns the weight with the update merged into it."""
         if self._set_merged:
             return self.frozen_weight.detach().clone()
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
+
+    def _merged_parameter(self) -> nn.Parameter:
+        """Returns the result of `_merge` as a parameter; without an update, the weight itself."""
+        weight = self.frozen_weight
+        return nn.Parameter(self._merge(), weight.requires_grad) if self.r > 0 else weight
 
     def _merged_weight(self) -> Tensor | None:
         """Returns the merged weight, or None if the low-rank branch has to be computed."""
@@ -455,12 +476,13 @@ class LoRALayer:
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         weight, update = self.frozen_weight, self._update_tensors()
-        # Transformed tensors have derivatives, which a copy would not have.
-        if not self._can_keep_copy(weight, update) or is_transformed(weight, *update):
-            self._merged_copy = None
-            return None
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, *update))
-        if recorded or any(t.is_inference() for t in (weight, *update)):
+        tensors = weight, *update
+        if (
+            not self._can_keep_copy(weight, update)
+            or is_transformed(*tensors)  # they have derivatives, which a copy would not have
+            or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            or any(t.is_inference() for t in tensors)
+        ):
             self._merged_copy = None
             return None
         stamp, kept = self._stamp(weight, update), self._merged_copy
@@ -511,6 +533,8 @@ class LoRALayer:
         kinds = [(t.dtype, t.device) for t in update]
         scaling = None if isinstance(self.scaling, Tensor) else self.scaling
         return scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+
+    # ---- moving, copying and pickling ----
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -575,11 +599,6 @@ def _is_from_here(function: Callable[..., Any]) -> bool:
     return module.startswith(f"{__package__}.")
 
 
-def _has_foreign_forward(kind: type[LoRALayer]) -> bool:
-    """Returns whether a class's forward is not this package's."""
-    return not _is_from_here(kind.forward)
-
-
 _FACTORS = ("lora_A", "lora_B")
 _UPDATE = (*_FACTORS, "lora_magnitude_vector")
 _PLAIN = {Tensor, nn.Parameter}
@@ -620,11 +639,6 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
         return False
     is_dense = given.layout == tensor.layout == torch.strided
     return is_dense and given.data_ptr() == tensor.data_ptr()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Returns the tensor's dtype, or float32 if that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -4,9 +4,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .lora_layer import lora_layers
-from .wrappers import is_managed, is_sharded, unreadable
+from .tensor_kinds import is_sharded, unreadable
+from .wrappers import is_managed
 from .zero3 import check_gathered
 
 # The dtypes that adapters hold. Buffers may also be counters, such as BatchNorm's, or masks.
@@ -93,7 +95,7 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
         ValueError: one has no values, or is not plain.
     """
     for name, tensor in tensors:
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
+        if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet: call the model once before {what}")
         if tensor.is_meta:
             raise ValueError(

@@ -61,20 +61,17 @@ def is_quantized_linear(module: nn.Module) -> bool:
     return package_and_name(type(module._parameters.get("weight"))) in _WEIGHTS
 
 
-def stops_gradients(layer: nn.Module) -> str | None:
-    """Finds out why gradients would not reach a layer's input, which PyTorch does not report.
+def passes_gradients(layer: nn.Module) -> bool:
+    """Returns whether gradients reach a layer's input; PyTorch does not report it if they do not.
 
-    Returns:
-        What is wrong, and what to do; None if they do reach it.
+    They do not if its weight's class quantizes the input as well.
     """
     if is_quantized_class(type(layer)):
-        return None
+        return True
     weight: Any = layer.weight
     x = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.enable_grad():
-        if F.linear(x.requires_grad_(), weight).requires_grad:
-            return None
-    return "its inputs are quantized as well: quantize only the weights"
+        return F.linear(x.requires_grad_(), weight).requires_grad
 
 
 # On some CPUs, bitsandbytes repacks a 4-bit weight in evaluation mode if this attribute of the

@@ -24,6 +24,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .adaptation import is_linear
 from .experts import AdaptedStack
 from .stacks import is_suggested, layer_of_stack, stacks_in
 from .text import in_short, listed, module_label, shown
@@ -183,7 +184,6 @@ def find(
     *,
     exclude: Target | Iterable[Target] = (),
     layers: Iterable[int] | None = None,
-    is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
     with_stacks: bool = True,
 ) -> list[str]:
     """Returns the names of the modules that are meant, in the model's order, and then of stacks.
@@ -194,7 +194,6 @@ def find(
         targets: one or several. Each has to match at least one module, or else a stack.
         exclude: what to leave out, in the same notation.
         layers: the numbers of the layers to keep to, which leaves out modules outside of layers.
-        is_linear: what counts as a linear layer for "all-linear".
         with_stacks: False to find only modules, of any kind.
 
     Raises:
@@ -211,10 +210,10 @@ def find(
     meant: set[str] = set()
     for target in as_targets(targets):
         if target == ALL_LINEAR:
-            linear = all_linear(model, is_linear)
+            linear = all_linear(model)
             found = set(linear) - left_out
             if not found:
-                raise ValueError(_no_linear_layer(linear, guessed_head(model, is_linear)))
+                raise ValueError(_no_linear_layer(linear, guessed_head(model)))
         else:
             named = _named(model, modules, stacks, target)
             found = named - left_out
@@ -222,7 +221,7 @@ def find(
                 others = _matched(stacks, target, stacks) - left_out
                 raise ValueError(_all_left_out(target, named, modules, others))
             if not found:
-                linear = all_linear(model, is_linear) if with_stacks else []
+                linear = all_linear(model) if with_stacks else []
                 likely = [name for name in stacks if is_suggested(model, name)]
                 names = [*modules, *likely]
                 raise ValueError(_means_nothing(model, target, names, linear, likely))
@@ -347,29 +346,28 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
                 )
 
 
-def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
+def all_linear(model: nn.Module) -> list[str]:
     """Returns the names of a model's linear layers, without the head's.
 
     These are the ones within a numbered layer, as in ``layers.0.mlp.up``; in a model without
     numbered layers, all but the last, see `guessed_head`.
     """
-    names = _linear_names(model, is_linear)
+    names = _linear_names(model)
     return [name for name in names if _is_within_layer(name)] or names[:-1]
 
 
-def guessed_head(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> str | None:
+def guessed_head(model: nn.Module) -> str | None:
     """Returns the linear layer that "all-linear" takes for the head because it is the last.
 
     None for a model with numbered layers, where all that lies outside of these is left out, and for
     a model without linear layers.
     """
-    names = _linear_names(model, is_linear)
+    names = _linear_names(model)
     return None if not names or any(map(_is_within_layer, names)) else names[-1]
 
 
 def foreign_linear(
     model: nn.Module,
-    is_linear: Callable[[nn.Module], bool],
     exclude: Iterable[Target] = (),
     layers: Iterable[int] | None = None,
 ) -> list[str]:
@@ -383,24 +381,24 @@ def foreign_linear(
     with_stacks = {stack.rpartition(".")[0] for stack in stacks.values()}
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
     excluded = {modules[name] for name in left_out if name in modules}
-    is_layered = any(map(_is_within_layer, _linear_names(model, is_linear)))
+    is_layered = any(map(_is_within_layer, _linear_names(model)))
     return [
         name
         for name in dict.fromkeys(modules.values())
         if name not in excluded
         and name not in with_stacks
         and (_is_within_layer(name) or not is_layered)
-        and _is_foreign_linear(model.get_submodule(name), is_linear)
+        and _is_foreign_linear(model.get_submodule(name))
     ]
 
 
-def _is_foreign_linear(module: nn.Module, is_linear: Callable[[nn.Module], bool]) -> bool:
+def _is_foreign_linear(module: nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     is_called_so = type(module).__name__.endswith("Linear")
     return bool(own) and is_called_so and not any(map(is_linear, module.modules()))
 
 
-def _linear_names(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
+def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and is_linear(module)]
 
 

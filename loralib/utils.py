@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapted_layers import AdaptedProjection
+from .adapted_layers import owner_of_weight
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .functional import variant_of
 from .in_place import disable_fast_paths, is_in_place, merge_in_place, merged_copy, was_converted
@@ -19,9 +19,10 @@ from .model_checks import check_there, check_whole, weights_with_updates
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
+from .tensor_kinds import is_fake, is_sharded
 from .text import in_short, module_label
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_fake, is_sharded
+from .wrappers import contains
 from .zero3 import check_gathered
 
 logger = logging.getLogger(__name__)
@@ -95,12 +96,7 @@ def _unfreeze_lora(model: nn.Module) -> None:
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
-    """Unfreezes biases, as for `mark_only_lora_as_trainable`.
-
-    Raises:
-        ValueError: `bias` is not one of its choices.
-    """
-    check_bias(bias)
+    """Unfreezes biases; `bias` is one of the choices of `mark_only_lora_as_trainable`."""
     meant: set[Any] = set()
     if bias == "lora_only":
         meant = {layer.base_bias for layer in lora_layers(model).values()} - {None}
@@ -177,7 +173,7 @@ def parameter_groups(
     check_model(model)
     lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
     weight_decay = as_number("weight_decay", weight_decay, *AT_LEAST_0)
-    if not any(isinstance(layer, LoRALayer) for layer in model.modules()):
+    if not contains(model, LoRALayer):
         raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -285,7 +281,7 @@ def merge(module: nn.Module) -> nn.Module:
             are not there (offloaded, or on the meta device), or are quantized.
     """
     check_model(module)
-    if not any(isinstance(layer, LoRALayer) for layer in module.modules()):
+    if not contains(module, LoRALayer):
         raise ValueError(
             "the model has no LoRA to merge: load its adapter first, unless it is merged already"
         )
@@ -299,8 +295,10 @@ def merge(module: nn.Module) -> nn.Module:
             part.check_merged_layer()
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_converted(module) else module.merged_layer()
-    sound = [
-        _place(name, layer) for name, layer in lora_layers(module).items() if _is_finite(layer)
+    finite = [
+        owner_of_weight(name, layer)
+        for name, layer in lora_layers(module).items()
+        if _is_finite_float16(layer)
     ]
     earlier = list(module.parameters())
     merge_in_place(module)
@@ -316,19 +314,14 @@ def merge(module: nn.Module) -> nn.Module:
         unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
-    _warn_of_overflow(module, sound, {id(parameter) for parameter in earlier})
+    _warn_of_overflow(module, finite, {id(parameter) for parameter in earlier})
     return module
 
 
-def _is_finite(layer: LoRALayer) -> bool:
+def _is_finite_float16(layer: LoRALayer) -> bool:
     """Returns whether a layer's frozen weight is in float16 and finite."""
     weight = getattr(layer, "frozen_weight", None)  # layers of other packages may have none
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
-
-
-def _place(name: str, layer: LoRALayer) -> str:
-    """Returns the name of the module whose weight a layer's update is merged into."""
-    return name.rpartition(".")[0] if isinstance(layer, AdaptedProjection) else name
 
 
 def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collection[int]) -> None:

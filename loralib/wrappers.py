@@ -1,11 +1,10 @@
-"""Recognizes modules that wrap others and so change names, and tensors that are not plain."""
+"""Recognizes modules that wrap others, and modules that were given another forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .text import module_label
 
@@ -29,6 +28,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the module inside wrappers: DDP, `torch.compile`'s, an average of weights, …"""
     inner = _WRAPPERS.get(type(model).__name__, "")
     return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
+
+
+def contains(module: nn.Module, kind: type[Any]) -> bool:
+    """Returns whether a module is an instance of `kind`, or contains one."""
+    return any(isinstance(each, kind) for each in module.modules())
 
 
 def without_checkpoint(module: nn.Module) -> nn.Module:
@@ -71,67 +75,9 @@ def is_managed(module: object) -> bool:
     return "_is_fsdp_managed_module" in vars(module)
 
 
-def is_sharded(tensor: object) -> bool:
-    """Returns whether a tensor may be spread over processes, as by FSDP2 or tensor parallelism."""
-    return hasattr(tensor, "full_tensor")
-
-
-# PyTorch's classes of tensors that compute as plain ones do, including sharded tensors, those with
-# a shape but no values, and lazy ones, which get a shape in the first forward.
-_ORDINARY = {"Tensor", "TensorBase", "Parameter", "Buffer", "DTensor", "FakeTensor"}
-_ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
-
-
-def is_fake(tensor: object) -> bool:
-    """Returns whether a tensor has no values although its device has memory (`FakeTensorMode`)."""
-    return type(tensor).__name__ == "FakeTensor"
-
-
-def quantized(tensor: Tensor) -> str | None:
-    """Returns, in words, how a tensor is quantized, or computes in its own way; None if neither."""
-    kind = type(tensor)
-    if any(_OWN_WAYS & vars(each).keys() for each in kind.__mro__ if not _is_ordinary(each)):
-        return f"quantized (a {kind.__module__}.{kind.__qualname__})"
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        return f"quantized ({tensor.dtype})"
-    return None
-
-
-def unreadable(tensor: Tensor) -> str | None:
-    """Returns what `quantized` does, but accepts integers, such as a mask's, as plain values.
-
-    Those that bitsandbytes has packed are not plain.
-    """
-    return quantized(tensor) if tensor.is_floating_point() or is_packed(tensor) else None
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Returns whether a tensor is neither sparse nor nested, nor in oneDNN's own layout."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def has_own_dispatch(tensor: Tensor) -> bool:
-    """Returns whether a tensor's class computes PyTorch's operations itself, as torchao's do."""
-    kind = type(tensor)
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_ordinary(kind)
-
-
-def is_packed(tensor: Tensor) -> bool:
-    """Returns whether this is a weight of bitsandbytes, whose numbers are packed into others."""
-    return package_and_name(type(tensor)) in _PACKED
-
-
 def package_and_name(kind: type) -> tuple[str, str]:
     """Returns a class's package and name, which identify it without importing the package."""
     return kind.__module__.partition(".")[0], kind.__name__
-
-
-_PACKED = {("bitsandbytes", "Params4bit"), ("bitsandbytes", "Int8Params")}
-_OWN_WAYS = {"__torch_dispatch__", "__torch_function__"}
-
-
-def _is_ordinary(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _ORDINARY
 
 
 def has_own_forward(module: Any) -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ..adapters.fingerprint import is_readable, sampled
 from ..adapters.loading import same_when_rounded
 from ..nn.fast_paths import is_transformed
+from ..tensor_kinds import is_sharded
 from ..text import module_label
-from ..wrappers import is_sharded
 from .prepared import PreparedAdapter
 
 

@@ -41,7 +41,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loralib import lora_layer, wrappers
+from loralib import lora_layer, tensor_kinds
 from loralib.training.determinism import set_up_device
 
 GPU = torch.device("cuda", 0)
@@ -453,7 +453,7 @@ class _Autocast:
             part.__exit__(*error)
 
 
-_autocast, _is_ordinary = torch.autocast, wrappers._is_ordinary
+_autocast, _is_ordinary = torch.autocast, tensor_kinds._is_ordinary
 
 
 def _settings(gpu: SimulatedGpu) -> Iterator[tuple[Any, str, Any]]:
@@ -464,7 +464,7 @@ def _settings(gpu: SimulatedGpu) -> Iterator[tuple[Any, str, Any]]:
     yield clip_grad, "_group_tensors_by_device_and_dtype", _by_device
     yield _foreach_utils, "_foreach_supported_types", [Tensor, OnGpu]
     # A real GPU has neither this class of tensors nor the two modes, so the project ignores them.
-    yield wrappers, "_is_ordinary", lambda kind: kind is OnGpu or _is_ordinary(kind)
+    yield tensor_kinds, "_is_ordinary", lambda kind: kind is OnGpu or _is_ordinary(kind)
     yield lora_layer, "_PLAIN", {*lora_layer._PLAIN, OnGpu}
     yield lora_layer, "has_mode", lambda: False
     for name, value in {

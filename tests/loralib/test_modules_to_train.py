@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_models import assert_add_lora_refuses
+from any_models import Conv1D, assert_add_lora_refuses
 from quantized_linears import Int8Tensor, Linear4bit
 from torch import nn
 
@@ -163,3 +163,12 @@ def test_a_module_with_an_extra_state_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), WithState(8, 3))
     message = r"its _extra_state is not a tensor \(its get_extra_state gives a dict\); leave"
     assert_add_lora_refuses(model, message, "0", r=R, modules_to_train="1")
+
+
+def test_all_linear_means_the_same_layers_as_in_targets():
+    """Also those that are not an `nn.Linear`."""
+    layers = nn.ModuleList([nn.ModuleDict({"up": Conv1D(8, 8)})])
+    model = nn.ModuleDict({"words": nn.Embedding(4, 8), "layers": layers})
+    lora.add_lora(model, "words", R, modules_to_train="all-linear")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {"layers.0.up.weight", "layers.0.up.bias"} < trained

@@ -7,7 +7,6 @@ import torch
 from any_models import AnyModel
 from torch import nn
 
-from loralib.adaptation import is_linear
 from loralib.targets import (
     as_targets,
     by_pattern,
@@ -73,12 +72,12 @@ def test_the_layer_number_in_a_module_s_name(name, layer):
     ],
 )
 def test_matching_modules_are_in_the_model_s_order(model, arguments, expected):
-    assert find(model, is_linear=is_linear, **arguments) == expected
+    assert find(model, **arguments) == expected
 
 
 def test_all_linear_matches_all_linear_layers_but_the_head(model):
     encoder = ("self_attn", "self_attn.out_proj", "linear1", "linear2")
-    assert find(model, "all-linear", is_linear=is_linear) == [
+    assert find(model, "all-linear") == [
         *(f"layers.{i}.{name}" for i in range(3) for name in BLOCK),
         *(f"encoder.layers.{i}.{name}" for i in range(2) for name in encoder),
     ]
@@ -121,7 +120,7 @@ def test_all_linear_matches_all_linear_layers_but_the_head(model):
         ),
         ({"targets": "[q_proj"}, r"; it has .*proj, .*, model\.named_modules\(\) lists all names$"),
         ({"targets": "All_Linear"}, r"; 'all-linear' takes all linear layers, "),
-        ({"targets": "query"}, r"; it has up, down, linear1, .*, q_proj, v_proj, .*; 'all-l"),
+        ({"targets": "query"}, r"; it has c_attn, up, .*, linear1, .*, q_proj, v_proj .*; 'all-l"),
         (
             {"targets": "q_proj", "exclude": r"k|.*v_proj"},
             r"; a regular expression is re\.compile\(",
@@ -169,20 +168,21 @@ def test_models_with_only_one_layer_or_none_are_refused(model, target, message):
 
 def test_which_layer_is_taken_for_the_head():
     layers = {"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
-    assert guessed_head(nn.ModuleDict(layers), is_linear) == "last"
-    assert guessed_head(nn.ModuleDict({"norm": nn.LayerNorm(2)}), is_linear) is None
+    assert guessed_head(nn.ModuleDict(layers)) == "last"
+    assert guessed_head(nn.ModuleDict({"norm": nn.LayerNorm(2)})) is None
     numbered = nn.ModuleDict({**layers, "blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)))})
-    assert guessed_head(numbered, is_linear) is None
+    assert guessed_head(numbered) is None
 
 
 def test_names_that_end_in_a_number_are_suggested_but_not_bare_numbers(model):
-    with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, up, "):
+    with pytest.raises(ValueError, match=r"it has linear1, linear2, layers, norm1, c_attn, up, "):
         find(model, "linaer1")
 
 
 def test_the_likeliest_names_are_suggested_first():
     model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
-    with pytest.raises(ValueError, match=r"it has out_proj, linear1, linear2; 'all-linear' takes"):
+    likeliest = r"it has out_proj, self_attn, multihead_attn, linear1, linear2; 'all-linear' takes"
+    with pytest.raises(ValueError, match=likeliest):
         find(model, "q_proj")
     with pytest.raises(ValueError, match=r"it has conv$"):
         find(nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1)}), "q_proj")
