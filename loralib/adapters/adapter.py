@@ -142,6 +142,11 @@ class Adapter:
         return self.metadata
 
     @property
+    def besides(self) -> dict[str, Tensor]:
+        """Its tensors besides LoRA: those of a head, and biases."""
+        return {name: tensor for name, tensor in self.tensors.items() if LORA.part not in name}
+
+    @property
     def head(self) -> str | None:
         """The task of its head, a key of `Family.heads`, from its metadata or its tensors' names.
 

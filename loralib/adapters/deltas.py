@@ -427,8 +427,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     for name, adapted in modules.items():
         if is_quantized_linear(adapted.module):
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
-    others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    base = _named_tensors(model)
+    others, base = adapter.besides, _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in base:
@@ -468,7 +467,7 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     base, first, untied = _named_tensors(model), first_names(model), {}
     family = family_of(adapter.tensors)
     of_their_own = family.untied_in(adapter.tensors) if family else set()
-    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
+    besides = adapter.besides
     for name, tensor in besides.items():
         if name not in base:
             continue

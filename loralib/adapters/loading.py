@@ -366,19 +366,18 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     check_whole(model, "an adapter is loaded")
     check_unpacked(model)
     weights = adapted_modules(model, adapter)
-    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    touched = besides.keys() | adapter.base_weights.keys()
+    touched = adapter.besides.keys() | adapter.base_weights.keys()
     check_there(tensors_of(model, touched), "it gets an adapter")
     present = lora_layers(model)
     settings = _settings_of(model, adapter, weights)
     _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
-    _check_besides(model, adapter, besides)
+    _check_besides(model, adapter)
     check_complete(model, adapter, weights)
     _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
-    check_possible_base(adapter, possible_fingerprints(model, weights, besides))
+    check_possible_base(adapter, possible_fingerprints(model, weights, adapter.besides))
     missing = {name: own for name, own in settings.items() if name not in present}
     _add_layers(model, weights, missing)
     if not present:
@@ -479,12 +478,12 @@ def _other(layer: Any) -> str:
     )
 
 
-def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
+def _check_besides(model: nn.Module, adapter: Adapter) -> None:
     """Checks that the model has all that an adapter brings besides LoRA, in the same shapes.
 
     Also checks that it replaces everything that an adapter loaded before has brought.
     """
-    state = model.state_dict()
+    besides, state = adapter.besides, model.state_dict()
     for name, source in noted(model).items():
         if source is not None and name not in besides:
             raise CheckpointError(

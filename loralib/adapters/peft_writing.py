@@ -15,7 +15,7 @@ from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
 from ..stacks import stack_of_layer
-from .adapter import LORA, Adapter, base_biases
+from .adapter import Adapter, base_biases
 from .deltas import (
     MAGNITUDE,
     START_A,
@@ -120,7 +120,7 @@ def why_not_expressible(adapter: Adapter) -> str | None:
 def _tied_head(adapter: Adapter) -> str | None:
     """Returns why PEFT cannot hold a head that shares a weight with the base, or None."""
     family = family_of(adapter.tensors)
-    tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
+    tops = set(map(top_module, adapter.besides))
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return (
@@ -213,10 +213,9 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
     embeddings = adapter.lora.embeddings or ()
     if not is_of_model:
         _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
-    for name, tensor in (_tied_within(adapter) | adapter.tensors).items():
+    for name, tensor in (_tied_within(adapter) | adapter.besides).items():
         module, _, last = name.rpartition(".")
-        if LORA.part not in name:
-            named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
+        named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
         if module in places:
@@ -360,8 +359,7 @@ def _saved_modules(adapter: Adapter) -> set[str]:
         next(
             (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
         )
-        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
-        if LORA.part not in name
+        for name in adapter.besides.keys() - base_biases(adapter.tensors)
     }
 
 
