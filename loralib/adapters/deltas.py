@@ -99,13 +99,11 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
     return next(iter(ranks))
 
 
-def slices_of(adapter: Adapter, module: str) -> tuple[bool, ...]:
-    """Returns which slices of a module's output its stacked updates reach, or () if unknown."""
-    return slices_in(adapter.metadata, module)
-
-
 def slices_in(metadata: AdapterMetadata | None, module: str) -> tuple[bool, ...]:
-    """Does the same as `slices_of`, from the metadata or else from the module's family."""
+    """Returns which slices of a module's output its stacked updates reach, or () if unknown.
+
+    They are in an adapter's metadata, or else follow from the module's family.
+    """
     own = getattr(metadata, "slices", None) or {}
     return own.get(module) or enabled_slices(module)
 
@@ -146,7 +144,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     if count == 1 and module not in (adapter.lora.slices or {}):
         return (0,), rows
     is_stack = module in (adapter.lora.stacks or ())
-    enabled = (True,) * count if is_stack else slices_of(adapter, module)
+    enabled = (True,) * count if is_stack else slices_in(adapter.metadata, module)
     if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
@@ -311,12 +309,10 @@ def base_to_give(adapter: Adapter, layers: tuple[int, int] | None = None) -> str
             model, see `more_layers`.
     """
     base = adapter.metadata.base if adapter.metadata else None
-    why = (
-        (f"its base has at least {layers[0]} layers, this model has {layers[1]}; ")
-        if layers
-        else ""
-    )
-    return f"{why}give the model that it was trained in{f', of {base!r}' if base else ''}"
+    advice = f"give the model that it was trained in{f', of {base!r}' if base else ''}"
+    if layers is None:
+        return advice
+    return f"its base has at least {layers[0]} layers, this model has {layers[1]}; {advice}"
 
 
 def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
@@ -354,7 +350,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         CheckpointError: for the reasons of `deltas_of`. Or the model lacks an adapted module, has
             it in another shape, or uses it in several places although PEFT has adapted only one of
             them. Or it is a convolution whose update PEFT computes in another way. Or the adapter
-            holds different updates for one module.
+            holds different updates for one module, or lacks what its PEFT folder should hold.
         ValueError: the weight of an adapted module has no values, or is quantized in an unknown
             way.
     """
@@ -386,6 +382,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         modules[name] = adapted
     if shared_projections(model) & modules.keys():
         check_positions(adapter)
+    check_complete(model, adapter, modules)
     return modules
 
 
@@ -423,7 +420,6 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             model. The model is then unchanged.
     """
     modules = adapted_modules(model, adapter)
-    check_complete(model, adapter, modules)
     for name, adapted in modules.items():
         if is_quantized_linear(adapted.module):
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")

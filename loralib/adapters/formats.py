@@ -45,7 +45,7 @@ from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, in_words
 from .canonical import canonical_names, has_ddp_prefix, without_ddp_prefix
 from .checksums import read_checked, with_checksum
-from .deltas import lora_pairs, slices_of
+from .deltas import lora_pairs, slices_in
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
@@ -453,7 +453,7 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
         return
     of_release = family.release_modules if format == "release" else None
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
-        slices, usual = slices_of(adapter, module), enabled_slices(module)
+        slices, usual = slices_in(adapter.metadata, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
             models = f"this project's {family.title} and the release's need"
             reason = f"its update of {module} does not have the one block per slice that {models}"

@@ -39,14 +39,12 @@ from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
-from .completeness import check_complete
 from .deltas import (
     AdaptedWeight,
     adapted_modules,
     base_to_give,
     has_slices,
     slices_in,
-    slices_of,
     untied_by,
 )
 from .families import backbone_prefixes, enabled_slices, top_module
@@ -214,8 +212,7 @@ def _check_metadata(
 def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:
     """Checks all settings that change what a model computes with the adapter's tensors."""
     both = theirs, ours
-    by_module = any((theirs.rank_pattern, theirs.alpha_pattern))
-    by_module = by_module or any((ours.rank_pattern, ours.alpha_pattern))
+    by_module = any(each.rank_pattern or each.alpha_pattern for each in both)
     adapted = {name.rpartition(".")[0] for name in adapter.tensors if LORA.part in name}
     for module in sorted(adapted):
         for what, one, other in (
@@ -373,7 +370,6 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter)
-    check_complete(model, adapter, weights)
     _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
@@ -413,6 +409,7 @@ def _settings_of(
     for name, adapted in weights.items():
         dropout = metadata.dropout or 0.0
         has_dropout = takes_dropout(model, name, adapted.module) and not adapted.is_stack
+        is_of_slices = has_slices(adapter, name, adapted.delta)
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
             lora_alpha=metadata.alpha_of(name),
@@ -420,9 +417,7 @@ def _settings_of(
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
-            enable_lora=slices_of(adapter, name)
-            if has_slices(adapter, name, adapted.delta)
-            else (True,),
+            enable_lora=slices_in(metadata, name) if is_of_slices else (True,),
         )
     return settings
 
@@ -471,11 +466,9 @@ def _check_present(
 
 def _other(layer: Any) -> str:
     """Returns advice on how to get LoRA with other settings than this layer's."""
-    return (
-        "remove_lora first"
-        if is_in_place(layer)
-        else ("build the model with the adapter's settings")
-    )
+    if is_in_place(layer):
+        return "remove_lora first"
+    return "build the model with the adapter's settings"
 
 
 def _check_besides(model: nn.Module, adapter: Adapter) -> None:

@@ -24,7 +24,7 @@ from .deltas import (
     has_slices,
     lora_pairs,
     ranks_of,
-    slices_of,
+    slices_in,
 )
 from .families import family_of, in_known_backbone, top_module
 from .metadata import LoraMetadata, usual
@@ -161,7 +161,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     for module, delta in deltas.items():
         if not has_slices(adapter, module, delta):
             continue
-        slices[module] = slices_of(adapter, module)
+        slices[module] = slices_in(metadata, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
         if parts == 1:
             continue

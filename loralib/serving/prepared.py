@@ -13,7 +13,6 @@ from ..adaptation import computes_like, scales_rows
 from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
-from ..adapters.completeness import check_complete
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import (
@@ -166,7 +165,6 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
             f"build a separate model with them ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
-    check_complete(model, adapter, modules)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter)
