@@ -73,8 +73,7 @@ def write(
 def why_not_expressible(adapter: Adapter) -> str | None:
     """Returns why PEFT cannot hold an adapter, or None if it can."""
     metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
-    pairs = lora_pairs(adapter.tensors, adapter.source)
-    for module, (A, B) in pairs.items():
+    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         attention = attention_of(module, modules)
         is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
         if metadata.has_magnitude and is_of_slices:
@@ -114,19 +113,20 @@ def why_not_expressible(adapter: Adapter) -> str | None:
                     f"brings parameters of {saved}: PEFT would save all of it, including "
                     f"{module}, which has LoRA"
                 )
-    return _tied_head(adapter)
-
-
-def _tied_head(adapter: Adapter) -> str | None:
-    """Returns why PEFT cannot hold a head that shares a weight with the base, or None."""
-    family = family_of(adapter.tensors)
-    tops = set(map(top_module, adapter.besides))
+    # A head may share a weight with the base.
+    family, tops = family_of(adapter.tensors), set(map(top_module, adapter.besides))
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return (
                 f"brings {top_module(name)}, whose {name} is tied to the base's {kept}: PEFT would "
                 "save that weight as well"
             )
+    if metadata.positions is False:
+        return (
+            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
+            "they share a projection with contents: train it with lora_positions, or on a base "
+            "that shares none"
+        )
     return None
 
 
