@@ -20,8 +20,9 @@ from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
 from loralib.adapters.deltas import lora_pairs, merge_into, slices_in
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
-from loralib.adapters.loading import load_into, lora_settings
+from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import LoraMetadata
+from loralib.adapters.model_settings import lora_settings
 from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS

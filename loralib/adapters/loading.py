@@ -5,7 +5,6 @@ them.
 """
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -14,24 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
-from ..arguments import as_python, check_model, check_not_scripted
+from ..arguments import check_model, check_not_scripted
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
-from ..experts import AdaptedStack
-from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
-from ..layers import MergedLinear
+from ..io.tensors import same_when_rounded
 from ..lora_layer import LoRALayer, lora_layers
-from ..model_checks import (
-    check_no_peft_layers,
-    check_there,
-    check_whole,
-    tensors_of,
-)
-from ..nn.positions import lora_reaches_positions, shared_projections
+from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
+from ..nn.positions import shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
-from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
+from ..stacks import stack_of_layer, stacked_weights
 from ..text import counted, listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
@@ -39,96 +31,15 @@ from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
 from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
-from .deltas import (
-    AdaptedWeight,
-    adapted_modules,
-    base_to_give,
-    has_slices,
-    slices_in,
-    untied_by,
-)
-from .families import backbone_prefixes, enabled_slices, top_module
+from .deltas import AdaptedWeight, adapted_modules, base_to_give, has_slices, slices_in, untied_by
+from .families import backbone_prefixes, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
-from .metadata import LoraMetadata, usual
-from .names import are_targets, lora_targets, more_layers
+from .metadata import LoraMetadata
+from .model_settings import lora_settings, takes_dropout
+from .names import are_targets, more_layers
 
 logger = logging.getLogger(__name__)
-
-
-def lora_settings(model: nn.Module) -> dict[str, Any]:
-    """Returns the settings of a model's LoRA layers, by their names in `LoraMetadata`.
-
-    Args:
-        model: a model with LoRA layers. They may differ in rank and alpha, and in settings that
-            have no effect once they are trained.
-
-    Raises:
-        CheckpointError: they differ in other settings, or a layer's scaling is not the one that
-            follows from its alpha and rank.
-    """
-    layers = lora_layers(model)
-    for name, layer in layers.items():
-        expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
-        if isinstance(layer.scaling, nn.Parameter):
-            raise CheckpointError(
-                f"{name} has a scaling that is a parameter, which adapters cannot hold: delete it, "
-                "set scaling to its value, and set lora_alpha to match"
-            )
-        scaling = float(layer.scaling)
-        if not math.isclose(scaling, expected, rel_tol=1e-6):
-            raise CheckpointError(
-                f"{name} has the scaling {scaling:g}, but lora_alpha {layer.lora_alpha:g} makes "
-                f"it {expected:g}: change scaling and lora_alpha together"
-            )
-    rank, ranks = usual({name: layer.r for name, layer in layers.items()})
-    alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
-    embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
-    of_stacks = map(layer_of_stack, stacked_weights(model))
-    return {
-        "rank": rank,
-        "alpha": alpha,
-        "targets": lora_targets(layers),
-        "positions": lora_reaches_positions(model),
-        "variant": _common(layers, "variant", "lora"),
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        "initialization": _initialization(layers),
-        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
-        "embeddings": embeddings,
-        "slices": _own_slices(layers),
-        "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
-    }
-
-
-def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
-    """Returns the value of a setting that all layers must have in common, None for the default."""
-    values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
-    common, others = usual(values)
-    for name, value in others.items():
-        raise CheckpointError(
-            f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
-            f"{setting} {value}, others have {common}; merge the model, and save it"
-        )
-    return None if common == default else common
-
-
-def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
-    """Returns the layers' initialization, or None if they differ and no update depends on it."""
-    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
-    if len(values) == 1 or any(map(starts_from_weight, values)):
-        return _common(layers, "initialization", "default")
-    return None
-
-
-def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:
-    """Returns the slices that stacked updates reach, if they are not the family's."""
-    slices = {
-        name: tuple(layer.enable_lora)
-        for name, layer in layers.items()
-        if isinstance(layer, MergedLinear)
-    }
-    return {name: own for name, own in slices.items() if own != enabled_slices(name)}
 
 
 def load_into(
@@ -422,22 +333,6 @@ def _settings_of(
     return settings
 
 
-def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
-    """Returns whether the update with this name can have dropout.
-
-    The updates of attentions' projections, of embeddings and of stacks cannot. A stack is only
-    recognized if `module` is its LoRA layer.
-
-    Args:
-        model: the model.
-        name: the update's name.
-        module: the module whose weight is updated, or the one that has the update.
-    """
-    owner = model.get_submodule(name.rpartition(".")[0])
-    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
-    return not takes_weights and not isinstance(module, nn.Embedding | AdaptedStack)
-
-
 def _check_present(
     adapter: Adapter, present: Mapping[str, LoRALayer], settings: Mapping[str, LayerSettings]
 ) -> None:
@@ -516,12 +411,6 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
                 f"{adapter.source}: holds the {name} that it was trained with, which differs from "
                 "the model's: give it the base that has that weight"
             )
-
-
-def same_when_rounded(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors are equal in the dtype of one of them."""
-    one = one.to(other.device)
-    return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
 
 
 def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:

@@ -36,10 +36,10 @@ from .configs import setting_of
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
-from .loading import lora_settings
 from .metadata import LoraMetadata
+from .model_settings import dropout_of, lora_settings
 from .peft import peft_difference
-from .saving_warnings import SAVED_WHOLE, dropout_of, saving_warnings
+from .saving_warnings import SAVED_WHOLE, saving_warnings
 
 logger = logging.getLogger(__name__)
 

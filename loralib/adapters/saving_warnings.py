@@ -16,7 +16,7 @@ from ..text import counted, in_short, module_label
 from ..trained import is_never_frozen, noted
 from .adapter import LORA, Adapter
 from .configs import setting_of
-from .loading import takes_dropout
+from .model_settings import dropout_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
 
 # How errors tell users to save a whole model. A pickled module would break when a class is renamed.
@@ -186,11 +186,6 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, but only "
         f"{max(dropouts):g} is recorded: if training continues from the file, all layers get that"
     )
-
-
-def dropout_of(layer: LoRALayer) -> float:
-    """Returns a layer's probability of dropout. Embeddings and attentions have none."""
-    return getattr(layer.lora_dropout, "p", 0.0)
 
 
 def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:

@@ -262,6 +262,12 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+def same_when_rounded(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are equal in the dtype of one of them."""
+    one = one.to(other.device)
+    return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
+
+
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Returns the name of the first tensor that has a value that is not finite, if any."""
     names, found = [], []
