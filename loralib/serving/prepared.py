@@ -15,13 +15,7 @@ from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
 from ..adapters.families import in_known_backbone, top_module
-from ..adapters.fingerprint import (
-    fingerprint,
-    has_no_fingerprint,
-    last_projection,
-    possible_fingerprints,
-    state_of,
-)
+from ..adapters.fingerprint import last_projection, possible_fingerprints
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
@@ -141,18 +135,6 @@ class PreparedAdapter:
     heads: Mapping[str, nn.Module]
     labels: tuple[str, ...]
     tokens_first: frozenset[str]
-
-
-def fingerprint_of(model: nn.Module) -> str | None:
-    """Returns the fingerprint of the backbone; None if it has none or is of no registered family.
-
-    For other families see `possible_fingerprints`.
-    """
-    state = state_of(model)
-    of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
-    if not of_backbone or has_no_fingerprint(model, of_backbone):
-        return None
-    return fingerprint(state)
 
 
 @torch.inference_mode(False)
@@ -317,11 +299,11 @@ def _head(
         assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
     copied = head.state_dict(prefix=start)
-    for name, needed in ((name, copied[name]) for name in theirs):
-        if theirs[name].shape != needed.shape:
+    for name, tensor in theirs.items():
+        if tensor.shape != copied[name].shape:
             raise CheckpointError(
-                f"{source}: {name} is {tuple(theirs[name].shape)} in the file, but "
-                f"{tuple(needed.shape)} is needed"
+                f"{source}: {name} is {tuple(tensor.shape)} in the file, but "
+                f"{tuple(copied[name].shape)} is needed"
             )
     head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
     for parameter in head.parameters():
