@@ -32,13 +32,13 @@ from ..quantized_layers import is_quantized_linear, not_merged
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
 from ..text import module_label
-from .adapter import LORA, Adapter
+from .adapter import Adapter, lora_modules
 from .checks import check_positions
-from .completeness import check_complete
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
 from .names import more_layers
 from .peft import is_targeted_parameter, peft_difference
+from .peft_completeness import check_complete
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -292,7 +292,7 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
         )
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
-        adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}
+        adapted = lora_modules(adapter.tensors)
         of_stacks = adapted & {*(adapter.lora.stacks or ())}
         adapted = adapted - of_stacks | {*map(stack_of_layer, of_stacks)}
         return base_to_give(adapter, more_layers(adapted, first_names_of_targets(model)))
@@ -438,7 +438,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     if adapter.lora.positions is False:
         unshare_positions(model, modules)
     for adapted in modules.values():
-        _replace(adapted.module, adapted.name, adapted.merged())
+        setattr(adapted.module, adapted.name, _like(adapted.weight, adapted.merged()))
     apart = untied_by(model, adapter)
     for name, tensor in others.items():
         new = _like(base[name], tensor.to(base[name].dtype))
@@ -504,10 +504,6 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by all of their names. Tied ones have several."""
     named = (model.named_parameters, model.named_buffers)
     return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
-
-
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    setattr(module, name, _like(getattr(module, name), tensor))
 
 
 def _like(old: Tensor, tensor: Tensor) -> Tensor:

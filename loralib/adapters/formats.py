@@ -346,7 +346,7 @@ def write_checked_adapter(
     _check_has_layers(adapter, format)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
-        path = path / adapter.kind.files[FORMATS.index(format)]
+        path = path / f"{adapter.kind.file}{_SUFFIXES[format][0]}"
     if format == "release":
         return _write_release(path, adapter)
     assert adapter.metadata is not None  # see `_check_sound`

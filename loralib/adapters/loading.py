@@ -29,7 +29,7 @@ from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
-from .adapter import LORA, Adapter, adapter_tensors, base_biases
+from .adapter import LORA, Adapter, adapter_tensors, base_biases, lora_modules
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .deltas import AdaptedWeight, adapted_modules, base_to_give, has_slices, slices_in, untied_by
 from .families import backbone_prefixes, top_module
@@ -124,8 +124,8 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     """Checks all settings that change what a model computes with the adapter's tensors."""
     both = theirs, ours
     by_module = any(each.rank_pattern or each.alpha_pattern for each in both)
-    adapted = {name.rpartition(".")[0] for name in adapter.tensors if LORA.part in name}
-    for module in sorted(adapted):
+    adapted = sorted(lora_modules(adapter.tensors))
+    for module in adapted:
         for what, one, other in (
             ("rank", theirs.rank_of(module), ours.rank_of(module)),
             ("alpha", theirs.alpha_of(module), ours.alpha_of(module)),
@@ -143,7 +143,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     ):
         if said != built:
             raise SettingsError(adapter.source, setting, said, built)
-    for module in sorted(adapted):
+    for module in adapted:
         slices = [slices_in(each, module) for each in both]
         # If neither the adapter's metadata nor a family says its slices, they cannot be compared.
         if slices[0] and slices[0] != slices[1]:

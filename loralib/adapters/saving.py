@@ -31,7 +31,7 @@ from ..text import in_short
 from ..trained import noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
-from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .adapter import LORA, Adapter, base_biases, bias_of
 from .configs import setting_of
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
@@ -146,12 +146,10 @@ def _adapter_of(
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}
     _check_frozen(model, tensors)
-    settings: dict[str, Any] = lora_settings(model)
-    seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
     metadata = LoraMetadata(
-        **settings,
+        **lora_settings(model),
         dropout=max(map(dropout_of, layers.values())) or None,
-        bias=seen.bias,
+        bias=bias_of(tensors),
         base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
         task=as_text("task", task, "mnli"),
