@@ -143,8 +143,8 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     """Returns the first row of each slice that a module's updates reach, and its output's size."""
     if count == 1 and module not in (adapter.lora.slices or {}):
         return (0,), rows
-    is_stack = module in (adapter.lora.stacks or ())
-    enabled = (True,) * count if is_stack else slices_in(adapter.metadata, module)
+    is_of_stack = adapter.lora.is_of_stack(module)
+    enabled = (True,) * count if is_of_stack else slices_in(adapter.metadata, module)
     if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
@@ -158,7 +158,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
 def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
     """Returns whether a delta is stacked or of one slice of the output, and not a stack's."""
     is_of_slices = len(delta.starts) > 1 or len(delta.B) != delta.out_features
-    return is_of_slices and module not in (adapter.lora.stacks or ())
+    return is_of_slices and not adapter.lora.is_of_stack(module)
 
 
 # ---- plain models ----
@@ -229,7 +229,7 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
             that the adapter was trained in.
     """
     source, embeddings = adapter.source, adapter.lora.embeddings or ()
-    if name in (adapter.lora.stacks or ()):
+    if adapter.lora.is_of_stack(name):
         return _owner_of_stack(model, stack_of_layer(name), adapter)
     module, weight_name = _module_and_weight(model, name)
     if module is None:
@@ -292,9 +292,10 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
         )
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
-        adapted = lora_modules(adapter.tensors)
-        of_stacks = adapted & {*(adapter.lora.stacks or ())}
-        adapted = adapted - of_stacks | {*map(stack_of_layer, of_stacks)}
+        adapted = {
+            stack_of_layer(each) if adapter.lora.is_of_stack(each) else each
+            for each in lora_modules(adapter.tensors)
+        }
         return base_to_give(adapter, more_layers(adapted, first_names_of_targets(model)))
     part = within[0].removesuffix(f".{name}")
     return f"it has {within[0]}; give that part, model.get_submodule('{part}')"
@@ -361,7 +362,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         module, weight = adapted_module(model, name, adapter)
         if _is_repeated(adapter, name, first):
             continue
-        place = name.rpartition(".")[0] if name in (adapter.lora.stacks or ()) else name
+        place = name.rpartition(".")[0] if adapter.lora.is_of_stack(name) else name
         if place in others or place in others.values():
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, but "

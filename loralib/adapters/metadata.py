@@ -196,6 +196,10 @@ class LoraMetadata(AdapterMetadata):
         """Returns the alpha of a module's update."""
         return (self.alpha_pattern or {}).get(module, self.alpha)
 
+    def is_of_stack(self, update: str) -> bool:
+        """Returns whether the update of this name is that of a stack of matrices."""
+        return update in (self.stacks or ())
+
     def _are_sound(self) -> dict[str, bool]:
         return {
             **super()._are_sound(),

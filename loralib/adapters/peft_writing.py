@@ -15,6 +15,7 @@ from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
 from ..stacks import stack_of_layer
+from ..targets import layer_of
 from .adapter import Adapter, base_biases
 from .deltas import (
     MAGNITUDE,
@@ -97,7 +98,7 @@ def why_not_expressible(adapter: Adapter) -> str | None:
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
         owner = next((each for each in owners if name.startswith(f"{each}.")), None)
-        if owner is not None and module not in (metadata.stacks or ()):
+        if owner is not None and not metadata.is_of_stack(module):
             return (
                 f"holds {name}, which PEFT could not load: it wraps {owner}, whose parameters are "
                 "adapted"
@@ -409,11 +410,10 @@ def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any
 def _targets_by_name(modules: Iterable[str]) -> dict[str, list]:
     layers: dict[str, set[int]] = {}
     for module in modules:
-        number = re.search(r"\.(\d+)\.", module)
-        last = module.rpartition(".")[2]
+        number, last = layer_of(module), module.rpartition(".")[2]
         if number is None or not in_known_backbone(module) or last in AMBIGUOUS:
             return {"target_modules": sorted(modules)}
-        layers.setdefault(last, set()).add(int(number[1]))
+        layers.setdefault(last, set()).add(number)
     first, *others = layers.values()
     if any(numbers != first for numbers in others):
         return {"target_modules": sorted(modules)}
