@@ -30,7 +30,7 @@ from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, lora_modules
-from .checks import check_base, check_finite, check_positions, check_possible_base
+from .checks import check_base, check_positions, check_possible_base
 from .deltas import AdaptedWeight, adapted_modules, base_to_give, has_slices, slices_in, untied_by
 from .families import backbone_prefixes, top_module
 from .fingerprint import possible_fingerprints
@@ -38,6 +38,7 @@ from .formats import read_adapter_for
 from .metadata import LoraMetadata
 from .model_settings import lora_settings, takes_dropout
 from .names import are_targets, more_layers
+from .validation import check_finite
 
 logger = logging.getLogger(__name__)
 

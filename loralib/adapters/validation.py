@@ -4,13 +4,14 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..arguments import ABOVE_0, as_number
 from ..errors import AlphaError, CheckpointError, FullModelError
 from ..model_checks import DTYPES, DTYPES_OF_BUFFERS
 from .adapter import LORA, Adapter, base_biases, bias_of, in_words, lora_metadata
-from .checks import check_finite, warn_of_alpha
+from .checks import warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha
@@ -174,3 +175,14 @@ def check_values(adapter: Adapter) -> None:
                 "convert it to float32, float64, float16 or bfloat16"
             )
     check_finite(adapter)
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Checks that all of an adapter's values are finite.
+
+    Raises:
+        CheckpointError: some are not.
+    """
+    for name, tensor in adapter.tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ..adaptation import computes_like, scales_rows
 from ..adapters.adapter import LORA, Adapter
-from ..adapters.checks import check_finite, check_possible_base
+from ..adapters.checks import check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
+from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
 from ..model_checks import check_there, tensors_of
