@@ -17,11 +17,12 @@ from config_json import check_settings_beside
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
-from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
+from loralib.adapters.deltas import lora_pairs, merge_into, slices_in
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
-from loralib.adapters.loading import load_into, lora_settings
+from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import LoraMetadata
+from loralib.adapters.model_settings import lora_settings
 from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS
@@ -301,7 +302,7 @@ def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
     """Returns the targets that an adapter was trained on; None if its updates fit no targets."""
     layers = []
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
-        slices = slices_of(adapter, module) or (True,)
+        slices = slices_in(adapter.metadata, module) or (True,)
         if len(A) != sum(slices) * B.shape[1]:
             return None
         layers.append((within_layer(module), slices))

@@ -91,8 +91,7 @@ class Kind:
 class _Lora(Kind):
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
         """Returns an error text if LoRA is on other modules in the adapter than in the model."""
-        modules = [{name.rpartition(".")[0] for name in names} for names in (theirs, ours)]
-        trained, built = (lora_targets(names) for names in modules)
+        trained, built = (lora_targets(lora_modules(names)) for names in (theirs, ours))
         return None if trained == built else trained_with("targets", trained, built)
 
 
@@ -140,6 +139,11 @@ class Adapter:
         if not isinstance(self.metadata, LoraMetadata):
             raise AlphaError(self.source)
         return self.metadata
+
+    @property
+    def besides(self) -> dict[str, Tensor]:
+        """Its tensors besides LoRA: those of a head, and biases."""
+        return {name: tensor for name, tensor in self.tensors.items() if LORA.part not in name}
 
     @property
     def head(self) -> str | None:
@@ -198,6 +202,11 @@ def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
     }
 
 
+def lora_modules(tensors: Iterable[str]) -> set[str]:
+    """Returns the names of the modules that have LoRA among these tensors."""
+    return {name.rpartition(".")[0] for name in tensors if LORA.part in name}
+
+
 def base_biases(tensors: Iterable[str]) -> set[str]:
     """Returns those names of a LoRA adapter's tensors that are biases of the base.
 
@@ -225,19 +234,26 @@ def _is_of_head(bias: str, weights: Collection[str], names: Collection[str]) -> 
     return any(weight.startswith(start) for weight in weights)
 
 
-def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:
+def lora_metadata(tensors: Collection[str], rank: int, alpha: float) -> LoraMetadata:
     """Derives metadata from the names of a LoRA adapter's tensors, its rank and its alpha.
 
     Names do not tell whether the update reaches positions. If it could, the adapter is assumed to
     be the release's, whose updates do not reach them.
     """
-    modules = {name.rpartition(".")[0] for name in tensors if LORA.part in name}
-    trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
-    bias = "none" if not trained else "lora_only" if trained <= modules else "all"
-    positions = False if may_share_positions(modules) else None
+    modules = lora_modules(tensors)
     return LoraMetadata(
-        rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias, positions=positions
+        rank=rank,
+        alpha=alpha,
+        targets=lora_targets(modules),
+        bias=bias_of(tensors),
+        positions=False if may_share_positions(modules) else None,
     )
+
+
+def bias_of(tensors: Collection[str]) -> str:
+    """Returns which of the base's biases an adapter holds, as `LoraMetadata.bias` records it."""
+    trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
+    return "none" if not trained else "lora_only" if trained <= lora_modules(tensors) else "all"
 
 
 def in_words(value: object) -> str:

@@ -56,17 +56,6 @@ def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
         raise SettingsError(adapter.source, "lora_positions", theirs, reached)
 
 
-def check_finite(adapter: Adapter) -> None:
-    """Checks that all of an adapter's values are finite.
-
-    Raises:
-        CheckpointError: some are not.
-    """
-    for name, tensor in adapter.tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
-
-
 def warn_of_alpha(source: str | None, alpha: float) -> None:
     """Warns that the alpha that was given for a file cannot be checked."""
     logger.warning("%s does not record its alpha: cannot check that it is %g", source, alpha)

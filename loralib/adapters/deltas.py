@@ -32,13 +32,13 @@ from ..quantized_layers import is_quantized_linear, not_merged
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
 from ..text import module_label
-from .adapter import LORA, Adapter
+from .adapter import Adapter, lora_modules
 from .checks import check_positions
-from .completeness import check_complete
 from .families import enabled_slices, family_of
 from .metadata import AdapterMetadata
 from .names import more_layers
 from .peft import is_targeted_parameter, peft_difference
+from .peft_completeness import check_complete
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -99,13 +99,11 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
     return next(iter(ranks))
 
 
-def slices_of(adapter: Adapter, module: str) -> tuple[bool, ...]:
-    """Returns which slices of a module's output its stacked updates reach, or () if unknown."""
-    return slices_in(adapter.metadata, module)
-
-
 def slices_in(metadata: AdapterMetadata | None, module: str) -> tuple[bool, ...]:
-    """Does the same as `slices_of`, from the metadata or else from the module's family."""
+    """Returns which slices of a module's output its stacked updates reach, or () if unknown.
+
+    They are in an adapter's metadata, or else follow from the module's family.
+    """
     own = getattr(metadata, "slices", None) or {}
     return own.get(module) or enabled_slices(module)
 
@@ -145,8 +143,8 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     """Returns the first row of each slice that a module's updates reach, and its output's size."""
     if count == 1 and module not in (adapter.lora.slices or {}):
         return (0,), rows
-    is_stack = module in (adapter.lora.stacks or ())
-    enabled = (True,) * count if is_stack else slices_of(adapter, module)
+    is_of_stack = adapter.lora.is_of_stack(module)
+    enabled = (True,) * count if is_of_stack else slices_in(adapter.metadata, module)
     if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
@@ -160,7 +158,7 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
 def has_slices(adapter: Adapter, module: str, delta: Delta) -> bool:
     """Returns whether a delta is stacked or of one slice of the output, and not a stack's."""
     is_of_slices = len(delta.starts) > 1 or len(delta.B) != delta.out_features
-    return is_of_slices and module not in (adapter.lora.stacks or ())
+    return is_of_slices and not adapter.lora.is_of_stack(module)
 
 
 # ---- plain models ----
@@ -231,7 +229,7 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
             that the adapter was trained in.
     """
     source, embeddings = adapter.source, adapter.lora.embeddings or ()
-    if name in (adapter.lora.stacks or ()):
+    if adapter.lora.is_of_stack(name):
         return _owner_of_stack(model, stack_of_layer(name), adapter)
     module, weight_name = _module_and_weight(model, name)
     if module is None:
@@ -294,9 +292,10 @@ def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
         )
     within = [each for each in first_names_of_targets(model) if each.endswith(f".{name}")]
     if len(within) != 1:
-        adapted = {full.rpartition(".")[0] for full in adapter.tensors if LORA.part in full}
-        of_stacks = adapted & {*(adapter.lora.stacks or ())}
-        adapted = adapted - of_stacks | {*map(stack_of_layer, of_stacks)}
+        adapted = {
+            stack_of_layer(each) if adapter.lora.is_of_stack(each) else each
+            for each in lora_modules(adapter.tensors)
+        }
         return base_to_give(adapter, more_layers(adapted, first_names_of_targets(model)))
     part = within[0].removesuffix(f".{name}")
     return f"it has {within[0]}; give that part, model.get_submodule('{part}')"
@@ -311,12 +310,10 @@ def base_to_give(adapter: Adapter, layers: tuple[int, int] | None = None) -> str
             model, see `more_layers`.
     """
     base = adapter.metadata.base if adapter.metadata else None
-    why = (
-        (f"its base has at least {layers[0]} layers, this model has {layers[1]}; ")
-        if layers
-        else ""
-    )
-    return f"{why}give the model that it was trained in{f', of {base!r}' if base else ''}"
+    advice = f"give the model that it was trained in{f', of {base!r}' if base else ''}"
+    if layers is None:
+        return advice
+    return f"its base has at least {layers[0]} layers, this model has {layers[1]}; {advice}"
 
 
 def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
@@ -354,7 +351,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         CheckpointError: for the reasons of `deltas_of`. Or the model lacks an adapted module, has
             it in another shape, or uses it in several places although PEFT has adapted only one of
             them. Or it is a convolution whose update PEFT computes in another way. Or the adapter
-            holds different updates for one module.
+            holds different updates for one module, or lacks what its PEFT folder should hold.
         ValueError: the weight of an adapted module has no values, or is quantized in an unknown
             way.
     """
@@ -365,7 +362,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         module, weight = adapted_module(model, name, adapter)
         if _is_repeated(adapter, name, first):
             continue
-        place = name.rpartition(".")[0] if name in (adapter.lora.stacks or ()) else name
+        place = name.rpartition(".")[0] if adapter.lora.is_of_stack(name) else name
         if place in others or place in others.values():
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, but "
@@ -386,6 +383,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         modules[name] = adapted
     if shared_projections(model) & modules.keys():
         check_positions(adapter)
+    check_complete(model, adapter, modules)
     return modules
 
 
@@ -423,12 +421,10 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             model. The model is then unchanged.
     """
     modules = adapted_modules(model, adapter)
-    check_complete(model, adapter, modules)
     for name, adapted in modules.items():
         if is_quantized_linear(adapted.module):
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
-    others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    base = _named_tensors(model)
+    others, base = adapter.besides, _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in base:
@@ -443,7 +439,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     if adapter.lora.positions is False:
         unshare_positions(model, modules)
     for adapted in modules.values():
-        _replace(adapted.module, adapted.name, adapted.merged())
+        setattr(adapted.module, adapted.name, _like(adapted.weight, adapted.merged()))
     apart = untied_by(model, adapter)
     for name, tensor in others.items():
         new = _like(base[name], tensor.to(base[name].dtype))
@@ -468,7 +464,7 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     base, first, untied = _named_tensors(model), first_names(model), {}
     family = family_of(adapter.tensors)
     of_their_own = family.untied_in(adapter.tensors) if family else set()
-    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
+    besides = adapter.besides
     for name, tensor in besides.items():
         if name not in base:
             continue
@@ -509,10 +505,6 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by all of their names. Tied ones have several."""
     named = (model.named_parameters, model.named_buffers)
     return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
-
-
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    setattr(module, name, _like(getattr(module, name), tensor))
 
 
 def _like(old: Tensor, tensor: Tensor) -> Tensor:

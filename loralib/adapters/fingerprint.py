@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..tensor_kinds import is_dense, is_packed, unreadable
+from ..wrappers import is_dense, is_packed, unreadable
 from ..zero3 import is_partitioned
 from .configs import setting_of
 from .families import backbone_prefixes, in_known_backbone
@@ -133,6 +133,18 @@ def _as_saved(each: Any) -> Any:
     return each.detach()
 
 
+def backbone_fingerprint(model: nn.Module) -> str | None:
+    """Returns the fingerprint of the backbone; None if it has none or is of no registered family.
+
+    For other families see `possible_fingerprints`.
+    """
+    state = state_of(model)
+    of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
+    if not of_backbone or has_no_fingerprint(model, of_backbone):
+        return None
+    return fingerprint(state)
+
+
 def possible_fingerprints(
     model: nn.Module, adapted: Collection[str], brought: Collection[str]
 ) -> list[str]:
@@ -159,12 +171,12 @@ def possible_fingerprints(
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops
-    with_tied = _with_tied(model, brought)
+    replaced = _with_tied(model, brought)
     parts = [
-        {name for name in state if name.partition(".")[0] not in heads},
-        state.keys() - with_tied,
-        {name for name in state if name.partition(".")[0] in tops},
-        set(state),
+        [name for name in state if name.partition(".")[0] not in heads],
+        [name for name in state if name not in replaced],
+        [name for name in state if name.partition(".")[0] in tops],
+        [*state],
     ]
     found = [fingerprint({name: state[name] for name in names}) for names in parts]
     return [each for each in dict.fromkeys(found) if each != fingerprint({})]

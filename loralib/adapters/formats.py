@@ -23,7 +23,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, in_words
 from .canonical import canonical_names, has_ddp_prefix, without_ddp_prefix
 from .checksums import read_checked, with_checksum
-from .deltas import lora_pairs, slices_of
+from .deltas import lora_pairs, slices_in
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
@@ -148,11 +147,12 @@ def read_adapter_for(
         # `path` will not do: it turns "./a" into "a", which may be a repository's name.
         name = os.path.expanduser(source)
         path = _within(name, kind, foreign, where)
-    if foreign and path.name in (*foreign.names, *foreign.others):
-        read = partial(_read_peft, stacks=tuple(stacks)) if foreign is _PEFT else foreign.read
-        adapter = read(path, kind)
-    else:
+    if foreign is None or path.name not in (*foreign.names, *foreign.others):
         adapter = _read_file(path, kind)
+    elif foreign is _PEFT:
+        adapter = peft_reading.read(path, kind, tuple(stacks))
+    else:
+        adapter = foreign.read(path, kind)
     if kind == LORA:
         return check_lora(adapter, lora_alpha)
     check_values(adapter)
@@ -235,17 +235,7 @@ def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) ->
             return
 
 
-def _read_peft(path: Path, kind: Kind, stacks: tuple[str, ...] = ()) -> Adapter:
-    weights = peft_reading.weights_of(path)
-    held, metadata = read_checked(weights, kind)
-    tensors = canonical_names(peft_reading.names_in_model(held, str(weights)), str(weights))
-    known = LoraMetadata.from_metadata(metadata, weights)
-    config = path.with_name(peft.CONFIG_NAME)
-    adapter = peft_reading.read(config, tensors, weights, known, stacks)
-    return replace(adapter, base_weights=peft_reading.base_weights(held))
-
-
-_PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, _read_peft)
+_PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, peft_reading.read)
 
 
 def _read_file(path: Path, kind: Kind) -> Adapter:
@@ -356,8 +346,12 @@ def write_checked_adapter(
     _check_has_layers(adapter, format)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
-        path = path / adapter.kind.files[FORMATS.index(format)]
-    return _write_lora(path, adapter) if format == "lora" else _write_release(path, adapter)
+        path = path / f"{adapter.kind.file}{_SUFFIXES[format][0]}"
+    if format == "release":
+        return _write_release(path, adapter)
+    assert adapter.metadata is not None  # see `_check_sound`
+    write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, adapter.metadata))
+    return []
 
 
 def format_of_name(path: Path) -> str:
@@ -393,38 +387,33 @@ def format_of_path(path: Path) -> str:
 
 def why_not_expressible(adapter: Adapter, format: str) -> str | None:
     """Returns why an adapter would compute something else in a format, or None if it would not."""
-    reached = getattr(adapter.metadata, "positions", None)
-    if format == "release" and has_ddp_prefix(adapter.tensors):
-        return "its names begin with 'module.', which readers of this format take for DDP's"
-    if format == "release" and adapter.metadata is not None:
-        for what in _NOT_IN_RELEASE:
-            value = getattr(adapter.metadata, what, None)
-            if isinstance(value, Mapping) and value:
-                return f"its metadata has {what}, which this format cannot record"
-            if value and value not in _WITHOUT_EFFECT:
-                return (
-                    f"its LoRA is of the {what} {in_words(value)}, which this format cannot record"
-                )
-        # In a registered family, the names of the tensors show it.
-        if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
-            return (
-                "its head has its own copy of a weight that the base's head shares with another "
-                "module (separate, as in PEFT), which this format cannot record"
-            )
+    if format == "release":
+        return _why_not_in_release(adapter)
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
-        reason = peft_writing.why_not_expressible(adapter)
-        if reason:
-            return reason
-    if format == "release" and reached:
+        return peft_writing.why_not_expressible(adapter)
+    return None
+
+
+def _why_not_in_release(adapter: Adapter) -> str | None:
+    if has_ddp_prefix(adapter.tensors):
+        return "its names begin with 'module.', which readers of this format take for DDP's"
+    metadata = adapter.metadata
+    for what in _NOT_IN_RELEASE:
+        value = getattr(metadata, what, None)
+        if isinstance(value, Mapping) and value:
+            return f"its metadata has {what}, which this format cannot record"
+        if value and value not in _WITHOUT_EFFECT:
+            return f"its LoRA is of the {what} {in_words(value)}, which this format cannot record"
+    # In a registered family, the names of the tensors show it.
+    if getattr(metadata, "separate", None) and family_of(adapter.tensors) is None:
+        return (
+            "its head has its own copy of a weight that the base's head shares with another "
+            "module (separate, as in PEFT), which this format cannot record"
+        )
+    if getattr(metadata, "positions", None):
         return (
             "its LoRA reaches positions (lora_positions), but the release's does not, so it would "
             "compute something else there: use the format lora or peft"
-        )
-    if format == "peft" and reached is False:
-        return (
-            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
-            "they share a projection with contents: train it with lora_positions, or on a base "
-            "that shares none"
         )
     return None
 
@@ -453,7 +442,7 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
         return
     of_release = family.release_modules if format == "release" else None
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
-        slices, usual = slices_of(adapter, module), enabled_slices(module)
+        slices, usual = slices_in(adapter.metadata, module), enabled_slices(module)
         if len(A) != (sum(slices) or 1) * B.shape[1]:
             models = f"this project's {family.title} and the release's need"
             reason = f"its update of {module} does not have the one block per slice that {models}"
@@ -464,17 +453,6 @@ def _check_has_layers(adapter: Adapter, format: str) -> None:
         else:
             continue
         raise NeedsMergingError(adapter.source, reason)
-
-
-def _known(adapter: Adapter) -> AdapterMetadata:
-    if adapter.metadata is None:
-        raise AlphaError(adapter.source)
-    return adapter.metadata
-
-
-def _write_lora(path: Path, adapter: Adapter) -> list[str]:
-    write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, _known(adapter)))
-    return []
 
 
 def _unchecked(adapter: Adapter, format: str) -> list[str]:
@@ -493,14 +471,13 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
     family = family_of(adapter.tensors)
     if family is None:
-        pairs = lora_pairs(adapter.tensors, adapter.source)
-        for module, (A, B) in pairs.items():
+        for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
             if len(A) != B.shape[1]:
                 raise CheckpointError(
                     f"{adapter.source}: {module} stacks several updates, which the release writes "
                     "differently for each family: register its family (adapters.families)"
                 )
-    if family is not None and family.wrapped_in_release:
+    elif family.wrapped_in_release:
         named = {f"module.{name}": tensor for name, tensor in adapter.tensors.items()}
         metadata = adapter.metadata.to_metadata() if adapter.metadata else {}
         write_wrapped_tensors(path, named, metadata)

@@ -5,7 +5,6 @@ them.
 """
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -14,123 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
-from ..arguments import as_python, check_model, check_not_scripted
+from ..arguments import check_model, check_not_scripted
 from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
-from ..experts import AdaptedStack
-from ..functional import variant_of
 from ..in_place import is_in_place
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
-from ..layers import MergedLinear
+from ..io.tensors import same_when_rounded
 from ..lora_layer import LoRALayer, lora_layers
-from ..model_checks import (
-    check_no_peft_layers,
-    check_there,
-    check_whole,
-    tensors_of,
-)
-from ..nn.positions import lora_reaches_positions, shared_projections
+from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
+from ..nn.positions import shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
-from ..stacks import layer_of_stack, stack_of_layer, stacked_weights
+from ..stacks import stack_of_layer, stacked_weights
 from ..text import counted, listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
-from .adapter import LORA, Adapter, adapter_tensors, base_biases
-from .checks import check_base, check_finite, check_positions, check_possible_base
-from .completeness import check_complete
-from .deltas import (
-    AdaptedWeight,
-    adapted_modules,
-    base_to_give,
-    has_slices,
-    slices_in,
-    slices_of,
-    untied_by,
-)
-from .families import backbone_prefixes, enabled_slices, top_module
+from .adapter import LORA, Adapter, adapter_tensors, base_biases, lora_modules
+from .checks import check_base, check_positions, check_possible_base
+from .deltas import AdaptedWeight, adapted_modules, base_to_give, has_slices, slices_in, untied_by
+from .families import backbone_prefixes, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
-from .metadata import LoraMetadata, usual
-from .names import are_targets, lora_targets, more_layers
+from .metadata import LoraMetadata
+from .model_settings import lora_settings, takes_dropout
+from .names import are_targets, more_layers
+from .validation import check_finite
 
 logger = logging.getLogger(__name__)
-
-
-def lora_settings(model: nn.Module) -> dict[str, Any]:
-    """Returns the settings of a model's LoRA layers, by their names in `LoraMetadata`.
-
-    Args:
-        model: a model with LoRA layers. They may differ in rank and alpha, and in settings that
-            have no effect once they are trained.
-
-    Raises:
-        CheckpointError: they differ in other settings, or a layer's scaling is not the one that
-            follows from its alpha and rank.
-    """
-    layers = lora_layers(model)
-    for name, layer in layers.items():
-        expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
-        if isinstance(layer.scaling, nn.Parameter):
-            raise CheckpointError(
-                f"{name} has a scaling that is a parameter, which adapters cannot hold: delete it, "
-                "set scaling to its value, and set lora_alpha to match"
-            )
-        scaling = float(layer.scaling)
-        if not math.isclose(scaling, expected, rel_tol=1e-6):
-            raise CheckpointError(
-                f"{name} has the scaling {scaling:g}, but lora_alpha {layer.lora_alpha:g} makes "
-                f"it {expected:g}: change scaling and lora_alpha together"
-            )
-    rank, ranks = usual({name: layer.r for name, layer in layers.items()})
-    alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
-    embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
-    of_stacks = map(layer_of_stack, stacked_weights(model))
-    return {
-        "rank": rank,
-        "alpha": alpha,
-        "targets": lora_targets(layers),
-        "positions": lora_reaches_positions(model),
-        "variant": _common(layers, "variant", "lora"),
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        "initialization": _initialization(layers),
-        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
-        "embeddings": embeddings,
-        "slices": _own_slices(layers),
-        "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
-    }
-
-
-def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
-    """Returns the value of a setting that all layers must have in common, None for the default."""
-    values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
-    common, others = usual(values)
-    for name, value in others.items():
-        raise CheckpointError(
-            f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
-            f"{setting} {value}, others have {common}; merge the model, and save it"
-        )
-    return None if common == default else common
-
-
-def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
-    """Returns the layers' initialization, or None if they differ and no update depends on it."""
-    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
-    if len(values) == 1 or any(map(starts_from_weight, values)):
-        return _common(layers, "initialization", "default")
-    return None
-
-
-def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:
-    """Returns the slices that stacked updates reach, if they are not the family's."""
-    slices = {
-        name: tuple(layer.enable_lora)
-        for name, layer in layers.items()
-        if isinstance(layer, MergedLinear)
-    }
-    return {name: own for name, own in slices.items() if own != enabled_slices(name)}
 
 
 def load_into(
@@ -214,10 +124,9 @@ def _check_metadata(
 def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:
     """Checks all settings that change what a model computes with the adapter's tensors."""
     both = theirs, ours
-    by_module = any((theirs.rank_pattern, theirs.alpha_pattern))
-    by_module = by_module or any((ours.rank_pattern, ours.alpha_pattern))
-    adapted = {name.rpartition(".")[0] for name in adapter.tensors if LORA.part in name}
-    for module in sorted(adapted):
+    by_module = any(each.rank_pattern or each.alpha_pattern for each in both)
+    adapted = sorted(lora_modules(adapter.tensors))
+    for module in adapted:
         for what, one, other in (
             ("rank", theirs.rank_of(module), ours.rank_of(module)),
             ("alpha", theirs.alpha_of(module), ours.alpha_of(module)),
@@ -235,7 +144,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     ):
         if said != built:
             raise SettingsError(adapter.source, setting, said, built)
-    for module in sorted(adapted):
+    for module in adapted:
         slices = [slices_in(each, module) for each in both]
         # If neither the adapter's metadata nor a family says its slices, they cannot be compared.
         if slices[0] and slices[0] != slices[1]:
@@ -366,19 +275,17 @@ def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     check_whole(model, "an adapter is loaded")
     check_unpacked(model)
     weights = adapted_modules(model, adapter)
-    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    touched = besides.keys() | adapter.base_weights.keys()
+    touched = adapter.besides.keys() | adapter.base_weights.keys()
     check_there(tensors_of(model, touched), "it gets an adapter")
     present = lora_layers(model)
     settings = _settings_of(model, adapter, weights)
     _check_quantized(adapter, weights, settings)
     _check_present(adapter, present, settings)
-    _check_besides(model, adapter, besides)
-    check_complete(model, adapter, weights)
+    _check_besides(model, adapter)
     _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
-    check_possible_base(adapter, possible_fingerprints(model, weights, besides))
+    check_possible_base(adapter, possible_fingerprints(model, weights, adapter.besides))
     missing = {name: own for name, own in settings.items() if name not in present}
     _add_layers(model, weights, missing)
     if not present:
@@ -414,6 +321,7 @@ def _settings_of(
     for name, adapted in weights.items():
         dropout = metadata.dropout or 0.0
         has_dropout = takes_dropout(model, name, adapted.module) and not adapted.is_stack
+        is_of_slices = has_slices(adapter, name, adapted.delta)
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
             lora_alpha=metadata.alpha_of(name),
@@ -421,27 +329,9 @@ def _settings_of(
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
-            enable_lora=slices_of(adapter, name)
-            if has_slices(adapter, name, adapted.delta)
-            else (True,),
+            enable_lora=slices_in(metadata, name) if is_of_slices else (True,),
         )
     return settings
-
-
-def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
-    """Returns whether the update with this name can have dropout.
-
-    The updates of attentions' projections, of embeddings and of stacks cannot. A stack is only
-    recognized if `module` is its LoRA layer.
-
-    Args:
-        model: the model.
-        name: the update's name.
-        module: the module whose weight is updated, or the one that has the update.
-    """
-    owner = model.get_submodule(name.rpartition(".")[0])
-    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
-    return not takes_weights and not isinstance(module, nn.Embedding | AdaptedStack)
 
 
 def _check_present(
@@ -472,19 +362,17 @@ def _check_present(
 
 def _other(layer: Any) -> str:
     """Returns advice on how to get LoRA with other settings than this layer's."""
-    return (
-        "remove_lora first"
-        if is_in_place(layer)
-        else ("build the model with the adapter's settings")
-    )
+    if is_in_place(layer):
+        return "remove_lora first"
+    return "build the model with the adapter's settings"
 
 
-def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
+def _check_besides(model: nn.Module, adapter: Adapter) -> None:
     """Checks that the model has all that an adapter brings besides LoRA, in the same shapes.
 
     Also checks that it replaces everything that an adapter loaded before has brought.
     """
-    state = model.state_dict()
+    besides, state = adapter.besides, model.state_dict()
     for name, source in noted(model).items():
         if source is not None and name not in besides:
             raise CheckpointError(
@@ -524,12 +412,6 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
                 f"{adapter.source}: holds the {name} that it was trained with, which differs from "
                 "the model's: give it the base that has that weight"
             )
-
-
-def same_when_rounded(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors are equal in the dtype of one of them."""
-    one = one.to(other.device)
-    return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
 
 
 def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:

@@ -80,16 +80,19 @@ class AdapterMetadata:
         Raises:
             CheckpointError: a value is invalid.
         """
-        for name in ("base", "base_revision", "base_fingerprint", "task", "head"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None):
+        for name, is_sound in self._are_sound().items():
+            if not is_sound:
+                value = getattr(self, name)
                 raise CheckpointError(f"{path}: invalid {name} {value!r} in its metadata")
-        if not isinstance(self.is_decoder, bool | None):
-            raise CheckpointError(f"{path}: invalid is_decoder {self.is_decoder!r} in its metadata")
-        if self.text_columns is not None and not are_text_columns(self.text_columns):
-            raise CheckpointError(
-                f"{path}: invalid text_columns {self.text_columns!r} in its metadata"
-            )
+
+    def _are_sound(self) -> dict[str, bool]:
+        """Returns whether fields have valid values, by name."""
+        texts = ("base", "base_revision", "base_fingerprint", "task", "head")
+        return {
+            **{name: isinstance(getattr(self, name), str | None) for name in texts},
+            "is_decoder": isinstance(self.is_decoder, bool | None),
+            "text_columns": self.text_columns is None or are_text_columns(self.text_columns),
+        }
 
 
 def are_text_columns(names: object) -> bool:
@@ -193,26 +196,25 @@ class LoraMetadata(AdapterMetadata):
         """Returns the alpha of a module's update."""
         return (self.alpha_pattern or {}).get(module, self.alpha)
 
-    def check(self, path: object) -> None:
-        """Checks that each field has a valid value, see `AdapterMetadata.check`."""
-        super().check(path)
-        for name, is_sound in (
-            ("rank", is_rank(self.rank)),
-            ("alpha", is_alpha(self.alpha)),
-            ("dropout", self.dropout is None or is_dropout(self.dropout)),
-            ("positions", isinstance(self.positions, bool | None)),
-            ("variant", self.variant is None or self.variant in tuple(VARIANTS)),
-            ("rank_pattern", _is_mapping(self.rank_pattern, is_rank)),
-            ("alpha_pattern", _is_mapping(self.alpha_pattern, is_alpha)),
-            ("initialization", self.initialization in (None, *INITIALIZATIONS)),
-            ("freeze_A", isinstance(self.freeze_A, bool | None)),
-            ("separate", isinstance(self.separate, bool | None)),
-            ("slices", _is_mapping(self.slices, _is_slices)),
-        ):
-            if not is_sound:
-                raise CheckpointError(
-                    f"{path}: invalid {name} {getattr(self, name)!r} in its metadata"
-                )
+    def is_of_stack(self, update: str) -> bool:
+        """Returns whether the update of this name is that of a stack of matrices."""
+        return update in (self.stacks or ())
+
+    def _are_sound(self) -> dict[str, bool]:
+        return {
+            **super()._are_sound(),
+            "rank": is_rank(self.rank),
+            "alpha": is_alpha(self.alpha),
+            "dropout": self.dropout is None or is_dropout(self.dropout),
+            "positions": isinstance(self.positions, bool | None),
+            "variant": self.variant in (None, *VARIANTS),
+            "rank_pattern": _is_mapping(self.rank_pattern, is_rank),
+            "alpha_pattern": _is_mapping(self.alpha_pattern, is_alpha),
+            "initialization": self.initialization in (None, *INITIALIZATIONS),
+            "freeze_A": isinstance(self.freeze_A, bool | None),
+            "separate": isinstance(self.separate, bool | None),
+            "slices": _is_mapping(self.slices, _is_slices),
+        }
 
 
 def usual(values: Mapping[str, _Value]) -> tuple[_Value, dict[str, _Value]]:

@@ -17,7 +17,9 @@ from ..functional import variant_of
 from ..io.tensors import same_tensor
 from ..stacks import layer_of_stack, stack_of_layer
 from ..text import first_line, listed, shown
-from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .adapter import LORA, Adapter, Kind, base_biases, lora_metadata
+from .canonical import canonical_names
+from .checksums import read_checked
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
@@ -62,48 +64,32 @@ _BASE_WEIGHT = ".base_layer.weight"
 _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def weights_of(path: Path) -> Path:
-    """Returns the path of the weights in the folder of `path`, which is the config or the weights.
-
-    Raises:
-        CheckpointError: config or weights are missing.
-    """
-    if not path.with_name(CONFIG_NAME).is_file():
-        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
-    found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
-    if not found:
-        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
-    return found[0]
-
-
-def read(
-    config_path: Path,
-    tensors: Mapping[str, Tensor],
-    weights: Path,
-    known: LoraMetadata | None,
-    stacks_of_model: Sequence[str] = (),
-) -> Adapter:
-    """Returns the adapter that PEFT's config and tensors describe.
+def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter:
+    """Reads a PEFT folder.
 
     Args:
-        config_path: the path of the config.
-        tensors: the adapter's tensors, under their canonical names.
-        weights: the file that they are from.
-        known: the metadata that this project wrote into the weights file, if it wrote it.
+        path: its config or its weights.
+        kind: LoRA.
         stacks_of_model: if the model is known, the names of its stacks of matrices, in its order.
 
     Raises:
-        CheckpointError: config and tensors are damaged, do not belong together, or are not LoRA as
-            in the paper, or the config has another rank, alpha, variant or head than `known`.
+        CheckpointError: config or weights are missing, are damaged, do not belong together, or are
+            not LoRA as in the paper. Or this project wrote the folder, and the config now has
+            another rank, alpha, variant or head than it had then.
     """
-    config, source = _read_config(config_path), str(weights)
+    weights = _weights_of(path)
+    held, fields = read_checked(weights, kind)
+    source = str(weights)
+    tensors = canonical_names(_names_in_model(held, source), source)
+    known = LoraMetadata.from_metadata(fields, weights)
+    config = _read_config(path.with_name(CONFIG_NAME))
     tensors, embeddings = _as_ours(tensors, source)
     said = map(stack_of_layer, (known and known.stacks) or ())
     tensors, stacks = _with_stacks(tensors, config, tuple(said) or stacks_of_model, source)
     pairs = lora_pairs(tensors, source)
     if not pairs:
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
-    _check_ranks(config, {m: p for m, p in pairs.items() if m not in stacks}, source, config_path)
+    _check_ranks(config, {m: p for m, p in pairs.items() if m not in stacks}, source)
     _check_complete(config, tensors, pairs, source)
     if _adds_twice(config):
         for module in pairs:
@@ -142,7 +128,28 @@ def read(
         metadata = _with_known(metadata, known, pairs, source)
     # Our own folders have a checksum instead, and PEFT's settings do not say all that they hold.
     written = {} if known else {name: config.get(name) for name in _SCOPE_SETTINGS}
-    return Adapter(tensors, metadata, source, format="peft", peft_config=written)
+    return Adapter(
+        tensors,
+        metadata,
+        source,
+        format="peft",
+        base_weights=_base_weights(held),
+        peft_config=written,
+    )
+
+
+def _weights_of(path: Path) -> Path:
+    """Returns the path of the weights in the folder of `path`, which is the config or the weights.
+
+    Raises:
+        CheckpointError: config or weights are missing.
+    """
+    if not path.with_name(CONFIG_NAME).is_file():
+        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
+    found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
+    if not found:
+        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
+    return found[0]
 
 
 def _may_share(tensors: Collection[str]) -> bool:
@@ -266,7 +273,6 @@ def _check_ranks(
     config: Mapping[str, Any],
     pairs: Mapping[str, tuple[Tensor, Tensor]],
     source: str,
-    config_path: Path,
 ) -> None:
     """Checks that updates are not stacked and have the ranks that the settings say."""
     for module, (A, B) in pairs.items():
@@ -278,7 +284,7 @@ def _check_ranks(
         rank = _by_pattern(config, "r", module, pairs)
         if B.shape[1] != rank:
             raise CheckpointError(
-                f"{source}: its rank is {B.shape[1]} ({module}), but {config_path.name} says {rank}"
+                f"{source}: its rank is {B.shape[1]} ({module}), but {CONFIG_NAME} says {rank}"
             )
 
 
@@ -371,28 +377,6 @@ def _is_expression(text: str) -> bool:
     return True
 
 
-_SOUND: dict[str, Callable[[Any], bool]] = {
-    "peft_type": lambda value: value == "LORA",
-    "r": is_rank,
-    "lora_alpha": is_alpha,
-    "lora_dropout": lambda value: value is None or is_dropout(value),
-    "use_rslora": lambda value: value is None or isinstance(value, bool),
-    "use_dora": lambda value: value is None or isinstance(value, bool),
-    "rank_pattern": lambda value: _is_pattern(value, is_rank),
-    "alpha_pattern": lambda value: _is_pattern(value, is_alpha),
-    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
-    "revision": lambda value: value is None or isinstance(value, str),
-    "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
-    "auto_mapping": lambda value: value is None or isinstance(value, dict),
-    "target_modules": lambda value: _are_names(value),
-    "exclude_modules": lambda value: _are_names(value),
-    "target_parameters": lambda value: _are_names(value) and not isinstance(value, str),
-    "layers_pattern": lambda value: _are_expressions(value),
-    "modules_to_save": lambda value: _are_expressions(value) and not isinstance(value, str),
-    "layers_to_transform": lambda value: _are_integers(value),
-}
-
-
 def _are_names(value: Any) -> bool:
     if isinstance(value, str):
         return _is_expression(value)
@@ -407,6 +391,28 @@ def _are_expressions(value: Any) -> bool:
 def _are_integers(value: Any) -> bool:
     several = value if isinstance(value, list) else [] if value is None else [value]
     return all(isinstance(x, int) and not isinstance(x, bool) for x in several)
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "peft_type": lambda value: value == "LORA",
+    "r": is_rank,
+    "lora_alpha": is_alpha,
+    "lora_dropout": lambda value: value is None or is_dropout(value),
+    "use_rslora": lambda value: isinstance(value, bool | None),
+    "use_dora": lambda value: isinstance(value, bool | None),
+    "rank_pattern": lambda value: _is_pattern(value, is_rank),
+    "alpha_pattern": lambda value: _is_pattern(value, is_alpha),
+    "base_model_name_or_path": lambda value: isinstance(value, str | None),
+    "revision": lambda value: isinstance(value, str | None),
+    "init_lora_weights": lambda value: isinstance(value, bool | str | None),
+    "auto_mapping": lambda value: isinstance(value, dict | None),
+    "target_modules": _are_names,
+    "exclude_modules": _are_names,
+    "target_parameters": lambda value: _are_names(value) and not isinstance(value, str),
+    "layers_pattern": _are_expressions,
+    "modules_to_save": lambda value: _are_expressions(value) and not isinstance(value, str),
+    "layers_to_transform": _are_integers,
+}
 
 
 def _check_complete(
@@ -475,7 +481,7 @@ def _adds_twice(config: Mapping[str, Any]) -> bool:
     return version is not None and int(version[1]) <= 21
 
 
-def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the base's weights that PEFT wrote (of adapted embeddings), by the base's names."""
     return {
         name.removeprefix(PREFIX).removesuffix(_BASE_WEIGHT) + ".weight": tensor
@@ -484,7 +490,7 @@ def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def _names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Returns PEFT's tensors under the names that the base model has for them.
 
     Raises:
@@ -534,7 +540,8 @@ def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
     if not count or B.shape[1] % count or len(B) % len(enabled):
         return None
     grid = B.unflatten(1, (count, -1)).unflatten(0, (len(enabled), -1))
-    places = [(index, block) for block, index in enumerate(_indices(enabled))]
+    indices = [index for index, on in enumerate(enabled) if on]
+    places = [(index, block) for block, index in enumerate(indices)]
     others = [
         grid[index, :, block]
         for index in range(len(enabled))
@@ -544,7 +551,3 @@ def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
     if any(other.any() for other in others):
         return None
     return torch.cat([grid[index, :, block] for index, block in places]).contiguous()
-
-
-def _indices(enabled: tuple[bool, ...]) -> list[int]:
-    return [index for index, on in enumerate(enabled) if on]

@@ -15,7 +15,8 @@ from ..functional import Delta, joined_with_start
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
 from ..stacks import stack_of_layer
-from .adapter import LORA, Adapter, base_biases
+from ..targets import layer_of
+from .adapter import Adapter, base_biases
 from .deltas import (
     MAGNITUDE,
     START_A,
@@ -24,7 +25,7 @@ from .deltas import (
     has_slices,
     lora_pairs,
     ranks_of,
-    slices_of,
+    slices_in,
 )
 from .families import family_of, in_known_backbone, top_module
 from .metadata import LoraMetadata, usual
@@ -73,8 +74,7 @@ def write(
 def why_not_expressible(adapter: Adapter) -> str | None:
     """Returns why PEFT cannot hold an adapter, or None if it can."""
     metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
-    pairs = lora_pairs(adapter.tensors, adapter.source)
-    for module, (A, B) in pairs.items():
+    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         attention = attention_of(module, modules)
         is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
         if metadata.has_magnitude and is_of_slices:
@@ -98,7 +98,7 @@ def why_not_expressible(adapter: Adapter) -> str | None:
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
         owner = next((each for each in owners if name.startswith(f"{each}.")), None)
-        if owner is not None and module not in (metadata.stacks or ()):
+        if owner is not None and not metadata.is_of_stack(module):
             return (
                 f"holds {name}, which PEFT could not load: it wraps {owner}, whose parameters are "
                 "adapted"
@@ -116,19 +116,20 @@ def why_not_expressible(adapter: Adapter) -> str | None:
                     f"brings parameters of {saved}: PEFT would save all of it, including "
                     f"{module}, which has LoRA"
                 )
-    return _tied_head(adapter)
-
-
-def _tied_head(adapter: Adapter) -> str | None:
-    """Returns why PEFT cannot hold a head that shares a weight with the base, or None."""
-    family = family_of(adapter.tensors)
-    tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
+    # A head may share a weight with the base.
+    family, tops = family_of(adapter.tensors), set(map(top_module, adapter.besides))
     for name, kept in (family.tied if family else {}).items():
         if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return (
                 f"brings {top_module(name)}, whose {name} is tied to the base's {kept}: PEFT would "
                 "save that weight as well"
             )
+    if metadata.positions is False:
+        return (
+            "its LoRA does not reach positions, as in the release, but PEFT's always does where "
+            "they share a projection with contents: train it with lora_positions, or on a base "
+            "that shares none"
+        )
     return None
 
 
@@ -163,7 +164,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     for module, delta in deltas.items():
         if not has_slices(adapter, module, delta):
             continue
-        slices[module] = slices_of(adapter, module)
+        slices[module] = slices_in(metadata, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
         if parts == 1:
             continue
@@ -215,10 +216,9 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
     embeddings = adapter.lora.embeddings or ()
     if not is_of_model:
         _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
-    for name, tensor in (_tied_within(adapter) | adapter.tensors).items():
+    for name, tensor in (_tied_within(adapter) | adapter.besides).items():
         module, _, last = name.rpartition(".")
-        if LORA.part not in name:
-            named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
+        named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
         if module in places:
@@ -362,8 +362,7 @@ def _saved_modules(adapter: Adapter) -> set[str]:
         next(
             (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
         )
-        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
-        if LORA.part not in name
+        for name in adapter.besides.keys() - base_biases(adapter.tensors)
     }
 
 
@@ -414,11 +413,10 @@ def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any
 def _targets_by_name(modules: Iterable[str]) -> dict[str, list]:
     layers: dict[str, set[int]] = {}
     for module in modules:
-        number = re.search(r"\.(\d+)\.", module)
-        last = module.rpartition(".")[2]
+        number, last = layer_of(module), module.rpartition(".")[2]
         if number is None or not in_known_backbone(module) or last in AMBIGUOUS:
             return {"target_modules": sorted(modules)}
-        layers.setdefault(last, set()).add(int(number[1]))
+        layers.setdefault(last, set()).add(number)
     first, *others = layers.values()
     if any(numbers != first for numbers in others):
         return {"target_modules": sorted(modules)}

@@ -6,7 +6,7 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..experts import AdaptedStack
-from ..functional import variant_of
-from ..in_place import replaced
-from ..initialization import starts_from_weight
 from ..layers import ConvLoRA
 from ..lora_layer import LoRALayer, is_update_computed, lora_layers
 from ..model_checks import (
@@ -28,26 +25,23 @@ from ..model_checks import (
     weights_with_updates,
 )
 from ..quantized_layers import QuantizedLayer, check_unpacked
-from ..stacks import stacked_weights
-from ..steps import trained_along, was_trained_along
+from ..steps import was_trained_along
 from ..targets import first_names, other_places
-from ..text import counted, in_short, module_label
-from ..trained import is_never_frozen, noted, untied_from
+from ..text import in_short
+from ..trained import noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
-from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .adapter import LORA, Adapter, base_biases, bias_of
 from .configs import setting_of
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
-from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
-from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES, peft_difference
+from .model_settings import dropout_of, lora_settings
+from .peft import peft_difference
+from .saving_warnings import SAVED_WHOLE, saving_warnings
 
 logger = logging.getLogger(__name__)
-
-# How errors tell users to save a whole model. A pickled module would break when a class is renamed.
-_SAVED_WHOLE = "torch.save(model.state_dict(), …)"
 
 
 def save_adapter(
@@ -92,21 +86,9 @@ def save_adapter(
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        for remark_on in (
-            _base_besides,
-            _lost_base,
-            _other_labels,
-            _left_behind,
-            _replaced,
-            _without_effect,
-            _of_several_dropouts,
-            _of_frozen_and_trained_A,
-            *((_taken_for_experts, _refused_by_peft) if format == "peft" else ()),
-        ):
-            remark = remark_on(plain, adapter)
-            if remark is not None:
-                logger.warning("%s: %s", adapter.source, remark)
-                remarks.append(remark)
+        for warning in saving_warnings(plain, adapter, format):
+            logger.warning("%s: %s", adapter.source, warning)
+            remarks.append(warning)
         return remarks
 
 
@@ -165,12 +147,10 @@ def _adapter_of(
     saved = updates | besides
     tensors = {n: t.detach() for n, t in state.items() if n in saved}
     _check_frozen(model, tensors)
-    settings: dict[str, Any] = lora_settings(model)
-    seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
     metadata = LoraMetadata(
-        **settings,
-        dropout=_dropout(layers) or None,
-        bias=seen.bias,
+        **lora_settings(model),
+        dropout=max(map(dropout_of, layers.values())) or None,
+        bias=bias_of(tensors),
         base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
         task=as_text("task", task, "mnli"),
@@ -178,211 +158,6 @@ def _adapter_of(
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
-
-
-def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that no parameters of a registered family's backbone are trained, except biases."""
-    biases = base_biases(tensors)
-    base = [n for n in tensors if in_known_backbone(n) and LORA.part not in n and n not in biases]
-    if base:
-        raise CheckpointError(
-            f"{type(model).__name__}: {in_short(base, at_most=1)} of the base is trained, and no "
-            "adapter holds it: if nothing has changed it yet, call mark_only_lora_as_trainable, "
-            f"requires_grad_(True) on the head, and save again; else {_SAVED_WHOLE}"
-        )
-
-
-def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if the number of labels differs from the outputs of every head."""
-    labels = adapter.lora.labels
-    outputs = {
-        name: module.out_features
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and f"{name}.weight" in adapter.tensors
-    }
-    of_one_logit = 1 in outputs.values() and labels is not None and len(labels) == 2
-    if not labels or not outputs or len(labels) in outputs.values() or of_one_logit:
-        return None
-    last = next(reversed(outputs))
-    return (
-        f"the adapter has {counted(len(labels), 'label')}, but {module_label(last)} has "
-        f"{counted(outputs[last], 'output')}: a bank takes it only with one label per output"
-    )
-
-
-def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if an adapter holds most of its base, which was never frozen."""
-    of_lora = {id(weight) for _, weight in weights_with_updates(model)}
-    base = {
-        name: parameter.numel()
-        for name, parameter in model.named_parameters()
-        if LORA.part not in name
-        and id(parameter) not in of_lora
-        and not isinstance(parameter, nn.parameter.UninitializedParameter)
-    }
-    held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
-    size = sum(base[name] for name in held)
-    # A head is a small part of the tensors, and biases are a small part of the numbers. If only
-    # these are trained, the rest was frozen on purpose. A base that was not frozen is most of both,
-    # even if one of its tables was frozen.
-    is_most = 2 * size > sum(base.values()) and 4 * len(held) > 3 * len(base)
-    if not is_most or not is_never_frozen(model, base):
-        return None
-    return (
-        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base, which was "
-        "not frozen: if that is unintended, train again from the base; call "
-        "mark_only_lora_as_trainable first, then requires_grad_(True) on what else is to be trained"
-    )
-
-
-def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if some of the base was trained with LoRA and frozen since.
-
-    Neither the adapter nor the original base holds these values.
-    """
-    held = {id(p) for name, p in model.named_parameters() if name in adapter.tensors}
-    lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
-    if not lost:
-        return None
-    first, of_lora = next(iter(lost)), {id(weight) for _, weight in weights_with_updates(model)}
-    which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
-    if of_lora & {id(parameter) for parameter in lost.values()}:  # no adapter can hold these
-        way_out = (
-            f"the adapter needs this exact base: {_SAVED_WHOLE} too, or train again from the base "
-            "after mark_only_lora_as_trainable"
-        )
-    else:
-        way_out = (
-            "requires_grad_(True) on what belongs to it, such as a head, and save again; else "
-            f"{_SAVED_WHOLE} too, or train again"
-        )
-    return f"{which} trained along with LoRA but frozen now, so not saved: {way_out}"
-
-
-def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if the adapter lacks running statistics, which training mode changes."""
-    normed = [
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "running_mean", None) is not None
-        and f"{name}.running_mean" not in adapter.tensors
-    ]
-    if not normed:
-        return None
-    have_parameters = all(any(True for _ in model.get_submodule(n).parameters()) for n in normed)
-    these, them = ("this module", "it") if len(normed) == 1 else ("these modules", "them")
-    return (
-        f"the running statistics of {counted(len(normed), 'module')} "
-        f"({in_short(normed, at_most=1)}), which training changes, are not saved: keep {these} in "
-        "eval()" + (f", or name {them} in modules_to_train" if have_parameters else "")
-    )
-
-
-def _replaced(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if modules with LoRA have been replaced by others, which have none."""
-    lost = replaced(model)
-    if not lost:
-        return None
-    return (
-        f"the LoRA of {counted(len(lost), 'module')} ({in_short(lost, at_most=4)}) is lost: "
-        "replaced since add_lora, as by resize_token_embeddings or dequantize; adapt the model "
-        "after that"
-    )
-
-
-def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if updates are zero.
-
-    They were not trained, or the model does not call these layers.
-    """
-    layers = lora_layers(model)
-    zero = [name for name, layer in layers.items() if _is_zero(layer)]
-    if not zero:
-        return None
-    return (
-        f"the updates of {len(zero)} of {len(layers)} modules are zero "
-        f"({in_short(zero, at_most=1)}): they were not trained, as by an optimizer from before "
-        "add_lora, or the model does not call these modules but reads their weights, and then LoRA "
-        "has no effect there"
-    )
-
-
-@torch.no_grad()
-def _is_zero(layer: LoRALayer) -> bool:
-    """Returns whether an update does not change its weight, as before training."""
-    if starts_from_weight(layer.initialization):
-        pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
-        is_zero = all(torch.equal(half, start) for half, start in pairs)
-    else:
-        is_zero = not (layer.lora_A.any() and layer.lora_B.any())
-    if not is_zero or not variant_of(layer.variant).has_magnitude:
-        return is_zero
-    gain = layer._delta().gain(layer._as_matrix(layer.frozen_weight))
-    return gain is None or torch.allclose(gain, torch.ones_like(gain), rtol=0, atol=1e-6)
-
-
-def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if layers differ in dropout, as files record only one value."""
-    layers = lora_layers(model)
-    dropouts = {_dropout_of(layer) for n, layer in layers.items() if takes_dropout(model, n, layer)}
-    if len(dropouts) < 2:
-        return None
-    return (
-        f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, but only "
-        f"{max(dropouts):g} is recorded: if training continues from the file, all layers get that"
-    )
-
-
-def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if A is frozen in some of the layers only, which files cannot record."""
-    frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
-    if len(frozen) < 2:
-        return None
-    return (
-        "A is frozen in some of its layers, which is not recorded: if training continues from the "
-        "file, every A is trained"
-    )
-
-
-def _taken_for_experts(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if PEFT may leave out updates because it takes their modules for experts.
-
-    In upstream's Transformers 5, all experts of a layer are one parameter in some models. For these
-    models, PEFT (0.21) replaces targets that have the experts' former names, whatever modules they
-    name.
-    """
-    if not any(name.endswith("gate_up_proj") for name in stacked_weights(model)):
-        return None
-    taken = [name for name in lora_layers(model) if name.rpartition(".")[2] in NAMES_OF_EXPERTS]
-    if not taken:
-        return None
-    return (
-        f"PEFT with Transformers 5 may mistake {in_short(taken, at_most=2)} for experts, and "
-        "leave out their updates or not open the folder: compare its outputs with this model's; "
-        f"or, for PEFT, merge, or adapt no modules called {_last_names(taken)}"
-    )
-
-
-def _refused_by_peft(model: nn.Module, adapter: Adapter) -> str | None:
-    """Returns a warning if PEFT refuses modules because of their names and the model's type."""
-    kind = setting_of(getattr(model, "config", None), "model_type")
-    refused = [name for name in lora_layers(model) if name.rpartition(".")[2] in REFUSED_NAMES]
-    if kind not in REFUSED_IN or not refused:
-        return None
-    return (
-        f"PEFT refuses to adapt {in_short(refused, at_most=2)} in models of the type {kind}, so "
-        "that load_adapter alone opens the folder: for PEFT, merge, or adapt no modules called "
-        f"{_last_names(refused)}"
-    )
-
-
-def _last_names(names: Iterable[str]) -> str:
-    """Formats the last parts of names, each once."""
-    return in_short(dict.fromkeys(name.rpartition(".")[2] for name in names), quote="'")
-
-
-def _dropout_of(layer: LoRALayer) -> float:
-    return getattr(layer.lora_dropout, "p", 0.0)
 
 
 def _check_layers(layers: dict[str, LoRALayer]) -> None:
@@ -420,12 +195,12 @@ def _instead_of_saving(weight: torch.Tensor) -> str:
     """Returns advice for a model in which the weight of a LoRA layer is not frozen."""
     if was_trained_along(weight):
         return (
-            f"lora.merge(model), then {_SAVED_WHOLE}; or train again from the base, and call "
+            f"lora.merge(model), then {SAVED_WHOLE}; or train again from the base, and call "
             "mark_only_lora_as_trainable before that, because now it is too late"
         )
     return (
         "call mark_only_lora_as_trainable and save again, if nothing has changed it yet; else "
-        f"lora.merge(model), then {_SAVED_WHOLE}"
+        f"lora.merge(model), then {SAVED_WHOLE}"
     )
 
 
@@ -455,9 +230,16 @@ def _second_names(model: nn.Module) -> set[str]:
     return {name for name, first in first_names(model).items() if name != first}
 
 
-def _dropout(layers: dict[str, LoRALayer]) -> float:
-    """Returns the largest dropout of the layers. Embeddings and attentions have none."""
-    return max(map(_dropout_of, layers.values()))
+def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that no parameters of a registered family's backbone are trained, except biases."""
+    biases = base_biases(tensors)
+    base = [n for n in tensors if in_known_backbone(n) and LORA.part not in n and n not in biases]
+    if base:
+        raise CheckpointError(
+            f"{type(model).__name__}: {in_short(base, at_most=1)} of the base is trained, and no "
+            "adapter holds it: if nothing has changed it yet, call mark_only_lora_as_trainable, "
+            f"requires_grad_(True) on the head, and save again; else {SAVED_WHOLE}"
+        )
 
 
 def _name_in_config(model: nn.Module) -> str | None:

@@ -4,17 +4,18 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..arguments import ABOVE_0, as_number
 from ..errors import AlphaError, CheckpointError, FullModelError
 from ..model_checks import DTYPES, DTYPES_OF_BUFFERS
-from .adapter import LORA, Adapter, base_biases, in_words, lora_metadata
-from .checks import check_finite, warn_of_alpha
+from .adapter import LORA, Adapter, base_biases, bias_of, in_words, lora_metadata
+from .checks import warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
-from .metadata import LoraMetadata, is_alpha, usual
-from .names import are_targets
+from .metadata import LoraMetadata, is_alpha
+from .names import are_targets, lora_targets
 
 logger = logging.getLogger(__name__)
 
@@ -140,16 +141,15 @@ def _check_said(
     metadata: LoraMetadata, tensors: Mapping[str, Tensor], ranks: Mapping[str, int], source: str
 ) -> None:
     """Checks the metadata against what the tensors show."""
-    rank, others = usual(ranks)
-    seen = lora_metadata(tensors, rank, metadata.alpha)
-    for what in ("targets", "bias"):
-        said, found = getattr(metadata, what), getattr(seen, what)
-        is_so = are_targets(said, ranks) if what == "targets" else said == found
-        if not is_so:
-            raise _contradiction(source, f"{what} {in_words(said)}", in_words(found))
+    targets, bias = lora_targets(ranks), bias_of(tensors)
+    if not are_targets(metadata.targets, ranks):
+        raise _contradiction(source, f"targets {in_words(metadata.targets)}", in_words(targets))
+    if metadata.bias != bias:
+        raise _contradiction(source, f"bias {metadata.bias}", bias)
+    differ = metadata.rank_pattern or len({*ranks.values()}) > 1
     for module, found in ranks.items():
         if metadata.rank_of(module) != found:
-            where = f" in {module}" if others or metadata.rank_pattern else ""
+            where = f" in {module}" if differ else ""
             raise _contradiction(source, f"rank {metadata.rank_of(module)}{where}", str(found))
     for what in ("rank_pattern", "alpha_pattern", "embeddings", "slices", "stacks"):
         unknown = sorted(set(getattr(metadata, what) or ()) - ranks.keys())
@@ -175,3 +175,14 @@ def check_values(adapter: Adapter) -> None:
                 "convert it to float32, float64, float16 or bfloat16"
             )
     check_finite(adapter)
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Checks that all of an adapter's values are finite.
+
+    Raises:
+        CheckpointError: some are not.
+    """
+    for name, tensor in adapter.tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")

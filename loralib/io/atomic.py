@@ -52,7 +52,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
         OSError: `path` cannot be written, for another reason.
     """
     path = Path(path)
-    if _open_file(path) is not None or _is_stream(path):
+    if _is_written_through(path):
         with tempfile.TemporaryDirectory() as folder:
             temporary = Path(folder, path.name)
             with _errors_of(path, temporary):
@@ -99,7 +99,7 @@ def check_writable(path: str | os.PathLike) -> None:
         OSError: it may not.
     """
     path = Path(path)
-    if _open_file(path) is None and not _is_stream(path):
+    if not _is_written_through(path):
         _check_replaceable(path)
 
 
@@ -123,7 +123,7 @@ def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.
 
 def _are_one_file(path: Path, other: Path) -> bool:
     """Returns whether two paths name the same regular file, which may not exist yet."""
-    if _open_file(path) is not None or _is_stream(path):
+    if _is_written_through(path):
         return False
     if path.exists() and other.exists():
         return path.samefile(other)  # links of both kinds, and names in upper and lower case
@@ -140,8 +140,10 @@ def check_folder_writable(folder: str | os.PathLike) -> None:
         raise PermissionError(f"{folder}: no permission to write there; give another folder")
 
 
-def _is_stream(path: Path) -> bool:
-    """Returns whether `path` is a pipe or a device, which is written to and not replaced."""
+def _is_written_through(path: Path) -> bool:
+    """Returns whether `path` is an open file, a pipe or a device: these are not replaced."""
+    if _open_file(path) is not None:
+        return True
     try:
         mode = path.stat().st_mode
     except OSError:

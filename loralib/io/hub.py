@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from ..text import first_line
 
@@ -130,16 +131,14 @@ def fetch_file(
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
-    # Why the hub is not asked, or "" if it is.
     offline = "local_files_only is set" if local_files_only else ""
     if is_offline_mode():
         offline = "offline mode is on"
+    wanted = _Wanted(name, filename, where, folder, offline)
     if "/" in name and not offline:
         _say_that_the_hub_is_asked(name)
     try:
-        if not offline and (
-            found := _out_of_reach(hub, name, filename, where, folder, force_download)
-        ):
+        if not offline and (found := _found_without_hub(hub, wanted, force_download)):
             return found
         with _quiet(hub):
             path = hub.hf_hub_download(
@@ -155,7 +154,25 @@ def fetch_file(
     except Exception as error:
         # Any exception: the hub library lets errors of its HTTP client through, and its client
         # differs between versions.
-        raise _as_os_error(hub, error, name, filename, where, offline, folder) from error
+        raise _as_os_error(hub, error, wanted) from error
+
+
+class _Wanted(NamedTuple):
+    """A file that `fetch_file` is asked for.
+
+    Args:
+        name: the repository's name.
+        filename: the file's name in it.
+        where: revision and cache_dir, as the hub library takes them.
+        folder: the folder to put the file into instead of a cache.
+        offline: why the hub is not asked, or "" if it is.
+    """
+
+    name: str
+    filename: str
+    where: dict[str, str | None]
+    folder: str | os.PathLike | None = None
+    offline: str = ""
 
 
 def is_a_path(name: str) -> bool:
@@ -178,14 +195,7 @@ def _say_that_the_hub_is_asked(name: str) -> None:
     logger.log(level, "%s is not a folder here%s: asking the hub for it", name, meant)
 
 
-def _out_of_reach(
-    hub: ModuleType,
-    name: str,
-    filename: str,
-    where: dict[str, str | None],
-    folder: str | os.PathLike | None,
-    force_download: bool,
-) -> Path | None:
+def _found_without_hub(hub: ModuleType, wanted: _Wanted, force_download: bool) -> Path | None:
     """Returns the file of an earlier download if the hub is out of reach, or None if it answers.
 
     A file of a fixed commit is returned without asking the hub.
@@ -193,29 +203,23 @@ def _out_of_reach(
     Raises:
         Exception: the hub is out of reach, and there is no such file or it must be fetched again.
     """
-    found = None if force_download else _left_here(hub, name, filename, where, folder)
-    if found is not None and folder is None and _COMMIT.fullmatch(where["revision"] or ""):
+    found, revision = None if force_download else _left_here(hub, wanted), wanted.where["revision"]
+    if found is not None and wanted.folder is None and _COMMIT.fullmatch(revision or ""):
         return found  # a commit's files do not change: there is nothing to ask
     unreached = _why_unreached(hub, _PAUSES if found is None else _PAUSES[:1])
     if unreached is None or found is not None:
         return found if unreached else None
     if force_download:
         raise unreached
-    raise hub.errors.LocalEntryNotFoundError(filename) from unreached
+    raise hub.errors.LocalEntryNotFoundError(wanted.filename) from unreached
 
 
-def _left_here(
-    hub: ModuleType,
-    name: str,
-    filename: str,
-    where: dict[str, str | None],
-    folder: str | os.PathLike | None,
-) -> Path | None:
+def _left_here(hub: ModuleType, wanted: _Wanted) -> Path | None:
     """Returns the path of a file that was downloaded earlier, or None."""
-    if folder is not None:
-        path = Path(folder, filename)
+    if wanted.folder is not None:
+        path = Path(wanted.folder, wanted.filename)
         return path if path.is_file() else None
-    found = hub.try_to_load_from_cache(name, filename, **where)
+    found = hub.try_to_load_from_cache(wanted.name, wanted.filename, **wanted.where)
     return Path(found) if isinstance(found, str) else None
 
 
@@ -312,16 +316,9 @@ def _hub_library(name: str) -> ModuleType:
     return huggingface_hub
 
 
-def _as_os_error(
-    hub: ModuleType,
-    error: Exception,
-    name: str,
-    filename: str,
-    where: dict[str, str | None],
-    offline: str,
-    folder: str | os.PathLike | None,
-) -> OSError:
-    """Converts an error of the hub library. `offline` says why the hub is not asked, or is ""."""
+def _as_os_error(hub: ModuleType, error: Exception, wanted: _Wanted) -> OSError:
+    """Converts an error of the hub library."""
+    name = wanted.name
     match error:
         case hub.errors.GatedRepoError():
             return OSError(f"'{name}' needs access rights: log in with `hf auth login`")
@@ -331,34 +328,28 @@ def _as_os_error(
                 "(a private one needs `hf auth login`)"
             )
         case hub.errors.RevisionNotFoundError():
-            return OSError(f"'{name}' has no revision '{where['revision'] or 'main'}' on the hub")
+            revision = wanted.where["revision"] or "main"
+            return OSError(f"'{name}' has no revision '{revision}' on the hub")
         case hub.errors.LocalEntryNotFoundError():
-            return _not_cached(hub, error, name, filename, where, offline, folder)
+            return _not_cached(hub, error, wanted)
         case hub.errors.EntryNotFoundError():
-            return AbsentFileError(f"'{name}' has no {filename} on the hub")
+            return AbsentFileError(f"'{name}' has no {wanted.filename} on the hub")
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
             return OSError(f"cannot write '{name}' to {place}: set HF_HOME to a folder of your own")
         case _:
             return OSError(f"'{name}' cannot be fetched from the hub: {_reason(error)}")
 
 
-def _not_cached(
-    hub: ModuleType,
-    error: Exception,
-    name: str,
-    filename: str,
-    where: dict[str, str | None],
-    offline: str,
-    folder: str | os.PathLike | None,
-) -> FileNotFoundError:
+def _not_cached(hub: ModuleType, error: Exception, wanted: _Wanted) -> FileNotFoundError:
     """Returns the error if the hub was not reached and the cache holds no such file."""
+    name, filename, where, folder, offline = wanted
     if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
         return AbsentFileError(f"'{name}' has no {filename} on the hub")
     if not offline:
         why = _reason(error)
         if "/" in name and not _seen_from_here(name):
             why += f"; as a path it was looked for in {os.getcwd()}"
-    elif _seems_absent(hub, name, filename, where):
+    elif _seems_absent(hub, wanted):
         return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:
         why = f"{offline} and it is not in the cache"
@@ -369,15 +360,15 @@ def _not_cached(
     )
 
 
-def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, str | None]) -> bool:
-    """Returns whether the cache has files of a repository, but no record of `filename`.
+def _seems_absent(hub: ModuleType, wanted: _Wanted) -> bool:
+    """Returns whether the cache has files of a repository, but no record of this one.
 
     A cache that was filled by other programs does not record absent files.
     """
     try:
         # It also raises if the repository's listing is in the cache and has the file.
         snapshot = hub.snapshot_download(
-            name, allow_patterns=filename, local_files_only=True, **where
+            wanted.name, allow_patterns=wanted.filename, local_files_only=True, **wanted.where
         )
     except hub.errors.LocalEntryNotFoundError:
         return False

@@ -45,6 +45,36 @@ def write_tensors(
         _sort_metadata(temporary)
 
 
+def write_wrapped_tensors(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
+
+    The metadata, which a safetensors file would have in its header, are a second entry.
+    """
+    write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
+
+
+def write_torch(path: str | os.PathLike, value: Any) -> None:
+    """Writes a torch file. The same value gives the same bytes, whatever the file's name."""
+    with atomic_write(path) as temporary:
+        with open(temporary, "wb", buffering=0) as file:
+            # torch gets no name, because it would write that into the archive.
+            sink = _Sink(file)
+            torch.save(value, cast(IO[bytes], sink))
+        if sink.error is not None:
+            raise (
+                sink.error
+                if sink.error.errno not in DISK_FULL
+                else NoSpaceError(sink.error, f"{sink.size:,}")
+            )
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies tensors, because a view would be saved with all of its storage."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
 def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -> OSError:
     """Converts a safetensors error to an OSError. `size` is the tensors' size in bytes."""
     number = re.search(r"os error (\d+)", str(error))
@@ -72,21 +102,6 @@ def _sort_metadata(path: Path) -> None:
         file.write(text.ljust(length))
 
 
-def write_torch(path: str | os.PathLike, value: Any) -> None:
-    """Writes a torch file. The same value gives the same bytes, whatever the file's name."""
-    with atomic_write(path) as temporary:
-        with open(temporary, "wb", buffering=0) as file:
-            # torch gets no name, because it would write that into the archive.
-            sink = _Sink(file)
-            torch.save(value, cast(IO[bytes], sink))
-        if sink.error is not None:
-            raise (
-                sink.error
-                if sink.error.errno not in DISK_FULL
-                else NoSpaceError(sink.error, f"{sink.size:,}")
-            )
-
-
 class _Sink:
     """A file for torch.save. After an error it writes nothing more, but keeps counting bytes.
 
@@ -111,50 +126,6 @@ class _Sink:
 
     def flush(self) -> None:
         """Does nothing, as nothing is buffered."""
-
-
-def index_of(path: str | os.PathLike) -> Path | None:
-    """Returns the index next to a file that lists it as one shard of a model, if there is one.
-
-    An index that lists no other file does not count: the model is complete in this file.
-    """
-    path = Path(path)
-    for index in sorted(path.parent.glob("*.index.json")):
-        try:
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-        if path.name in shards and any(shard != path.name for shard in shards):
-            return index
-    return None
-
-
-def check_is_whole(path: str | os.PathLike) -> None:
-    """Checks that a file is not one of several shards of a model.
-
-    Raises:
-        CheckpointError: it is.
-    """
-    index = index_of(path)
-    if index is not None:
-        raise CheckpointError(
-            f"{path}: is one shard of a model (see {index.name}); give the folder"
-        )
-
-
-def write_wrapped_tensors(
-    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> None:
-    """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
-
-    The metadata, which a safetensors file would have in its header, are a second entry.
-    """
-    write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors, because a view would be saved with all of its storage."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def read_tensors(
@@ -208,6 +179,12 @@ def read_tensors(
     return dict(tensors), dict(metadata)
 
 
+def is_safetensors(path: Path) -> bool:
+    """Returns whether a file is safetensors: by its suffix, or by ``{`` after 8 bytes of length."""
+    with open(path, "rb") as file:
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
+
+
 def _are_named_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(tensor, Tensor) and _is_held(tensor)
@@ -257,9 +234,44 @@ def _is_held(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
+def index_of(path: str | os.PathLike) -> Path | None:
+    """Returns the index next to a file that lists it as one shard of a model, if there is one.
+
+    An index that lists no other file does not count: the model is complete in this file.
+    """
+    path = Path(path)
+    for index in sorted(path.parent.glob("*.index.json")):
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+        if path.name in shards and any(shard != path.name for shard in shards):
+            return index
+    return None
+
+
+def check_is_whole(path: str | os.PathLike) -> None:
+    """Checks that a file is not one of several shards of a model.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    index = index_of(path)
+    if index is not None:
+        raise CheckpointError(
+            f"{path}: is one shard of a model (see {index.name}); give the folder"
+        )
+
+
 def same_tensor(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same dtype, shape and values."""
     return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def same_when_rounded(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are equal in the dtype of one of them."""
+    one = one.to(other.device)
+    return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -271,9 +283,3 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     # All results are read at once, because on a GPU each read would synchronize.
     are_finite = torch.stack(found).tolist() if found else []
     return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)
-
-
-def is_safetensors(path: Path) -> bool:
-    """Returns whether a file is safetensors: by its suffix, or by ``{`` after 8 bytes of length."""
-    with open(path, "rb") as file:
-        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
+from ..adapters.fingerprint import backbone_fingerprint
 from ..arguments import as_names, check_model, check_not_scripted
 from ..lora_layer import lora_layers
 from ..model_checks import check_whole
@@ -39,7 +40,7 @@ from ..wrappers import unwrapped, without_wrappers
 from .delta_hooks import delta_hooks
 from .head_hooks import KeepInputs, head_hooks
 from .hooks import IN_THREADS, Hook, Key
-from .prepared import PreparedAdapter, fingerprint_of, prepare
+from .prepared import PreparedAdapter, prepare
 from .snapshot import ModelSnapshot
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class AdapterBank:
         self._seen.check(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
             if not self._adapters:
-                self._fingerprint = fingerprint_of(plain)
+                self._fingerprint = backbone_fingerprint(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
             with self._key.lock:

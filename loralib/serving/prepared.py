@@ -3,128 +3,23 @@
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adaptation import computes_like, scales_rows
-from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
-from ..adapters.checks import check_finite, check_possible_base
-from ..adapters.completeness import check_complete
-from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
+from ..adapters.checks import check_possible_base
+from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
-from ..adapters.fingerprint import (
-    fingerprint,
-    has_no_fingerprint,
-    last_projection,
-    possible_fingerprints,
-    state_of,
-)
+from ..adapters.fingerprint import last_projection, possible_fingerprints
+from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
-from ..functional import Delta
 from ..model_checks import check_there, tensors_of
 from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
-
-
-class DeviceDelta:
-    """A delta on its module's device, which a forward hook adds to the module's output.
-
-    Args:
-        name: the module's name.
-        adapted: the delta, as the adapter holds it, and its module.
-        positions: whether the delta reaches positions, if the module projects these as well.
-    """
-
-    def __init__(self, name: str, adapted: AdaptedWeight, positions: bool):
-        self.name, self.positions = name, positions
-        self.module: Any = adapted.module
-        weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
-        # A copy, because tensors may be mapped from a file, or may be written to by their owner.
-        moved = adapted.delta.to(weight.device, wide, copy=True)
-        self._delta = moved.with_gain(out_in(adapted.module, weight))
-        self._cast: dict[torch.dtype, Delta] = {}
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Turns `out`, the module's output for x, into the adapted one, in place.
-
-        `out` has to be contiguous.
-        """
-        raise NotImplementedError
-
-    def _in(self, dtype: torch.dtype) -> Delta:
-        """Returns the delta in a dtype; it is cast once for each."""
-        if dtype not in self._cast:
-            with torch.inference_mode(False):
-                self._cast[dtype] = self._delta.to(dtype)
-        return self._cast[dtype]
-
-    def _bias_beside_gain(self) -> Tensor | None:
-        """Returns the module's bias, which a gain must not scale; None without a gain or a bias.
-
-        Raises:
-            ValueError: hooks have offloaded the bias before the bank's hook is called.
-        """
-        bias = getattr(self.module, "bias", None) if self._delta.has_magnitude else None
-        if bias is not None and bias.is_meta:
-            check_there([(f"the bias of {self.name}", bias)], "a bank uses an adapter with DoRA")
-        return bias
-
-
-class LinearDelta(DeviceDelta):
-    """A linear layer's delta: x (…, in), out (…, out_features)."""
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Does what `Delta.add_to` does."""
-        x = x.reshape(-1, x.shape[-1]).to(out.dtype)
-        weight, bias = out_in(self.module, self.module.weight), self._bias_beside_gain()
-        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, bias)
-
-
-class EmbeddingDelta(DeviceDelta):
-    """An embedding's delta: x (…) of row numbers, out (…, embedding_dim)."""
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += s · B A[:, x], scaled as the module scales rows; then times the gain, if any."""
-        delta = self._in(out.dtype)
-        z = F.embedding(x.flatten(), delta.A.t())
-        if scales_rows(self.module):
-            z = times_scale(self.module, z)
-        delta.expand_into(out.view(-1, out.shape[-1]), z)
-        gain = delta.gain(self.module.weight.t())
-        if gain is not None:
-            out.mul_(gain.to(out.dtype))
-
-
-class ConvolutionDelta(DeviceDelta):
-    """A convolution's delta: x (batch, in_channels, …), out (batch, out_channels, …)."""
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += conv(x, s · B A), with B A as a kernel; then all but the bias times the gain."""
-        delta, module = self._in(out.dtype), self.module
-        per_channel = (-1, *[1] * (module.weight.dim() - 2))
-        gain = delta.gain(module.weight.flatten(1))
-        bias = self._bias_beside_gain()
-        if bias is not None:
-            out.sub_(bias.view(per_channel))
-        out.add_(convolved_update(module, x.to(out.dtype), delta))
-        if gain is not None:
-            out.mul_(gain.to(out.dtype).view(per_channel))
-        if bias is not None:
-            out.add_(bias.view(per_channel))
-
-
-def device_delta(name: str, adapted: AdaptedWeight, positions: bool) -> DeviceDelta:
-    """Returns the `DeviceDelta` for a module's kind; arguments as for that class."""
-    if isinstance(adapted.module, nn.Embedding):
-        return EmbeddingDelta(name, adapted, positions)
-    if adapted.weight.dim() > 2:
-        return ConvolutionDelta(name, adapted, positions)
-    return LinearDelta(name, adapted, positions)
+from .device_deltas import DeviceDelta, device_delta
 
 
 @dataclass(frozen=True)
@@ -144,18 +39,6 @@ class PreparedAdapter:
     tokens_first: frozenset[str]
 
 
-def fingerprint_of(model: nn.Module) -> str | None:
-    """Returns the fingerprint of the backbone; None if it has none or is of no registered family.
-
-    For other families see `possible_fingerprints`.
-    """
-    state = state_of(model)
-    of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
-    if not of_backbone or has_no_fingerprint(model, of_backbone):
-        return None
-    return fingerprint(state)
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
@@ -166,7 +49,6 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
             f"build a separate model with them ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
-    check_complete(model, adapter, modules)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter)
@@ -175,41 +57,11 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
     check_finite(adapter)
     last = last_projection(model)
-    heads = {
-        name: part
-        for top in sorted({top_module(name) for name in tensors})
-        for name, part in _called(
-            top, _head(model, top, tensors, last, adapter.source), adapter.source
-        )
-    }
-    for head in heads:
-        for name, reader in read_from_outside(model, head).items():
-            what = f"trains {name}, whose parameters the source of {reader} reads directly"
-            raise NeedsMergingError(adapter.source, what)
-        for name in _shared(model, head, tensors):
-            what = f"trains {name}, which the model also has outside of {head}"
-            raise NeedsMergingError(adapter.source, what)
+    heads = _heads(model, tensors, last, adapter.source)
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(name, adapted, positions) for name, adapted in modules.items()}
     labels = _labels(adapter, tensors.get(f"{last}.weight"))
     return PreparedAdapter(deltas, heads, labels, _with_tokens_first(model, modules))
-
-
-def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[str]:
-    """Returns those modules that are in the same block as a PyTorch attention without batch_first.
-
-    Their input may have tokens in its first dimension, as such an attention's has.
-    """
-    blocks = {
-        name.rpartition(".")[0]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) and not module.batch_first
-    }
-    return frozenset(
-        name
-        for name in adapted
-        if any(not block or name.startswith(f"{block}.") for block in blocks)
-    )
 
 
 def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:
@@ -278,6 +130,27 @@ def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
     return rest
 
 
+def _heads(
+    model: nn.Module, tensors: Mapping[str, Tensor], last: str, source: str
+) -> dict[str, nn.Module]:
+    """Returns the modules that take the place of the model's; arguments as for `_head`.
+
+    Raises:
+        CheckpointError: the model would not compute with them alone, or does not have such modules.
+    """
+    heads = dict[str, nn.Module]()
+    for top in sorted({top_module(name) for name in tensors}):
+        heads |= _called(top, _head(model, top, tensors, last, source), source)
+    for head in heads:
+        for name, reader in read_from_outside(model, head).items():
+            what = f"trains {name}, whose parameters the source of {reader} reads directly"
+            raise NeedsMergingError(source, what)
+        for name in _shared(model, head, tensors):
+            what = f"trains {name}, which the model also has outside of {head}"
+            raise NeedsMergingError(source, what)
+    return heads
+
+
 def _head(
     model: nn.Module, top: str, tensors: Mapping[str, Tensor], last: str, source: str
 ) -> nn.Module:
@@ -319,11 +192,11 @@ def _head(
         assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
     copied = head.state_dict(prefix=start)
-    for name, needed in ((name, copied[name]) for name in theirs):
-        if theirs[name].shape != needed.shape:
+    for name, tensor in theirs.items():
+        if tensor.shape != copied[name].shape:
             raise CheckpointError(
-                f"{source}: {name} is {tuple(theirs[name].shape)} in the file, but "
-                f"{tuple(needed.shape)} is needed"
+                f"{source}: {name} is {tuple(tensor.shape)} in the file, but "
+                f"{tuple(copied[name].shape)} is needed"
             )
     head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
     for parameter in head.parameters():
@@ -386,3 +259,20 @@ def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
             f"{adapter.source}: names {len(labels)} labels, but its head has {outputs} outputs"
         )
     return labels
+
+
+def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[str]:
+    """Returns those modules that are in the same block as a PyTorch attention without batch_first.
+
+    Their input may have tokens in its first dimension, as such an attention's has.
+    """
+    blocks = {
+        name.rpartition(".")[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    }
+    return frozenset(
+        name
+        for name in adapted
+        if any(not block or name.startswith(f"{block}.") for block in blocks)
+    )

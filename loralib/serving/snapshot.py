@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..adapters.fingerprint import is_readable, sampled
-from ..adapters.loading import same_when_rounded
+from ..io.tensors import same_when_rounded
 from ..nn.fast_paths import is_transformed
 from ..tensor_kinds import is_sharded
 from ..text import module_label

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.families import in_backbone
-from loralib.adapters.loading import load_into, lora_settings
+from loralib.adapters.loading import load_into
+from loralib.adapters.model_settings import lora_settings
 from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write

@@ -423,7 +423,8 @@ def test_a_hub_that_does_not_answer_is_waited_for_once_a_minute(monkeypatch):
 @pytest.mark.parametrize(("revision", "times"), [("a0" * 20, 0), ("main", 1), (None, 1)])
 def test_a_commit_in_the_cache_is_used_without_asking_the_hub(revision, times):
     library, where = Silent(), {"revision": revision, "cache_dir": None}
-    found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False)
+    wanted = hub_files._Wanted("org/tiny", CONFIG, where)
+    found = hub_files._found_without_hub(library, wanted, False)
     assert found == Path(f"/cache/{revision}/{CONFIG}")
     assert library.asked == times
 
@@ -432,7 +433,8 @@ def test_for_a_commit_in_a_folder_the_hub_is_asked(tmp_path):
     """Unlike in the cache, nothing there says which commit a file belongs to."""
     (tmp_path / CONFIG).touch()
     library, where = Silent(), {"revision": "a0" * 20, "cache_dir": None}
-    found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, tmp_path, False)
+    wanted = hub_files._Wanted("org/tiny", CONFIG, where, tmp_path)
+    found = hub_files._found_without_hub(library, wanted, False)
     assert (found, library.asked) == (tmp_path / CONFIG, 1)
 
 
@@ -440,11 +442,9 @@ def test_for_a_commit_in_a_folder_the_hub_is_asked(tmp_path):
 def test_the_hub_is_tried_only_once_if_there_is_a_copy(monkeypatch, copy, attempts):
     tried = []
     monkeypatch.setattr(hub_files, "_why_unreached", lambda _, pauses: tried.append(pauses))
-    library, where = (
-        SimpleNamespace(try_to_load_from_cache=lambda *_, **__: copy),
-        {"revision": "a"},
-    )
-    assert hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False) is None
+    library = SimpleNamespace(try_to_load_from_cache=lambda *_, **__: copy)
+    wanted = hub_files._Wanted("org/tiny", CONFIG, {"revision": "a"})
+    assert hub_files._found_without_hub(library, wanted, False) is None
     assert [len(pauses) for pauses in tried] == [attempts]
 
 
@@ -498,7 +498,7 @@ def test_settings_are_passed_to_the_hub_library(monkeypatch, verbosity):
 
     huggingface_hub.logging.set_verbosity_info()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub_files, "_out_of_reach", lambda *given: None)
+    monkeypatch.setattr(hub_files, "_found_without_hub", lambda *given: None)
     monkeypatch.setattr(hub_files, "is_offline_mode", lambda: False)
     given = {"cache_dir": "c", "revision": "old", "token": "secret", "force_download": True}
     assert resolve_file("org/tiny", CONFIG, **given) == Path("/there")

@@ -36,7 +36,7 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.routing import Routing, for_each_segment, in_effect
-from loralib.serving.prepared import DeviceDelta
+from loralib.serving.device_deltas import DeviceDelta
 
 # One name per row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]

@@ -16,6 +16,7 @@ from conversions import (
     tree,
     write_weights,
 )
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import loralib as lora
@@ -236,6 +237,18 @@ def test_wrong_bases(failure, trained, tmp_path, format, wrong):
     )
     for reason in reasons:
         assert reason in line
+
+
+@pytest.mark.parametrize("format", ["lora", "merged"])
+def test_a_peft_folder_without_all_updates(failure, trained, tmp_path, format):
+    given = trained["deberta as PEFT's"]
+    write_adapter(tmp_path / "in", given.adapter, "peft")
+    weights = tmp_path / "in" / "adapter_model.safetensors"
+    tensors = read_tensors(weights)[0]
+    # Without our metadata, the folder is as PEFT writes it: only the base shows what is missing.
+    save_file({name: t for name, t in tensors.items() if "value_proj" not in name}, weights)
+    line = failure(tmp_path / "in", tmp_path / OUT[format], "--to", format, "--base", given.base)
+    assert "lacks the update of deberta.encoder.layer.0.attention.self.value_proj" in line
 
 
 @pytest.mark.parametrize("family", FAMILIES)

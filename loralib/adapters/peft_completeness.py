@@ -37,7 +37,7 @@ def check_complete(model: nn.Module, adapter: Adapter, adapted: Collection[str])
             )
     for name in stacked_weights(model):
         is_meant = is_targeted_parameter(adapter.peft_config, name)
-        if is_meant and layer_of_stack(name) not in (adapter.lora.stacks or ()):
+        if is_meant and not adapter.lora.is_of_stack(layer_of_stack(name)):
             raise CheckpointError(
                 f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
             )
