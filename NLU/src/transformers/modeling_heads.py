@@ -30,10 +30,7 @@ from .modeling_outputs import (
     TokenClassifierOutput,
 )
 from .modeling_padded import HIDDEN
-from .modeling_utils import PreTrainedModel
-
-# The label of what a loss ignores.
-IGNORED = -100
+from .modeling_utils import IGNORED, PreTrainedModel
 
 
 class VocabularyProjection(Linear):
