@@ -27,7 +27,7 @@ from loralib.io.settings import (
     checked,
 )
 
-from .file_utils import CONFIG_NAME
+from .file_utils import CONFIG_NAME, read_json_object
 from .loading_arguments import refuse_unknown, split_arguments
 
 # A projection that LoRA can adapt in an encoder layer of either family -> its module, as
@@ -348,7 +348,7 @@ class PretrainedConfig:
         if path is None:
             _refuse_adapter(name, where)
             raise OSError(f"'{name}' has no {CONFIG_NAME}, so it is not a model folder")
-        return _read_json(path)
+        return read_json_object(path)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> "PretrainedConfig":
@@ -358,7 +358,7 @@ class PretrainedConfig:
             OSError: it is missing or damaged.
             ValueError: settings that no model can have.
         """
-        values = _read_json(Path(json_file))
+        values = read_json_object(json_file)
         for constructor in cls._constructors():
             check_settings(constructor, values, json_file)
         return cls.from_dict(values)
@@ -554,26 +554,11 @@ class PretrainedConfig:
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Reads the settings in a file.
-
-    Raises:
-        OSError: the file is missing or damaged.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"{path}: not a JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise OSError(f"{path}: contains a {type(values).__name__}, not a JSON object")
-    return values
-
-
 def _refuse_adapter(name: str, where: Mapping[str, Any]) -> None:
     """Raises an error if a folder, or a repository on the hub, holds an adapter and no model."""
     settings = resolve_file(name, peft.CONFIG_NAME, **where)
     if settings is not None:
-        raise AdapterAsModelError(name, _read_json(settings).get("base_model_name_or_path"))
+        raise AdapterAsModelError(name, read_json_object(settings).get("base_model_name_or_path"))
     if any(os.path.isfile(os.path.join(name, file)) for file in LORA.files):
         raise AdapterAsModelError(name)
 

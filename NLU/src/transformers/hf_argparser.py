@@ -1,7 +1,6 @@
 """`HfArgumentParser`: command-line flags and JSON files from dataclasses."""
 
 import dataclasses
-import json
 import os
 import sys
 import types
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from loralib.io.command_line import ArgumentParser, check_bounds
+
+from .file_utils import read_json_object
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -116,13 +117,9 @@ class HfArgumentParser(ArgumentParser):
     def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
         """Reads one instance of each dataclass from a JSON file of values by field name."""
         try:
-            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
-        except ValueError as error:
-            self.error(f"{json_file}: not a JSON file ({error})")
+            values = read_json_object(json_file)
         except OSError as error:
-            self.error(f"{json_file}: {error.strerror}")
-        if not isinstance(values, dict):
-            self.error(f"{json_file}: contains a {type(values).__name__}, not a JSON object")
+            self.error(f"{json_file}: {error.strerror}" if error.strerror else str(error))
         return self.parse_dict(values)
 
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
