@@ -120,7 +120,7 @@ OWN_SETTINGS = frozenset(
     {
         *_ADAPTATION_SETTINGS,
         *("reg_loss_wgt", "masking_prob", "unk_token_id", "special_token_ids"),
-        *("base_name_or_path", "base_revision"),
+        *_BASE_SETTINGS,
     }
 )
 
@@ -270,10 +270,11 @@ class PretrainedConfig:
         else:
             self.num_labels = 2 if num_labels is None else num_labels
         for key, value in {**_UPSTREAM_SETTINGS, **others}.items():
-            if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
+            if key in _NOT_OURS_TO_SET:
+                continue
+            if hasattr(type(self), key):
                 raise ValueError(f"there is no setting '{key}': it is the name of a method")
-            if key not in _NOT_OURS_TO_SET:
-                setattr(self, key, value)
+            setattr(self, key, value)
         if sorted(self.id2label) != list(range(len(self.id2label))) or not self.id2label:
             numbers = ", ".join(map(str, sorted(self.id2label))) or "none"
             raise ValueError(f"id2label must number its classes 0, 1, …; it has {numbers}")

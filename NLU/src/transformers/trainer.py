@@ -457,7 +457,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         args, steps = self.args, self.state.global_step
         progress = self._progress
         loss = self._mean_loss(
-            *(progress.loss_total, max(steps, 1)), progress.weight_total, progress.empty_total
+            progress.loss_total, max(steps, 1), progress.weight_total, progress.empty_total
         )
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, (steps - self._resumed_from) * an_update)
@@ -629,13 +629,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return (loss, outputs) if return_outputs else loss
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:
-        if self.label_smoother is None or self.label_names[0] in inputs:
-            return self.label_smoother is not None
-        if self.model.training:
-            raise TrainingError(
-                f"a batch has no {self.label_names[0]} for --label_smoothing_factor"
-            )
-        return False
+        if self.label_smoother is None:
+            return False
+        name = self.label_names[0]
+        if name not in inputs and self.model.training:
+            raise TrainingError(f"a batch has no {name} for --label_smoothing_factor")
+        return name in inputs
 
     def _has_own_step(self) -> bool:
         """Returns whether batches are processed by this class's own methods, none overridden."""
@@ -675,19 +674,17 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if self.control.should_evaluate and self.args.load_best_model_at_end:
             # Every evaluation may find the best model, which needs a checkpoint.
             self.control.should_save = True
-        if self.control.should_log and self.state.global_step > self._progress.logged_step:
+        progress, step = self._progress, self.state.global_step
+        if self.control.should_log and step > progress.logged_step:
             self._check_finite()
-            progress = self._progress
             loss = self._mean_loss(
-                *(progress.loss_since_log, self.state.global_step - progress.logged_step),
-                *(progress.weight_since_log, progress.empty_since_log),
+                progress.loss_since_log,
+                step - progress.logged_step,
+                progress.weight_since_log,
+                progress.empty_since_log,
             )
-            logs = {
-                "loss": round(loss, 4),
-                "learning_rate": self.lr_scheduler.get_last_lr()[0],
-            }
-            progress.note_log(self.state.global_step)
-            self.log(logs)
+            progress.note_log(step)
+            self.log({"loss": round(loss, 4), "learning_rate": self.lr_scheduler.get_last_lr()[0]})
         metrics = None
         if self.control.should_evaluate or self.control.should_save:
             self._check_finite()

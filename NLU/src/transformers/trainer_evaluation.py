@@ -325,8 +325,8 @@ class TrainerEvaluation(TrainerLoaders):
             metric_key_prefix: see `evaluate`.
         """
         args, start = self.args, time.time()
-        loss_only = args.prediction_loss_only
-        loss_only = loss_only if prediction_loss_only is None else prediction_loss_only
+        if prediction_loss_only is None:
+            prediction_loss_only = args.prediction_loss_only
         handler = self.callback_handler
         handler.eval_dataloader = dataloader
         found = Evaluation(
@@ -340,7 +340,7 @@ class TrainerEvaluation(TrainerLoaders):
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
         with torch.no_grad(), in_half, self.precision.autocast(), self._products():
             for inputs in dataloader:
-                step = self.prediction_step(self.model, inputs, loss_only, ignore_keys)
+                step = self.prediction_step(self.model, inputs, prediction_loss_only, ignore_keys)
                 found.add(inputs, *step)
                 watch.beat()
                 self.control = handler.on_prediction_step(

@@ -154,14 +154,12 @@ class TrainerRecords:
             empty: the number of this process's batches without a target.
         """
         args = self.args
-        own = torch.tensor(total, dtype=torch.float64, device=args.device)
-        summed = sum_over_processes(own, args.world_size).item()
-        own = torch.tensor([weight, empty], dtype=torch.float64, device=args.device)
-        weight, empty = sum_over_processes(own, args.world_size).tolist()
+        own = torch.tensor([total, weight, empty], dtype=torch.float64, device=args.device)
+        total, weight, empty = sum_over_processes(own, args.world_size).tolist()
         if not empty:
-            return summed / args.world_size / steps
+            return total / args.world_size / steps
         if weight:
-            return summed / weight
+            return total / weight
         # Without the warning, nan would look like a diverged training. Warns at the first log with
         # nan, and if the loss of the whole run is nan.
         logged = [record.get("loss") for record in self.state.log_history]
