@@ -2,10 +2,11 @@
 
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule.
 Logging, progress bars and the decision when to evaluate are in trainer_callback.py. Checkpoints and
-resuming are in trainer_checkpoint.py, the order of the data is in trainer_data.py, and what this
-project's two training loops share is in loralib.training. The Trainer inherits its other methods
-from trainer_evaluation.py, trainer_loaders.py, trainer_search.py (hyperparameter search) and
-trainer_records.py (logs and metrics).
+resuming are in trainer_checkpoint.py, the loop's position and losses in trainer_progress.py, the
+order of the data in trainer_data.py, and what this project's two training loops share is in
+loralib.training. The Trainer inherits its other methods from trainer_evaluation.py,
+trainer_loaders.py, trainer_search.py (hyperparameter search) and trainer_records.py (logs and
+metrics).
 """
 
 import inspect
@@ -42,6 +43,7 @@ from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_agreement import ComparedSet, agreed_checkpoint, check_same_training
+from .trainer_best import note_best
 from .trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -54,10 +56,8 @@ from .trainer_callback import (
 from .trainer_checkpoint import (
     NEW_RUN,
     Checkpoints,
-    Progress,
     RunState,
     identities,
-    note_best,
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
@@ -69,6 +69,7 @@ from .trainer_data import (
     overrides,
 )
 from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
+from .trainer_progress import Progress
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch

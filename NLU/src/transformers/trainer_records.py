@@ -18,8 +18,9 @@ from .adapter_kinds import BITFIT, BOTTLENECK
 from .integrations import CurvesCallback
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import CallbackHandler, TrainerState
-from .trainer_checkpoint import TRAINER_STATE_NAME, Progress
+from .trainer_checkpoint import TRAINER_STATE_NAME
 from .trainer_data import length_of
+from .trainer_progress import Progress
 from .trainer_pt_utils import metrics_format
 from .trainer_utils import is_score, save_metrics
 from .trainer_weights import adapted_by
