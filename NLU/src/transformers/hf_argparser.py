@@ -195,12 +195,6 @@ def _as_text(value: Any) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
 def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     hint, many = _plain_type(hint)
     names = [f"--{field.name}"]
@@ -217,7 +211,9 @@ def _options(field: dataclasses.Field, hint: Any, many: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"type": hint}
     if field.metadata.get("help"):
         options["help"] = field.metadata["help"].replace("%", "%%")
-    default = _default(field)
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     if hint is bool:
         default = True if default is dataclasses.MISSING else default
         return {**options, "type": string_to_bool, "nargs": "?", "const": True, "default": default}
