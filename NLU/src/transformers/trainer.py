@@ -42,7 +42,7 @@ from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
-from .trainer_agreement import ComparedSet, agreed_checkpoint, check_same_training
+from .trainer_agreement import about_examples, agreed_checkpoint, check_same_settings
 from .trainer_best import note_best
 from .trainer_callback import (
     CallbackHandler,
@@ -485,12 +485,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return found
 
     def _check_same_training(self, examples: int, updates: int) -> None:
-        """Checks that all processes train alike (see `check_same_training`)."""
-        sets = [ComparedSet("to train on", examples, self._train_digest.of(self.train_dataset))]
+        """Checks that all processes train alike (see `check_same_settings`)."""
+        digest = self._train_digest.of(self.train_dataset)
+        compared = about_examples("to train on", examples, digest)
         if self.args.evaluation_strategy is not IntervalStrategy.NO:
-            sets.append(self._about_evaluation(self.eval_dataset))
-        of_collator = collator_settings(self.data_collator)
-        check_same_training(self.args, self.model, updates, *sets, **of_collator)
+            compared |= self._about_evaluation(self.eval_dataset)
+        compared |= {"updates to make": updates, **collator_settings(self.data_collator)}
+        check_same_settings(self.args, self.model, compared)
 
     def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
         """Returns how many updates and epochs a run makes whose epochs have `length` batches.

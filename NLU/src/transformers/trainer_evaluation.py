@@ -21,7 +21,7 @@ from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
 from .data.table_digest import LastDigest
-from .trainer_agreement import ComparedSet, check_same_evaluation
+from .trainer_agreement import about_examples, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
@@ -365,9 +365,9 @@ class TrainerEvaluation(TrainerLoaders):
             model = None if self.state.global_step > 0 else self.model
             check_same_evaluation(self.args, model, self._about_evaluation(dataset))
 
-    def _about_evaluation(self, dataset: Any) -> ComparedSet:
+    def _about_evaluation(self, dataset: Any) -> dict[str, Any]:
         digest = self._eval_digest.of(dataset)
-        return ComparedSet("to evaluate on", length_of(dataset), digest)
+        return about_examples("to evaluate on", length_of(dataset), digest)
 
     def _products(self) -> AbstractContextManager:
         """Returns a context in which matrix products are computed as in this Trainer's training.
