@@ -8,6 +8,7 @@ Each script in this folder runs the recipe of its own name: `bash roberta_base_r
 import argparse
 import configparser
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -155,7 +156,7 @@ def gpu_count() -> int:
 def _given(arguments: Sequence[str], name: str) -> str | None:
     """Returns a flag's value, the last one if given several times, or None if not given."""
     value = None
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+    for word, following in itertools.pairwise([*arguments, ""]):
         if word == name:
             value = following
         elif word.startswith(f"{name}="):
