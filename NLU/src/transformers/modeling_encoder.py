@@ -26,8 +26,9 @@ from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
 
 from . import consistency
 from .activations import ACT2FN
+from .adaptation_settings import ADAPTER_TYPES
 from .adapters import BottleneckAdapter, projection
-from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
+from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
 from .modeling_outputs import (
     BaseModelOutput,

@@ -23,10 +23,11 @@ from loralib.io.tensors import write_tensors
 from loralib.lora_layer import LoRALayer, lora_layers
 from loralib.utils import start_from_weights
 
+from .adaptation_settings import check_same_adaptation
 from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
 from .checkpoint_loading import ADDED, CheckpointLoadingMixin
-from .configuration_utils import PretrainedConfig, check_same_adaptation
+from .configuration_utils import PretrainedConfig
 from .file_utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_NAME,

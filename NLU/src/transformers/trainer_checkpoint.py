@@ -37,7 +37,7 @@ from loralib.training.resume import (
     restore,
 )
 
-from .configuration_utils import as_words
+from .adaptation_settings import ADAPTATION_SETTINGS, as_words
 from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .tokenization_utils_base import PreTrainedTokenizerBase
@@ -92,10 +92,10 @@ _FIXED_FLAGS = (
 )
 # Likewise, settings of the model. LoRA's targets are missing here: the same targets can be written
 # in several ways, and different ones are noticed when the weights are loaded.
+_OF_TARGETS = ("lora_targets", "lora_layers", "lora_positions")
 _SAME_OF_A_MODEL = (
-    *("apply_lora", "lora_r", "lora_alpha", "apply_adapter", "adapter_type", "adapter_size"),
-    *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
-    *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
+    *(name for name in ADAPTATION_SETTINGS if name not in _OF_TARGETS),
+    *("cls_dropout", "reg_loss_wgt", "masking_prob"),
 )
 # Likewise, settings in the base's config.json that neither weights nor their shapes would show.
 _SAME_OF_A_BASE = (
