@@ -450,7 +450,7 @@ class PretrainedConfig:
         """
         values, known = dict(config_dict), cls.setting_names() | config_dict.keys()
         unused = {name: value for name, value in arguments.items() if name not in known}
-        if unused and not return_unused_kwargs:
+        if not return_unused_kwargs:
             refuse_unknown(cls, unused, known)
         overrides = {name: value for name, value in arguments.items() if name in known}
         _check_not_idle(values, overrides)

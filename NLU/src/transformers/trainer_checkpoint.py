@@ -289,13 +289,10 @@ class Checkpoints:
         now = self.args.to_dict()
         with _naming_damaged_file(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        settings = [
-            {f"--{name}": values.get(name) for name in _FIXED_FLAGS} for values in (before, now)
-        ]
         if isinstance(model, PreTrainedModel):
-            of_model = _model_settings(model, path)
-            settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
-        check_same_run(path, *settings, _SAME_SETTING)
+            check_same_run(path, *_model_settings(model, path), _SAME_SETTING)
+        flags = ({f"--{name}": each.get(name) for name in _FIXED_FLAGS} for each in (before, now))
+        check_same_run(path, *flags, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_per_epoch: int, step: int) -> None:
         """Restores this process's place in the data, pending gradients and random generators.
