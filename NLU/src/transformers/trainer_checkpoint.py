@@ -302,24 +302,27 @@ class Checkpoints:
             step: the checkpoint's step.
         """
         first = self._read_process_state(path, 0, run, step)
-        saved_layout, layout = first["layout"], self._layout(run)
+        saved, layout = first["layout"], self._layout(run)
         self._check_data(path, run, first)
-        self._check_layout(path, saved_layout, layout)
-        if saved_layout == layout:
-            own = self._read_process_state(path, self.args.process_index, run, step)
+        self._check_layout(path, saved, layout)
+        index = self.args.process_index
+        if saved == layout:
+            own = self._read_process_state(path, index, run, step)
         else:
-            processes = range(saved_layout["processes"])
+            processes = range(saved["processes"])
             states = [self._read_process_state(path, n, run, step) for n in processes]
-            own = _mean_state(states) | self._own_generators(states)
+            own = _mean_state(states)
+            # A process that the saved run did not have keeps the generators of a new run, so that
+            # no two processes draw the same dropout masks.
+            if index < len(states):
+                own["rng"] = states[index]["rng"]
+            batches = _rescaled(own["progress"]["batches"], saved, layout)
+            own["progress"]["batches"] = min(batches, steps_per_epoch)
+            if _changed_beside_processes(saved, layout):
+                own["pending_gradients"] = {}  # of a partial update, which is dropped
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
-        gradients = own["pending_gradients"]
-        if saved_layout != layout:
-            batches = _rescaled(run.progress.batches, saved_layout, layout)
-            run.progress.batches = min(batches, steps_per_epoch)
-            if _changed_beside_processes(saved_layout, layout):
-                gradients = {}  # they belong to a partial update, which is dropped
-        for name, gradient in gradients.items():
+        for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
             set_rng_state(own["rng"], self.args.device)
@@ -364,15 +367,6 @@ class Checkpoints:
                 "%s belongs to a run with %s; with %s it resumes, but not bit-exactly",
                 *(path, _listed(saved, names), _listed(layout, names)),
             )
-
-    def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the saved generators of this process, or {} if it was not in the saved run.
-
-        A new process keeps the generators with which a new run begins, so that no two processes
-        draw the same dropout masks.
-        """
-        index = self.args.process_index
-        return {"rng": states[index]["rng"]} if index < len(states) else {}
 
     def _read_process_state(
         self, path: Path, index: int, run: RunState, step: int
