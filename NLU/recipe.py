@@ -8,6 +8,7 @@ Each script in this folder runs the recipe of its own name: `bash roberta_base_r
 import argparse
 import configparser
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -64,7 +65,9 @@ class Recipe:
     def arguments(self, extra: Sequence[str] = ()) -> list[str]:
         """Returns run_glue.py's arguments, with `extra` flags after the recipe's own."""
         flags = {**self.flags, "output_dir": self.flags.get("output_dir", self.output_dir)}
-        own = [part for name, value in flags.items() for part in _flag(name, value)]
+        own = []
+        for name, value in flags.items():
+            own += [f"--{name}"] if value is None else [f"--{name}", value]
         return [*own, *extra]
 
     def estimate(self, nproc: int, extra: Sequence[str] = ()) -> list[str]:
@@ -80,10 +83,6 @@ class Recipe:
         launcher = ["-m", "torch.distributed.launch", f"--nproc_per_node={nproc}"]
         launcher += [f"--master_port={port}"] if port else []
         return ["python", *launcher, _shown(SCRIPT), *self.arguments(extra)]
-
-
-def _flag(name: str, value: str | None) -> list[str]:
-    return [f"--{name}"] if value is None else [f"--{name}", value]
 
 
 def _shown(path: Path) -> str:
@@ -157,7 +156,7 @@ def gpu_count() -> int:
 def _given(arguments: Sequence[str], name: str) -> str | None:
     """Returns a flag's value, the last one if given several times, or None if not given."""
     value = None
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+    for word, following in itertools.pairwise([*arguments, ""]):
         if word == name:
             value = following
         elif word.startswith(f"{name}="):
@@ -441,18 +440,14 @@ def chosen(args: argparse.Namespace) -> Recipe:
     return small(recipe, *args.small) if args.small else recipe
 
 
-def given_processes() -> str:
-    """Returns NPROC, or "" if unset; both count as unset, as in a shell's ``${NPROC:-8}``."""
-    return os.environ.get("NPROC", "")
-
-
 def processes(recipe: Recipe) -> int:
     """Returns the number of processes, from NPROC (a number or a word of PyTorch's launcher).
 
     Raises:
         ValueError: NPROC is neither, or there are no such devices.
     """
-    nproc = given_processes() or str(recipe.nproc)
+    # Empty counts as unset, as in a shell's ${NPROC:-8}.
+    nproc = os.environ.get("NPROC") or str(recipe.nproc)
     if nproc in ("auto", "cpu", "gpu", "xpu"):
         from torch.distributed.run import determine_local_world_size  # takes seconds
 
@@ -482,7 +477,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_run:
             check_start(recipe, extra)
         nproc = processes(recipe)
-        if is_run and not given_processes():
+        if is_run and not os.environ.get("NPROC"):
             check_gpus(recipe, extra)
     except (OSError, ValueError) as error:
         sys.exit(f"{args.recipe}.sh: error: {error}")

@@ -22,7 +22,7 @@ from loralib.nn import packing
 from loralib.nn.fast_paths import fast_paths_off
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import Routing
-from transformers.configuration_utils import LORA_TARGETS
+from transformers.adaptation_settings import LORA_TARGETS
 
 pytestmark = pytest.mark.slow
 

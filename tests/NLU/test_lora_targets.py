@@ -16,7 +16,7 @@ from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.lora_layer import lora_layers
 from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification
-from transformers.configuration_utils import LORA_TARGETS, in_order, targets_of_modules
+from transformers.adaptation_settings import LORA_TARGETS, in_order, targets_of_modules
 
 FAMILIES = ("roberta", "deberta")
 LORA = {"apply_lora": True, "lora_r": 3, "lora_alpha": 12}

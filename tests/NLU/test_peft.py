@@ -20,7 +20,7 @@ from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
 from transformers import AutoModelForSequenceClassification
-from transformers.configuration_utils import targets_of_modules
+from transformers.adaptation_settings import targets_of_modules
 
 PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) != "gpt2"]

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.data import table_digest
 from transformers.fine_tuning import script as script_module
 from transformers.trainer_agreement import (
-    ComparedSet,
+    about_examples,
     agreed_checkpoint,
     check_same_evaluation,
     check_same_flags,
@@ -64,7 +64,7 @@ def two_processes(**settings):
 def test_settings_data_and_weights_of_an_evaluation_are_compared(make_trainer, compared):
     model, arguments = make_trainer().model, two_processes(bf16=True, output_dir="own")
     check_same_evaluation(
-        arguments, model, ComparedSet("to evaluate on", 7, "0123456789abcdef0123")
+        arguments, model, about_examples("to evaluate on", 7, "0123456789abcdef0123")
     )
     assert compared["examples to evaluate on (number)"] == 7
     assert compared["examples to evaluate on (digest)"] == "0123456789abcdef"
@@ -73,7 +73,7 @@ def test_settings_data_and_weights_of_an_evaluation_are_compared(make_trainer, c
     assert compared["lora_alpha (config.json)"] == model.config.lora_alpha
     assert compared["layer_norm_eps (config.json)"] == model.config.layer_norm_eps
     assert compared.pop("weights") is model
-    check_same_evaluation(arguments, None, ComparedSet("to evaluate on", None, None))
+    check_same_evaluation(arguments, None, about_examples("to evaluate on", None, None))
     assert "weights" not in compared
 
 
@@ -82,7 +82,7 @@ def test_settings_without_effect_may_differ(make_trainer, compared):
     names |= {"base_name_or_path", "of another version"}
     for name in names:
         setattr(model.config, name, "another")
-    check_same_evaluation(two_processes(), model, ComparedSet("to evaluate on", 1, None))
+    check_same_evaluation(two_processes(), model, about_examples("to evaluate on", 1, None))
     assert not {f"{name} (config.json)" for name in names} & compared.keys()
     assert {"hidden_size (config.json)", "pad_token_id (config.json)"} <= compared.keys()
 
@@ -117,16 +117,22 @@ def test_scripts_compare_flags_before_they_read_anything(monkeypatch, tmp_path, 
 def test_training_compares_the_evaluation_set_that_it_will_use(make_trainer, monkeypatch):
     compared = []
     monkeypatch.setattr(
-        trainer_module, "check_same_training", lambda *given: compared.extend(given)
+        trainer_module, "check_same_settings", lambda args, model, others: compared.append(others)
     )
     trainer = make_trainer(evaluation_strategy="epoch")
     trainer._check_same_training(20, 3)
-    assert compared[2] == 3
-    purposes = {(each.purpose, each.number) for each in compared[3:]}
-    assert purposes == {("to train on", 20), ("to evaluate on", len(trainer.eval_dataset))}
-    compared.clear()
     make_trainer()._check_same_training(20, 3)
-    assert [each.purpose for each in compared[3:]] == ["to train on"]
+    evaluating, not_evaluating = compared
+    assert evaluating["updates to make"] == not_evaluating["updates to make"] == 3
+    numbers = {name: value for name, value in evaluating.items() if name.endswith("(number)")}
+    assert numbers == {
+        "examples to train on (number)": 20,
+        "examples to evaluate on (number)": len(trainer.eval_dataset),
+    }
+    assert [n for n in not_evaluating if n.startswith("examples")] == [
+        "examples to train on (number)",
+        "examples to train on (digest)",
+    ]
 
 
 @pytest.fixture
@@ -155,10 +161,8 @@ def test_the_digest_of_a_set_is_computed_once(make_trainer, compared_evaluations
     for data in (None, None, make_data(3)):
         trainer.evaluate(data)
     assert [len(data) for data in digested] == [len(trainer.eval_dataset), 3]
-    assert [given[1].number for given in compared_evaluations] == [
-        *[len(trainer.eval_dataset)] * 2,
-        3,
-    ]
+    numbers = [given[1]["examples to evaluate on (number)"] for given in compared_evaluations]
+    assert numbers == [*[len(trainer.eval_dataset)] * 2, 3]
 
 
 def test_one_process_computes_no_digest(make_trainer, monkeypatch):

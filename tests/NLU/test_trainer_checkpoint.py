@@ -32,11 +32,14 @@ from transformers import (
     TrainingArguments,
     TrainingError,
     trainer_agreement,
+    trainer_best,
     trainer_checkpoint,
 )
 from transformers.trainer_agreement import agreed_checkpoint
+from transformers.trainer_best import find_best
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_checkpoint import Progress, find_best, outdated_checkpoints
+from transformers.trainer_checkpoint import outdated_checkpoints
+from transformers.trainer_progress import Progress
 from transformers.trainer_utils import list_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -695,10 +698,11 @@ def test_weights_are_compared_after_a_checkpoint_is_read(make_trainer, tmp_path,
 
 @pytest.fixture
 def from_the_first_process(monkeypatch):
-    """Sets the value that trainer_checkpoint.py gathers from the first process."""
+    """Sets the value that is gathered from the first process."""
 
     def set_value(value):
-        monkeypatch.setattr(trainer_checkpoint, "gather_objects", lambda own, _: [value, own])
+        for module in (trainer_best, trainer_checkpoint):
+            monkeypatch.setattr(module, "gather_objects", lambda own, _: [value, own])
 
     return set_value
 

@@ -10,7 +10,8 @@ from small_trainers import MeanOfTargets, make_targets
 from torch.utils.data import DataLoader
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
-from transformers.trainer_checkpoint import Progress, _mean_state
+from transformers.trainer_checkpoint import _mean_state
+from transformers.trainer_progress import Progress
 
 
 class InOrder(Trainer):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import write_adapter
 from transformers import AutoModelForSequenceClassification
-from transformers.configuration_utils import targets_of_modules
+from transformers.adaptation_settings import targets_of_modules
 
 sys.path.insert(0, str(ROOT / "NLG" / "src"))
 

@@ -47,7 +47,7 @@ from checkpoints import read_base, save_model
 from loralib.adapters.formats import read_adapter, why_not_expressible, write_adapter
 from model import GPT2Config
 from transformers import AutoModelForSequenceClassification
-from transformers.configuration_utils import LORA_TARGETS
+from transformers.adaptation_settings import LORA_TARGETS
 from transformers.models.auto.modeling_auto import auto_model_for
 from weights import load_base
 

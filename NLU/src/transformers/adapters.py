@@ -1,4 +1,4 @@
-"""The parts of both encoders' layers that LoRA and bottleneck adapters are added to.
+"""What is trained in both encoders' layers: projections with LoRA, and bottleneck adapters.
 
 A bottleneck adapter is a small network next to the residual stream. With a sub-layer's output h,
 after its dropout, and the sub-layer's residual input x:
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 import loralib as lora
 from loralib.initialization import deferring_start
-from loralib.nn.norm import LayerNorm
 from loralib.nn.products import Linear
 
-from .activations import ACT2FN
-from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
+from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
 
 
@@ -57,13 +55,6 @@ def projection(
             initialization=config.lora_init,
             freeze_A=config.lora_freeze_A,
         )
-
-
-def adapter_behind(config: PretrainedConfig, target: str) -> "BottleneckAdapter | None":
-    """Builds the adapter that follows a projection; None if the settings put none there."""
-    if not config.apply_adapter or target not in ADAPTER_TYPES[config.adapter_type]:
-        return None
-    return BottleneckAdapter(config)
 
 
 class UpProjection(Linear):
@@ -99,54 +90,3 @@ class BottleneckAdapter(nn.Module):
         """
         seen = norm(h + residual) if self.sees_residual else h
         return h + self.adapter_B(self.activation(self.adapter_A(seen)))
-
-
-class Intermediate(nn.Module):
-    """The feed-forward part's first half.
-
-    Args:
-        config: the model's settings.
-        placed: where they put LoRA in this layer.
-    """
-
-    def __init__(self, config: PretrainedConfig, placed: Mapping[str, Placed]):
-        super().__init__()
-        self.dense = projection(
-            config, placed, "intermediate", config.hidden_size, config.intermediate_size
-        )
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(tokens, hidden) -> (tokens, intermediate)."""
-        return self.activation(self.dense(hidden))
-
-
-class SubLayerOutput(nn.Module):
-    """The last projection of a sub-layer, added to the residual stream and normalized.
-
-    Args:
-        config: the model's settings.
-        placed: where they put LoRA in this layer.
-        target: which projection it is, a name in `LORA_TARGETS`.
-        in_features: width of the projection's input.
-    """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        placed: Mapping[str, Placed],
-        target: str,
-        in_features: int,
-    ):
-        super().__init__()
-        self.dense = projection(config, placed, target, in_features, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
-        self.adapter = adapter_behind(config, target)
-
-    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
-        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
-        output = self.dropout(self.dense(computed))
-        if self.adapter is not None:
-            output = self.adapter(output, residual, self.LayerNorm)
-        return self.LayerNorm(output + residual)

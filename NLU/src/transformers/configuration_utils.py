@@ -11,7 +11,7 @@ from typing import Any
 from loralib.adapters import peft
 from loralib.adapters.adapter import LORA
 from loralib.adapters.metadata import are_text_columns
-from loralib.errors import AdapterAsModelError, CheckpointError
+from loralib.errors import AdapterAsModelError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
@@ -27,48 +27,19 @@ from loralib.io.settings import (
     checked,
 )
 
-from .file_utils import CONFIG_NAME
+from .adaptation_settings import (
+    ADAPTATION_SETTINGS,
+    ADAPTATIONS,
+    ADAPTER_TYPES,
+    LORA_TARGETS,
+    MissingLoraError,
+    check_same_adaptation,
+    check_same_setting,
+    in_order,
+)
+from .file_utils import CONFIG_NAME, read_json_object
 from .loading_arguments import refuse_unknown, split_arguments
 
-# A projection that LoRA can adapt in an encoder layer of either family -> its module, as
-# loralib.adapters.names.lora_targets names it. DeBERTa-v2's first three end in "_proj".
-LORA_TARGETS = {
-    "query": "query",
-    "key": "key",
-    "value": "value",
-    "attention_output": "attention.output.dense",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-}
-# A type of bottleneck adapter -> the projections that it follows.
-ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
-
-# A switch -> the settings of what it switches on. The scripts have flags of the same names.
-ADAPTATIONS = {
-    "apply_lora": (
-        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
-        *("lora_targets", "lora_layers", "lora_positions"),
-        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
-    ),
-    "apply_adapter": ("adapter_type", "adapter_size"),
-    "apply_bitfit": (),
-}
-# The ones that may differ from a checkpoint's training, since they do not shape the model.
-_MAY_CHANGE = {"lora_freeze_A", "lora_dropout", "apply_bitfit"}
-# For these, None means "not given".
-_ADAPTATION_SETTINGS = {
-    *ADAPTATIONS,
-    *(name for settings in ADAPTATIONS.values() for name in settings),
-}
-# The values that a file stands for if it is older than a setting.
-_BEFORE = {
-    "lora_targets": ("query", "value"),
-    "lora_positions": False,
-    "lora_variant": "lora",
-    "lora_init": "default",
-    "lora_rank_pattern": {},
-    "lora_alpha_pattern": {},
-}
 # Settings that are rewritten for the model's modules and layers, so that equivalent values become
 # equal; see `EncoderConfig._resolve_lora`.
 _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"})
@@ -118,24 +89,11 @@ _BASE_SETTINGS = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
-        *_ADAPTATION_SETTINGS,
+        *ADAPTATION_SETTINGS,
         *("reg_loss_wgt", "masking_prob", "unk_token_id", "special_token_ids"),
-        *("base_name_or_path", "base_revision"),
+        *_BASE_SETTINGS,
     }
 )
-
-
-class MissingLoraError(CheckpointError):
-    """Raised for settings of LoRA that neither the caller gives nor the model that is loaded has.
-
-    Args:
-        names: the settings.
-        choices: their possible values.
-    """
-
-    def __init__(self, names: Iterable[str], choices: str):
-        self.names = list(names)
-        super().__init__(f"apply_lora needs {' and '.join(self.names)}: {choices}")
 
 
 class PretrainedConfig:
@@ -270,10 +228,11 @@ class PretrainedConfig:
         else:
             self.num_labels = 2 if num_labels is None else num_labels
         for key, value in {**_UPSTREAM_SETTINGS, **others}.items():
-            if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
+            if key in _NOT_OURS_TO_SET:
+                continue
+            if hasattr(type(self), key):
                 raise ValueError(f"there is no setting '{key}': it is the name of a method")
-            if key not in _NOT_OURS_TO_SET:
-                setattr(self, key, value)
+            setattr(self, key, value)
         if sorted(self.id2label) != list(range(len(self.id2label))) or not self.id2label:
             numbers = ", ".join(map(str, sorted(self.id2label))) or "none"
             raise ValueError(f"id2label must number its classes 0, 1, …; it has {numbers}")
@@ -348,7 +307,7 @@ class PretrainedConfig:
         if path is None:
             _refuse_adapter(name, where)
             raise OSError(f"'{name}' has no {CONFIG_NAME}, so it is not a model folder")
-        return _read_json(path)
+        return read_json_object(path)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> "PretrainedConfig":
@@ -358,7 +317,7 @@ class PretrainedConfig:
             OSError: it is missing or damaged.
             ValueError: settings that no model can have.
         """
-        values = _read_json(Path(json_file))
+        values = read_json_object(json_file)
         for constructor in cls._constructors():
             check_settings(constructor, values, json_file)
         return cls.from_dict(values)
@@ -428,11 +387,12 @@ class PretrainedConfig:
         Raises:
             OSError, ValueError: as in `from_pretrained`.
         """
-        values = cls.read_values(name_or_path, **where)
+        place = os.fspath(name_or_path)
+        values = cls.read_values(place, **where)
         model_type = values.get("model_type")
         if cls.model_type and model_type and model_type != cls.model_type:
-            raise ValueError(f"'{name_or_path}' is a {model_type} model, not {cls.model_type}")
-        source = name_or_path if os.path.isfile(name_or_path) else f"{name_or_path}/{CONFIG_NAME}"
+            raise ValueError(f"'{place}' is a {model_type} model, not {cls.model_type}")
+        source = place if os.path.isfile(place) else f"{place}/{CONFIG_NAME}"
         for constructor in cls._constructors():
             check_settings(constructor, values, source)
         known = (cls.setting_names() | values.keys()) - _NOT_OURS_TO_SET
@@ -440,11 +400,11 @@ class PretrainedConfig:
         overrides = {
             key: value
             for key, value in overrides.items()
-            if key in known and (key not in _ADAPTATION_SETTINGS or value is not None)
+            if key in known and (key not in ADAPTATION_SETTINGS or value is not None)
         }
         spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
-        check_same_adaptation(os.fspath(name_or_path), values, spelt)
-        name = os.fspath(name_or_path) if model is None else model
+        check_same_adaptation(place, values, spelt)
+        name = place if model is None else model
         # A model that stays adapted as in its training keeps its base.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in ADAPTATIONS):
             values["base_name_or_path"] = name
@@ -457,7 +417,7 @@ class PretrainedConfig:
             raise  # the file's settings are sound: the fault is in the overrides
         if values.get("apply_lora"):
             for setting in _RESOLVED & overrides.keys():
-                _check_same(os.fspath(name_or_path), setting, values, getattr(config, setting))
+                check_same_setting(place, setting, values, getattr(config, setting))
         return config, unused
 
     @classmethod
@@ -490,7 +450,7 @@ class PretrainedConfig:
         """
         values, known = dict(config_dict), cls.setting_names() | config_dict.keys()
         unused = {name: value for name, value in arguments.items() if name not in known}
-        if unused and not return_unused_kwargs:
+        if not return_unused_kwargs:
             refuse_unknown(cls, unused, known)
         overrides = {name: value for name, value in arguments.items() if name in known}
         _check_not_idle(values, overrides)
@@ -554,26 +514,11 @@ class PretrainedConfig:
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Reads the settings in a file.
-
-    Raises:
-        OSError: the file is missing or damaged.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"{path}: not a JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise OSError(f"{path}: contains a {type(values).__name__}, not a JSON object")
-    return values
-
-
 def _refuse_adapter(name: str, where: Mapping[str, Any]) -> None:
     """Raises an error if a folder, or a repository on the hub, holds an adapter and no model."""
     settings = resolve_file(name, peft.CONFIG_NAME, **where)
     if settings is not None:
-        raise AdapterAsModelError(name, _read_json(settings).get("base_model_name_or_path"))
+        raise AdapterAsModelError(name, read_json_object(settings).get("base_model_name_or_path"))
     if any(os.path.isfile(os.path.join(name, file)) for file in LORA.files):
         raise AdapterAsModelError(name)
 
@@ -586,48 +531,6 @@ def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> No
 
 def _as_json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
-
-
-def in_order(targets: Iterable[str]) -> list[str]:
-    """Returns LoRA's targets, each once: those of `LORA_TARGETS` in that order, then the others."""
-    targets = list(targets)
-    known = [name for name in LORA_TARGETS if name in targets]
-    return list(dict.fromkeys([*known, *targets]))
-
-
-def targets_of_modules(modules: Iterable[str]) -> list[str]:
-    """Returns the names in `LORA_TARGETS` of modules.
-
-    Raises:
-        ValueError: no encoder layer has such a module.
-    """
-    known = {module: name for name, module in LORA_TARGETS.items()}
-    targets = []
-    for module in modules:
-        if module.removesuffix("_proj") not in known:
-            raise ValueError(f"unknown lora_targets '{module}' (known: {', '.join(LORA_TARGETS)})")
-        targets.append(known[module.removesuffix("_proj")])
-    return in_order(targets)
-
-
-def check_same_adaptation(
-    source: str, values: Mapping[str, Any], asked_for: Mapping[str, Any]
-) -> None:
-    """Checks that an adapted model is not read with other settings than it was trained with.
-
-    Args:
-        source: the model's name, for the message.
-        values: the content of its ``config.json``.
-        asked_for: settings by name; those that are absent or None are not compared.
-
-    Raises:
-        ValueError: they differ.
-    """
-    for switch, settings in ADAPTATIONS.items():
-        if values.get(switch):
-            for name in (switch, *settings):
-                if name not in _MAY_CHANGE and asked_for.get(name) is not None:
-                    _check_same(source, name, values, asked_for[name])
 
 
 def _check_not_idle(values: Mapping[str, Any], asked_for: Mapping[str, Any]) -> None:
@@ -656,21 +559,3 @@ def _asks_for_something(name: str, value: Any) -> bool:
     by_default = inspect.signature(PretrainedConfig).parameters.get(name)
     value = tuple(value) if isinstance(value, list) else value
     return bool(value) and (by_default is None or value != by_default.default)
-
-
-def _check_same(source: str, name: str, values: Mapping[str, Any], wanted: Any) -> None:
-    trained = values.get(name)
-    if trained is None:
-        trained = _BEFORE.get(name)
-    if name == "lora_targets":
-        wanted, trained = in_order(wanted), in_order(trained)
-    if wanted != trained:
-        said = f"{name} {as_words(trained)}, not {as_words(wanted)}"
-        raise ValueError(f"'{source}' was trained with {said}")
-
-
-def as_words(value: Any) -> Any:
-    """Returns a list or a pattern as the scripts' flags take it; other settings as they are."""
-    if isinstance(value, Mapping):
-        value = [f"{target}={number}" for target, number in value.items()]
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else value

@@ -1,17 +1,20 @@
-"""File names of a model folder, checks of installed libraries, and the base class of outputs."""
+"""A model folder's file names, JSON files, what is installed, and the base class of outputs."""
 
 import copy
-import importlib.util
+import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cached_property  # noqa: F401 - importable from here, too
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from loralib.io.hub import is_offline_mode, resolve_file  # noqa: F401 - importable from here, too
+from loralib.training.reports import is_installed
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "pytorch_model.bin"
@@ -22,11 +25,25 @@ MODEL_CARD_NAME = "modelcard.json"
 SPIECE_UNDERLINE = SENTENCEPIECE_UNDERLINE = "▁"
 
 
+# ---- JSON files ----
+
+
+def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
+    """Reads the object in a JSON file.
+
+    Raises:
+        OSError: the file is missing or damaged, or holds something else.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(values, dict):
+        raise OSError(f"{path}: contains a {type(values).__name__}, not a JSON object")
+    return values
+
+
 # ---- what is installed ----
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def is_torch_available() -> bool:
@@ -71,22 +88,22 @@ def is_torch_tpu_available() -> bool:
 
 def is_apex_available() -> bool:
     """Returns whether apex is installed."""
-    return _is_installed("apex")
+    return is_installed("apex")
 
 
 def is_faiss_available() -> bool:
     """Returns whether faiss is installed."""
-    return _is_installed("faiss")
+    return is_installed("faiss")
 
 
 def is_psutil_available() -> bool:
     """Returns whether psutil is installed."""
-    return _is_installed("psutil")
+    return is_installed("psutil")
 
 
 def is_py3nvml_available() -> bool:
     """Returns whether py3nvml is installed."""
-    return _is_installed("py3nvml")
+    return is_installed("py3nvml")
 
 
 # ---- values of settings ----

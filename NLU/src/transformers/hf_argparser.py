@@ -1,7 +1,6 @@
 """`HfArgumentParser`: command-line flags and JSON files from dataclasses."""
 
 import dataclasses
-import json
 import os
 import sys
 import types
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from loralib.io.command_line import ArgumentParser, check_bounds
+
+from .file_utils import read_json_object
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -116,13 +117,9 @@ class HfArgumentParser(ArgumentParser):
     def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
         """Reads one instance of each dataclass from a JSON file of values by field name."""
         try:
-            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
-        except ValueError as error:
-            self.error(f"{json_file}: not a JSON file ({error})")
+            values = read_json_object(json_file)
         except OSError as error:
-            self.error(f"{json_file}: {error.strerror}")
-        if not isinstance(values, dict):
-            self.error(f"{json_file}: contains a {type(values).__name__}, not a JSON object")
+            self.error(f"{json_file}: {error.strerror}" if error.strerror else str(error))
         return self.parse_dict(values)
 
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -198,12 +195,6 @@ def _as_text(value: Any) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
 def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     hint, many = _plain_type(hint)
     names = [f"--{field.name}"]
@@ -220,7 +211,9 @@ def _options(field: dataclasses.Field, hint: Any, many: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"type": hint}
     if field.metadata.get("help"):
         options["help"] = field.metadata["help"].replace("%", "%%")
-    default = _default(field)
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     if hint is bool:
         default = True if default is dataclasses.MISSING else default
         return {**options, "type": string_to_bool, "nargs": "?", "const": True, "default": default}

@@ -7,7 +7,7 @@ a glob, or "all-linear".
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loralib import targets
@@ -114,14 +114,13 @@ def _layers(config: "EncoderConfig") -> Collection[int]:
     return config.lora_layers
 
 
-def _matched(config: "EncoderConfig", setting: str, word: str, modules: Iterable[str]) -> list[str]:
+def _matched(config: "EncoderConfig", setting: str, word: str, modules: list[str]) -> list[str]:
     """Returns the modules that a target matches; it is an error if there are none."""
+    if word == targets.ALL_LINEAR:
+        return modules
     target: targets.Target = word
     if word in config.lora_modules:
         target = re.compile(rf".+\.\d+\.{re.escape(config.lora_modules[word])}")
-    modules = list(modules)
-    if word == targets.ALL_LINEAR:
-        return modules
     found = [module for module in modules if targets.matches(module, target)]
     if not found:
         inside = set(map(within_layer, modules))
@@ -133,7 +132,7 @@ def _matched(config: "EncoderConfig", setting: str, word: str, modules: Iterable
 
 
 def _by_pattern(
-    config: "EncoderConfig", setting: str, pattern: Mapping[str, Any], modules: Iterable[str]
+    config: "EncoderConfig", setting: str, pattern: Mapping[str, Any], modules: list[str]
 ) -> dict[str, Any]:
     """Returns the value that a pattern gives each module; the first target that matches counts."""
     is_sound = is_rank if setting == "lora_rank_pattern" else is_alpha

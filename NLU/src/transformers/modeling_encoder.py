@@ -8,8 +8,7 @@ In the order in which data flows:
 
 All of these work on packed tokens, (tokens, hidden): see loralib/nn/packing.py. Batches come in and
 go out padded, (batch, length, …). What cannot be computed on packed tokens takes the padded path:
-see modeling_padded.py. The layers' projections, with LoRA and bottleneck adapters, are in
-adapters.py.
+see modeling_padded.py. Projections with LoRA, and bottleneck adapters, are in adapters.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,11 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import loralib as lora
+from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
 from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
 
 from . import consistency
-from .adapters import Intermediate, SubLayerOutput
+from .activations import ACT2FN
+from .adaptation_settings import ADAPTER_TYPES
+from .adapters import BottleneckAdapter, projection
 from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
 from .modeling_outputs import (
@@ -34,7 +37,7 @@ from .modeling_outputs import (
     SequenceClassifierOutput,
 )
 from .modeling_padded import PaddedAttention, PaddedRows, needs_padded_batch, visible
-from .modeling_utils import PreTrainedModel, classification_loss
+from .modeling_utils import IGNORED, PreTrainedModel, classification_loss
 from .pruning import keep_columns, keep_rows, places_of_heads
 
 AnyRows = PackedRows | PaddedRows
@@ -50,12 +53,45 @@ def too_long(tokens: int, positions: int) -> ValueError:
 # ---- layers ----
 
 
+class SubLayerOutput(nn.Module):
+    """The last projection of a sub-layer, added to the residual stream and normalized.
+
+    Args:
+        config: the model's settings.
+        placed: where they put LoRA in this layer, see `lora_placement.by_layer`.
+        target: which projection it is, a name in `LORA_TARGETS`.
+        in_features: width of the projection's input.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        placed: Mapping[str, Placed],
+        target: str,
+        in_features: int,
+    ):
+        super().__init__()
+        self.dense = projection(config, placed, target, in_features, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.adapter: BottleneckAdapter | None = None
+        if config.apply_adapter and target in ADAPTER_TYPES[config.adapter_type]:
+            self.adapter = BottleneckAdapter(config)
+
+    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
+        output = self.dropout(self.dense(computed))
+        if self.adapter is not None:
+            output = self.adapter(output, residual, self.LayerNorm)
+        return self.LayerNorm(output + residual)
+
+
 class EncoderAttention(nn.Module):
     """Self-attention and its output projection.
 
     Args:
         config: the model's settings.
-        placed: where the settings put LoRA in this layer, see `lora_placement.by_layer`.
+        placed: as in `SubLayerOutput`.
         self_attention: (hidden, queries, batch, padded) -> attention from `queries` to `hidden`.
     """
 
@@ -85,6 +121,26 @@ class EncoderAttention(nn.Module):
             keep_rows(layer, kept)
         keep_columns(self.output.dense, kept)
         self.heads, self.self.heads = left, len(left)
+
+
+class Intermediate(nn.Module):
+    """The feed-forward part's first half.
+
+    Args:
+        config: the model's settings.
+        placed: as in `SubLayerOutput`.
+    """
+
+    def __init__(self, config: PretrainedConfig, placed: Mapping[str, Placed]):
+        super().__init__()
+        self.dense = projection(
+            config, placed, "intermediate", config.hidden_size, config.intermediate_size
+        )
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, intermediate)."""
+        return self.activation(self.dense(hidden))
 
 
 class EncoderLayer(nn.Module):
@@ -175,8 +231,13 @@ class Encoder(nn.Module):
             hidden = _show(hidden, rows, shown)
         for index, layer in enumerate(self.layer):
             first = first_only and index == len(self.layer) - 1
-            told = None if padded is None else padded[index]
-            output = run_layer(layer, hidden, batch, first, told, recompute=recompute)
+            inputs = (hidden, batch, first, None if padded is None else padded[index])
+            if recompute:
+                # Random numbers are the same the second time, so gradients are bit-exact.
+                # Source: "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+                output = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                output = layer(*inputs)
             hidden = self.after_layer(index, hidden, output, rows)
             if shown is not None:
                 hidden = _show(hidden, rows, shown)
@@ -190,18 +251,6 @@ def _show(hidden: Tensor, rows: AnyRows, shown: list[Tensor]) -> Tensor:
     padded, hidden = rows.show(hidden)
     shown.append(padded)
     return hidden
-
-
-def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
-    """Calls ``layer(*inputs)``; with `recompute`, the backward pass recomputes its activations.
-
-    They take no memory in between. Random numbers are the same the second time, so losses and
-    gradients are bit-exact. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
-    1604.06174.
-    """
-    if recompute:
-        return checkpoint(layer, *inputs, use_reentrant=False)
-    return layer(*inputs)
 
 
 # ---- models ----
@@ -295,13 +344,15 @@ class EncoderModel(PreTrainedModel):
             ValueError: not exactly one of `input_ids` and `inputs_embeds` is given, or a mask has
                 the wrong shape.
         """
-        show_states = self._wants_states(output_hidden_states)
-        show_attentions = self._wants_attentions(output_attentions)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         given = _one_of(input_ids, inputs_embeds)
-        rows = _place(given, attention_mask, head_mask, packed_rows, show_attentions)
+        rows = _place(given, attention_mask, head_mask, packed_rows, output_attentions)
         padded = None
         if isinstance(rows, PaddedRows):
-            padded = self._padded_attention(rows, given, head_mask, is_shown=show_attentions)
+            padded = self._padded_attention(rows, given, head_mask, is_shown=output_attentions)
         embedded = self.embeddings(
             rows,
             input_ids,
@@ -309,8 +360,8 @@ class EncoderModel(PreTrainedModel):
             _for_every_row(position_ids, given),
             inputs_embeds,
         )
-        shown: list[Tensor] | None = [] if show_states else None
-        all_tokens = show_states or padded is not None
+        shown: list[Tensor] | None = [] if output_hidden_states else None
+        all_tokens = output_hidden_states or padded is not None
         last = self.encoder(embedded, rows, first_only and not all_tokens, shown, padded)
         starts = None
         if padded is not None:
@@ -318,7 +369,7 @@ class EncoderModel(PreTrainedModel):
         if first_only and all_tokens:
             last = last.index_select(0, rows.first) if starts is None else starts
         states = None if shown is None else tuple(shown)
-        attentions = tuple(each.probabilities for each in padded) if show_attentions else None
+        attentions = tuple(each.probabilities for each in padded) if output_attentions else None
         return Encoded(last, rows, states, attentions, starts)
 
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
@@ -383,7 +434,7 @@ def _place(
     attention_mask: Tensor | None,
     head_mask: Tensor | None,
     packed_rows: PackedRows | None,
-    show_attentions: bool,
+    output_attentions: bool,
 ) -> AnyRows:
     """Returns where a batch's tokens are: packed or, for the padded path, at their positions.
 
@@ -391,7 +442,7 @@ def _place(
         given: (batch, length, …).
         others: as in `EncoderModel.encode`.
     """
-    if not needs_padded_batch(attention_mask, head_mask, show_attentions):
+    if not needs_padded_batch(attention_mask, head_mask, output_attentions):
         rows = _rows_of(given, attention_mask, packed_rows)
         if not rows.starts_padded:
             return rows.routed()
@@ -483,7 +534,7 @@ class EncoderForMaskedLM(PreTrainedModel):
         labels = rows.pack(labels)
         targets = rows.targets if packed_rows is None else packed_rows.targets
         if targets is None:
-            targets = (labels != -100).nonzero().squeeze(1)
+            targets = (labels != IGNORED).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
             of_targets = self._filled_logits(hidden.index_select(0, targets))
             logits = of_targets[: len(targets)]
@@ -492,7 +543,7 @@ class EncoderForMaskedLM(PreTrainedModel):
             logits, of_targets = rows.pad(of_all), of_all[targets]
         labels = labels[targets]
         if added := len(of_targets) - len(targets):
-            labels = F.pad(labels, (0, added), value=-100)
+            labels = F.pad(labels, (0, added), value=IGNORED)
         loss = F.cross_entropy(of_targets.float(), labels, reduction="sum")
         loss = loss / max(len(targets), 1)  # a batch may have no target
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)

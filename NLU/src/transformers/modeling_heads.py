@@ -30,10 +30,7 @@ from .modeling_outputs import (
     TokenClassifierOutput,
 )
 from .modeling_padded import HIDDEN
-from .modeling_utils import PreTrainedModel
-
-# The label of what a loss ignores.
-IGNORED = -100
+from .modeling_utils import IGNORED, PreTrainedModel
 
 
 class VocabularyProjection(Linear):
@@ -319,8 +316,10 @@ class EncoderForCausalLM(PreTrainedModel):
             ValueError: something that is not supported is asked for.
         """
         _refuse(
-            {"encoder_hidden_states": encoder_hidden_states, "past_key_values": past_key_values}
-            | {"encoder_attention_mask": encoder_attention_mask, "use_cache": use_cache or None}
+            encoder_hidden_states=encoder_hidden_states,
+            past_key_values=past_key_values,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache or None,
         )
         encoded = self.base_model.encode(
             input_ids,
@@ -334,17 +333,16 @@ class EncoderForCausalLM(PreTrainedModel):
             output_hidden_states=output_hidden_states,
         )
         logits, rows = self.logits_of(encoded.last), encoded.rows
-        loss = (
-            None
-            if labels is None
-            else mean_loss(logits, _labels_of(encoded, _next_of(labels, _real(encoded))))
-        )
+        loss = None
+        if labels is not None:
+            targets = _next_of(labels, _real(encoded))
+            loss = mean_loss(logits, _labels_of(encoded, targets))
         output = CausalLMOutputWithCrossAttentions(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
 
     def generate(self, *_: Any, **__: Any) -> None:
         """Raises ValueError: this package does not generate text with encoders."""
-        _refuse({"generate": True})
+        _refuse(generate=True)
 
 
 def _next_of(labels: Tensor, real: Tensor) -> Tensor:
@@ -352,7 +350,7 @@ def _next_of(labels: Tensor, real: Tensor) -> Tensor:
     return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(**given: Any) -> None:
     """Raises ValueError if an argument of decoding that is not supported is given."""
     for name, value in given.items():
         if value is not None:

@@ -208,7 +208,11 @@ class PaddedAttention:
         if dropout_p > 0:
             probabilities = lora.dropout(probabilities, dropout_p, training=True)
         if self.head_mask is not None:
-            probabilities = probabilities * self._mask_of(heads).to(probabilities.dtype)
+            if self.head_mask.shape[1] != heads:
+                raise ValueError(
+                    f"head_mask is for {self.head_mask.shape[1]} heads, a layer has {heads}"
+                )
+            probabilities = probabilities * self.head_mask.to(probabilities.dtype)
         if self.is_shown:
             self.probabilities = probabilities
         return self.rows.pack((probabilities @ v).transpose(1, 2).flatten(2))
@@ -216,11 +220,3 @@ class PaddedAttention:
     def by_head(self, x: Tensor, heads: int) -> Tensor:
         """(tokens, hidden) -> (batch, length, heads, dim)."""
         return self.rows.as_batch(x).unflatten(2, (heads, -1))
-
-    def _mask_of(self, heads: int) -> Tensor:
-        assert self.head_mask is not None
-        if self.head_mask.shape[1] != heads:
-            raise ValueError(
-                f"head_mask is for {self.head_mask.shape[1]} heads, a layer has {heads}"
-            )
-        return self.head_mask

@@ -24,10 +24,11 @@ from loralib.io.tensors import write_tensors
 from loralib.lora_layer import LoRALayer, lora_layers
 from loralib.utils import start_from_weights
 
+from .adaptation_settings import check_same_adaptation
 from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
 from .checkpoint_loading import ADDED, CheckpointLoadingMixin
-from .configuration_utils import PretrainedConfig, check_same_adaptation
+from .configuration_utils import PretrainedConfig
 from .file_utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_NAME,
@@ -43,6 +44,8 @@ from .weight_files import WEIGHTS_NAMES, read_weights
 
 logger = logging.getLogger(__name__)
 
+# The label of what a loss ignores.
+IGNORED = -100
 # How many numbers are compared at a time.
 _AT_ONCE = 2**24
 
@@ -154,14 +157,6 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
     def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
         """Removes heads from a backbone's layers, counted from the first; families override it."""
         raise NotImplementedError(f"{type(self).__name__}: its attention heads cannot be pruned")
-
-    def _wants_states(self, given: bool | None) -> bool:
-        """Returns whether to output every layer's states: as asked, or else as the settings say."""
-        return self.config.output_hidden_states if given is None else given
-
-    def _wants_attentions(self, given: bool | None) -> bool:
-        """Returns whether to output attention's probabilities, likewise."""
-        return self.config.output_attentions if given is None else given
 
     def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
         """Returns the output, or its tuple: as asked, or else as the settings say."""

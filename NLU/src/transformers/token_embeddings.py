@@ -57,11 +57,10 @@ class TokenEmbeddingsMixin:
         name = self._output_name()
         if name is None:
             raise ValueError(f"{type(self).__name__} has no output embeddings to be replaced")
-        owner, _, attribute = name.rpartition(".")
-        setattr(self.get_submodule(owner), attribute, new_embeddings)
+        self._replace(name, new_embeddings)
         if getattr(new_embeddings, "bias", None) is not None:
             bias = f"{name}.bias"
-            self._set_parameter(self.tied_weights.get(bias, bias), new_embeddings.bias)
+            self._replace(self.tied_weights.get(bias, bias), new_embeddings.bias)
 
     def _output_name(self) -> str | None:
         for name, source in self.tied_weights.items():
@@ -92,13 +91,13 @@ class TokenEmbeddingsMixin:
         """
         for name, source in self.cloned.items():
             tensor = self.get_parameter(source)
-            self._set_parameter(name, _parameter_like(tensor, tensor.detach().clone()))
+            self._replace(name, _parameter_like(tensor, tensor.detach().clone()))
         for name, source in self.tied.items():
             if source.endswith(_WORDS):
-                self._set_parameter(name, self.get_parameter(source))
+                self._replace(name, self.get_parameter(source))
         self._fit_output()
         for name, source in self.tied.items():
-            self._set_parameter(name, self.get_parameter(source))
+            self._replace(name, self.get_parameter(source))
 
     def _fit_output(self) -> None:
         """Fits the output embeddings' bias, in_features and out_features to their weight."""
@@ -112,11 +111,11 @@ class TokenEmbeddingsMixin:
             fitted = bias.new_zeros(output.out_features)
             count = min(len(bias), len(fitted))
             fitted[:count] = bias.detach()[:count]
-            self._set_parameter(source, _parameter_like(bias, fitted))
+            self._replace(source, _parameter_like(bias, fitted))
 
-    def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+    def _replace(self, name: str, new: nn.Module | nn.Parameter) -> None:
         owner, _, attribute = name.rpartition(".")
-        setattr(self.get_submodule(owner), attribute, parameter)
+        setattr(self.get_submodule(owner), attribute, new)
 
     # ---- more or fewer rows ----
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from loralib.io.atomic import atomic_write
 from loralib.io.hub import resolve_file
 
+from .file_utils import read_json_object
 from .loading_arguments import WHERE, refuse_unknown, split_arguments
 from .special_tokens import ADDITIONAL, flags_of
 from .utils import logging
@@ -237,15 +238,7 @@ def write_json(path: Path, content: Any, **format: Any) -> None:
 
 def _read_json(path: Path | None) -> dict[str, Any]:
     """Reads the settings in a JSON file; {} if there is no file."""
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"{path}: not a JSON file ({error})") from error
-    if not isinstance(content, dict):
-        raise OSError(f"{path}: contains a {type(content).__name__}, not a JSON object")
-    return content
+    return {} if path is None else read_json_object(path)
 
 
 def _as_token(value: Any) -> Any:

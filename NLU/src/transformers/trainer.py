@@ -2,10 +2,11 @@
 
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule.
 Logging, progress bars and the decision when to evaluate are in trainer_callback.py. Checkpoints and
-resuming are in trainer_checkpoint.py, the order of the data is in trainer_data.py, and what this
-project's two training loops share is in loralib.training. The Trainer inherits its other methods
-from trainer_evaluation.py, trainer_loaders.py, trainer_search.py (hyperparameter search) and
-trainer_records.py (logs and metrics).
+resuming are in trainer_checkpoint.py, the loop's position and losses in trainer_progress.py, the
+order of the data in trainer_data.py, and what this project's two training loops share is in
+loralib.training. The Trainer inherits its other methods from trainer_evaluation.py,
+trainer_loaders.py, trainer_search.py (hyperparameter search) and trainer_records.py (logs and
+metrics).
 """
 
 import inspect
@@ -41,7 +42,8 @@ from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
-from .trainer_agreement import ComparedSet, agreed_checkpoint, check_same_training
+from .trainer_agreement import about_examples, agreed_checkpoint, check_same_settings
+from .trainer_best import note_best
 from .trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -54,10 +56,8 @@ from .trainer_callback import (
 from .trainer_checkpoint import (
     NEW_RUN,
     Checkpoints,
-    Progress,
     RunState,
     identities,
-    note_best,
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
@@ -69,6 +69,7 @@ from .trainer_data import (
     overrides,
 )
 from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
+from .trainer_progress import Progress
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch
@@ -457,7 +458,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         args, steps = self.args, self.state.global_step
         progress = self._progress
         loss = self._mean_loss(
-            *(progress.loss_total, max(steps, 1)), progress.weight_total, progress.empty_total
+            progress.loss_total, max(steps, 1), progress.weight_total, progress.empty_total
         )
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, (steps - self._resumed_from) * an_update)
@@ -484,12 +485,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return found
 
     def _check_same_training(self, examples: int, updates: int) -> None:
-        """Checks that all processes train alike (see `check_same_training`)."""
-        sets = [ComparedSet("to train on", examples, self._train_digest.of(self.train_dataset))]
+        """Checks that all processes train alike (see `check_same_settings`)."""
+        digest = self._train_digest.of(self.train_dataset)
+        compared = about_examples("to train on", examples, digest)
         if self.args.evaluation_strategy is not IntervalStrategy.NO:
-            sets.append(self._about_evaluation(self.eval_dataset))
-        of_collator = collator_settings(self.data_collator)
-        check_same_training(self.args, self.model, updates, *sets, **of_collator)
+            compared |= self._about_evaluation(self.eval_dataset)
+        compared |= {"updates to make": updates, **collator_settings(self.data_collator)}
+        check_same_settings(self.args, self.model, compared)
 
     def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
         """Returns how many updates and epochs a run makes whose epochs have `length` batches.
@@ -629,13 +631,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return (loss, outputs) if return_outputs else loss
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:
-        if self.label_smoother is None or self.label_names[0] in inputs:
-            return self.label_smoother is not None
-        if self.model.training:
-            raise TrainingError(
-                f"a batch has no {self.label_names[0]} for --label_smoothing_factor"
-            )
-        return False
+        if self.label_smoother is None:
+            return False
+        name = self.label_names[0]
+        if name not in inputs and self.model.training:
+            raise TrainingError(f"a batch has no {name} for --label_smoothing_factor")
+        return name in inputs
 
     def _has_own_step(self) -> bool:
         """Returns whether batches are processed by this class's own methods, none overridden."""
@@ -675,19 +676,17 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if self.control.should_evaluate and self.args.load_best_model_at_end:
             # Every evaluation may find the best model, which needs a checkpoint.
             self.control.should_save = True
-        if self.control.should_log and self.state.global_step > self._progress.logged_step:
+        progress, step = self._progress, self.state.global_step
+        if self.control.should_log and step > progress.logged_step:
             self._check_finite()
-            progress = self._progress
             loss = self._mean_loss(
-                *(progress.loss_since_log, self.state.global_step - progress.logged_step),
-                *(progress.weight_since_log, progress.empty_since_log),
+                progress.loss_since_log,
+                step - progress.logged_step,
+                progress.weight_since_log,
+                progress.empty_since_log,
             )
-            logs = {
-                "loss": round(loss, 4),
-                "learning_rate": self.lr_scheduler.get_last_lr()[0],
-            }
-            progress.note_log(self.state.global_step)
-            self.log(logs)
+            progress.note_log(step)
+            self.log({"loss": round(loss, 4), "learning_rate": self.lr_scheduler.get_last_lr()[0]})
         metrics = None
         if self.control.should_evaluate or self.control.should_save:
             self._check_finite()

@@ -5,7 +5,6 @@ With a single process, the checks do nothing.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +35,6 @@ _WITHOUT_EFFECT = {"name_or_path", "base_name_or_path", "base_revision"}
 _WITHOUT_EFFECT |= {"initializer_range", "gradient_checkpointing"}
 
 
-@dataclass(frozen=True)
-class ComparedSet:
-    """The properties of a dataset that the processes compare.
-
-    Args:
-        purpose: what the examples are for, in words.
-        number: how many there are; None if unknown.
-        digest: their `table_digest`.
-    """
-
-    purpose: str
-    number: int | None
-    digest: str | None
-
-    def settings(self) -> dict[str, Any]:
-        """Returns what is compared, by name."""
-        short = self.digest and self.digest[:16]  # short enough for an error message
-        name = f"examples {self.purpose}"
-        return {f"{name} (number)": self.number, f"{name} (digest)": short}
-
-
 def check_same_flags(args: TrainingArguments, *others: Any) -> None:
     """Checks that all processes were started with the same flags and the same code.
 
@@ -76,27 +54,41 @@ def check_same_flags(args: TrainingArguments, *others: Any) -> None:
     check_alike(flags, args.world_size)
 
 
-def check_same_training(
-    args: TrainingArguments, model: nn.Module, updates: int, *sets: ComparedSet, **others: Any
+def about_examples(purpose: str, number: int | None, digest: str | None) -> dict[str, Any]:
+    """Returns what the processes compare of a dataset, by name.
+
+    Args:
+        purpose: what the examples are for, in words.
+        number: how many there are; None if unknown.
+        digest: their `table_digest`.
+    """
+    name = f"examples {purpose}"
+    # The beginning of the digest is short enough for an error message.
+    return {f"{name} (number)": number, f"{name} (digest)": digest and digest[:16]}
+
+
+def check_same_settings(
+    args: TrainingArguments, model: nn.Module | None, others: Mapping[str, Any]
 ) -> None:
-    """Checks that all processes train alike: with different settings, replicas would drift apart.
+    """Checks that all processes train or evaluate with the same settings on the same data.
+
+    With different settings, replicas would drift apart.
 
     Args:
         args: the run's settings.
-        model: the model, whose settings are compared. Its weights are not, because DDP sends the
-            first process's weights to all.
-        updates: the number of updates in the run.
-        sets: the training set and, if the run evaluates, the evaluation set.
-        others: further settings to compare, by name.
+        model: the model, whose settings are compared; None compares none. Weights are not compared
+            before training, because DDP sends the first process's weights to all.
+        others: further settings to compare, and what `about_examples` returns, by name.
 
     Raises:
         TrainingError: a process has different settings or data.
     """
-    _check_alike(args, model, *sets, **{"updates to make": updates, **others})
+    of_model = _of_config(model.config) if isinstance(model, PreTrainedModel) else {}
+    check_alike({**_flags(args.to_dict()), **of_model, **others}, args.world_size)
 
 
 def check_same_evaluation(
-    args: TrainingArguments, model: nn.Module | None, examples: ComparedSet
+    args: TrainingArguments, model: nn.Module | None, examples: Mapping[str, Any]
 ) -> None:
     """Checks that all processes evaluate the same model on the same set, with the same settings.
 
@@ -104,22 +96,14 @@ def check_same_evaluation(
         args: the run's settings.
         model: the model, whose settings and weights are compared. None after training steps: the
             model is then the same on all processes, except for rounding if their hardware differs.
-        examples: the set.
+        examples: what `about_examples` returns for the set.
 
     Raises:
         TrainingError: a process has a different model, set or setting.
     """
-    _check_alike(args, model, examples)
+    check_same_settings(args, model, examples)
     if model is not None:
         check_same_weights(model, args.world_size)
-
-
-def _check_alike(
-    args: TrainingArguments, model: nn.Module | None, *sets: ComparedSet, **others: Any
-) -> None:
-    of_model = _of_config(model.config) if isinstance(model, PreTrainedModel) else {}
-    of_data = {name: each for examples in sets for name, each in examples.settings().items()}
-    check_alike({**_flags(args.to_dict()), **of_model, **of_data, **others}, args.world_size)
 
 
 def _flags(values: Mapping[str, Any]) -> dict[str, Any]:

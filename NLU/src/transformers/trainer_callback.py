@@ -75,7 +75,6 @@ class TrainerState:
         """
         try:
             values = json.loads(Path(json_path).read_text(encoding="utf-8"))
-            check_structure(values, {})
             check_structure(values, asdict(cls()))
             filled = {
                 "epoch": 0.0,
@@ -440,14 +439,11 @@ def _in_one_line(logs: dict[str, float]) -> str:
     """Formats a record's values, without the prefix "eval_" and without an evaluation's speed."""
     shown = []
     for name, value in logs.items():
-        short = {"learning_rate": "lr", "eval_runtime": "in"}.get(name)
-        if name.endswith("_samples_per_second"):
-            continue
         if name == "eval_runtime":
-            figure = in_words(value)
-        else:
-            figure = f"{value:.4g}" if isinstance(value, float) else str(value)
-        shown.append(f"{short or name.removeprefix('eval_')} {figure}")
+            shown.append(f"in {in_words(value)}")
+        elif not name.endswith("_samples_per_second"):
+            word = "lr" if name == "learning_rate" else name.removeprefix("eval_")
+            shown.append(f"{word} {value:.4g}" if isinstance(value, float) else f"{word} {value}")
     return ", ".join(shown)
 
 
@@ -491,12 +487,15 @@ class EarlyStoppingCallback(TrainerCallback):
         value = metrics.get(args.eval_metric_name)
         if value is None:
             return
-        gain = math.inf if self.best is None else value - self.best
-        gain = gain if args.greater_is_better or self.best is None else -gain
+        if self.best is None:
+            gain = math.nan if math.isnan(value) else math.inf
+        else:
+            gain = value - self.best if args.greater_is_better else self.best - value
         # As in 4.4.2, a gain up to the threshold sets a new best but does not reset the counter.
-        if not math.isnan(value) and gain > 0:
+        # A gain that is not a number is none.
+        if gain > 0:
             self.best = value
-        if not math.isnan(value) and gain > self.early_stopping_threshold:
+        if gain > self.early_stopping_threshold:
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1

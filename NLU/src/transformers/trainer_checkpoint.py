@@ -9,27 +9,25 @@ not yet applied and the states of the random generators. With ``--save_lora_only
 saved as its trained parts alone. A module that is not from this package is saved as a state dict.
 """
 
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from loralib.errors import CheckpointError, TrainingError
+from loralib.errors import CheckpointError
 from loralib.io.atomic import replacing_folder
 from loralib.io.structure import check_structure
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects, gather_on_first
-from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
 from loralib.training.resume import (
     check_same_run,
@@ -39,11 +37,13 @@ from loralib.training.resume import (
     restore,
 )
 
-from .configuration_utils import as_words
+from .adaptation_settings import ADAPTATION_SETTINGS, as_words
 from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .tokenization_utils_base import PreTrainedTokenizerBase
+from .trainer_best import find_best
 from .trainer_callback import TrainerState
+from .trainer_progress import Progress
 from .trainer_utils import PREFIX_CHECKPOINT_DIR, list_checkpoints
 from .trainer_weights import load_weights, save_weights
 from .training_args import TrainingArguments
@@ -92,10 +92,10 @@ _FIXED_FLAGS = (
 )
 # Likewise, settings of the model. LoRA's targets are missing here: the same targets can be written
 # in several ways, and different ones are noticed when the weights are loaded.
+_OF_TARGETS = ("lora_targets", "lora_layers", "lora_positions")
 _SAME_OF_A_MODEL = (
-    *("apply_lora", "lora_r", "lora_alpha", "apply_adapter", "adapter_type", "adapter_size"),
-    *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
-    *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
+    *(name for name in ADAPTATION_SETTINGS if name not in _OF_TARGETS),
+    *("cls_dropout", "reg_loss_wgt", "masking_prob"),
 )
 # Likewise, settings in the base's config.json that neither weights nor their shapes would show.
 _SAME_OF_A_BASE = (
@@ -108,87 +108,6 @@ _SAME_OF_A_BASE = (
 
 NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
 _SAME_SETTING = f"give the same setting to resume it, or {NEW_RUN}"
-
-# The counters in `Progress` of batches with and without targets.
-_COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
-
-
-class Progress:
-    """The loop's position in the data, and the losses that it has not logged yet.
-
-    Losses stay on the device until they are read, because reading one waits for the device.
-
-    Attributes:
-        epoch, batches: full epochs done, and batches done in the current one.
-        has_ended: False within an epoch; True once the work due at its end has begun.
-        step: updates done; logged_step: at the last log.
-        loss_since_log, loss_total: sums of the losses that have been read, without those of batches
-            that have no target (their loss of 0 has no meaning).
-        weight_since_log, weight_total: the sums of these losses' weights; an update has weight 1.
-        empty_since_log, empty_total: the number of batches without a target.
-        first_bad_step: the first step with a loss that is not finite, among those that have been
-            read, or -1.
-        flos: operations of this process that the Trainer's state does not count yet.
-        pending: the losses that have not been read yet.
-        epoch_rng: the states of the random generators at the beginning of this epoch, if its
-            batches depend on them.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = self.batches = self.step = self.logged_step = 0
-        self.has_ended = True
-        self.loss_since_log = self.loss_total = 0.0
-        self.weight_since_log = self.weight_total = 0.0
-        self.empty_since_log = self.empty_total = 0
-        self.first_bad_step = -1
-        self.flos = 0
-        self.pending = PendingLosses()
-        self._parts: list[tuple[float, bool | Tensor]] = []  # of the pending losses
-        self.epoch_rng: dict[str, Any] | None = None
-
-    def add(self, loss: Tensor, weight: float, has_target: bool | Tensor) -> None:
-        """Adds a batch's share of its update's loss.
-
-        Args:
-            loss: the share.
-            weight: the batch's weight in that loss.
-            has_target: whether the batch has a target. A tensor on the device is read together with
-                the loss.
-        """
-        self.pending.add(self.step, loss)
-        self._parts.append((weight, has_target))
-
-    def read_losses(self) -> None:
-        """Reads the pending losses into the sums; waits for the last one to be computed."""
-        parts, self._parts = self._parts, []
-        for (step, loss), (weight, has_target) in zip(self.pending.read(), parts, strict=True):
-            if not math.isfinite(loss) and self.first_bad_step < 0:
-                self.first_bad_step = step
-            # In the last step of an epoch, a process without examples gets some with weight 0.
-            if weight and not has_target:
-                self.empty_since_log += 1
-                self.empty_total += 1
-                continue
-            self.loss_since_log += loss
-            self.loss_total += loss
-            self.weight_since_log += weight
-            self.weight_total += weight
-
-    def note_log(self, step: int) -> None:
-        """Resets the sums since the last log, as there is a log at this step."""
-        self.loss_since_log = self.weight_since_log = 0.0
-        self.empty_since_log, self.logged_step = 0, step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress as plain values, after reading the pending losses."""
-        self.read_losses()
-        aside = ("flos", "pending", "_parts", "epoch_rng")
-        return {name: value for name, value in vars(self).items() if name not in aside}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -370,13 +289,10 @@ class Checkpoints:
         now = self.args.to_dict()
         with _naming_damaged_file(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        settings = [
-            {f"--{name}": values.get(name) for name in _FIXED_FLAGS} for values in (before, now)
-        ]
         if isinstance(model, PreTrainedModel):
-            of_model = _model_settings(model, path)
-            settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
-        check_same_run(path, *settings, _SAME_SETTING)
+            check_same_run(path, *_model_settings(model, path), _SAME_SETTING)
+        flags = ({f"--{name}": each.get(name) for name in _FIXED_FLAGS} for each in (before, now))
+        check_same_run(path, *flags, _SAME_SETTING)
 
     def _resume_process(self, path: Path, run: RunState, steps_per_epoch: int, step: int) -> None:
         """Restores this process's place in the data, pending gradients and random generators.
@@ -386,24 +302,27 @@ class Checkpoints:
             step: the checkpoint's step.
         """
         first = self._read_process_state(path, 0, run, step)
-        saved_layout, layout = first["layout"], self._layout(run)
+        saved, layout = first["layout"], self._layout(run)
         self._check_data(path, run, first)
-        self._check_layout(path, saved_layout, layout)
-        if saved_layout == layout:
-            own = self._read_process_state(path, self.args.process_index, run, step)
+        self._check_layout(path, saved, layout)
+        index = self.args.process_index
+        if saved == layout:
+            own = self._read_process_state(path, index, run, step)
         else:
-            processes = range(saved_layout["processes"])
+            processes = range(saved["processes"])
             states = [self._read_process_state(path, n, run, step) for n in processes]
-            own = _mean_state(states) | self._own_generators(states)
+            own = _mean_state(states)
+            # A process that the saved run did not have keeps the generators of a new run, so that
+            # no two processes draw the same dropout masks.
+            if index < len(states):
+                own["rng"] = states[index]["rng"]
+            batches = _rescaled(own["progress"]["batches"], saved, layout)
+            own["progress"]["batches"] = min(batches, steps_per_epoch)
+            if _changed_beside_processes(saved, layout):
+                own["pending_gradients"] = {}  # of a partial update, which is dropped
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
-        gradients = own["pending_gradients"]
-        if saved_layout != layout:
-            batches = _rescaled(run.progress.batches, saved_layout, layout)
-            run.progress.batches = min(batches, steps_per_epoch)
-            if _changed_beside_processes(saved_layout, layout):
-                gradients = {}  # they belong to a partial update, which is dropped
-        for name, gradient in gradients.items():
+        for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
             set_rng_state(own["rng"], self.args.device)
@@ -448,15 +367,6 @@ class Checkpoints:
                 "%s belongs to a run with %s; with %s it resumes, but not bit-exactly",
                 *(path, _listed(saved, names), _listed(layout, names)),
             )
-
-    def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the saved generators of this process, or {} if it was not in the saved run.
-
-        A new process keeps the generators with which a new run begins, so that no two processes
-        draw the same dropout masks.
-        """
-        index = self.args.process_index
-        return {"rng": states[index]["rng"]} if index < len(states) else {}
 
     def _read_process_state(
         self, path: Path, index: int, run: RunState, step: int
@@ -527,8 +437,9 @@ def _listed(layout: dict[str, int], names: Iterable[str]) -> str:
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the mean of the processes' states, for resuming with another number of processes."""
     progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
-    for name in ("loss_since_log", "loss_total", *_COUNTED):
-        progress[name] = sum(state["progress"][name] for state in states) / len(states)
+    for counted in ("loss", "weight", "empty"):
+        for name in (f"{counted}_since_log", f"{counted}_total"):
+            progress[name] = sum(state["progress"][name] for state in states) / len(states)
     for name in pending:
         pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
     shared = {name: value for name, value in states[0].items() if name != "rng"}
@@ -546,87 +457,14 @@ def _way_out(folder: Path) -> str:
     )
 
 
-@contextmanager
-def _naming_damaged_file(path: Path) -> Iterator[None]:
+def _naming_damaged_file(path: Path) -> AbstractContextManager[None]:
     """Makes errors in reading a checkpoint's file name that file and what the user can do."""
-    with naming_damaged_file(path, _way_out(path.parent)):
-        yield
+    return naming_damaged_file(path, _way_out(path.parent))
 
 
 # ------------------------------------------------------------------------------------------------
-# The best checkpoint, and those of an earlier run
+# Checkpoints of an earlier run
 # ------------------------------------------------------------------------------------------------
-
-
-def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
-    """Refuses a metric_for_best_model that evaluations do not return.
-
-    Scripts call it before they train.
-
-    Args:
-        args: the settings with the metric, if any.
-        metrics: the names of the metrics that an evaluation returns.
-
-    Raises:
-        TrainingError: the metric is not among them.
-    """
-    name, known = args.eval_metric_name, [metric.removeprefix("eval_") for metric in metrics]
-    if name is not None and name.removeprefix("eval_") not in known:
-        raise TrainingError(
-            f"--metric_for_best_model: no evaluation gives {name}; known: {', '.join(known)}"
-        )
-
-
-def note_best(
-    state: TrainerState, args: TrainingArguments, metrics: dict[str, float], folder: Path
-) -> None:
-    """Records an evaluation and its checkpoint in the Trainer's state if it is the best so far.
-
-    Raises:
-        TrainingError: the evaluation lacks the metric that is compared.
-    """
-    name = args.eval_metric_name
-    if name is None:
-        return
-    check_best_metric(args, metrics)
-    value, best = metrics[name], state.best_metric
-    if math.isnan(value):
-        logger.warning("%s is not a number at step %s", name, state.global_step)
-        return
-    if best is None or (value > best if args.greater_is_better else value < best):
-        state.best_metric = value
-        state.best_model_checkpoint = str(folder)
-
-
-def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> None:
-    """Finds the best of the existing checkpoints when a run resumes, and records it in `state`.
-
-    Since the checkpoint was written, the folder may have been copied or moved, checkpoints may have
-    been deleted, and another metric may have been chosen. All processes have to call this, and use
-    what the first one finds.
-
-    Args:
-        state: the Trainer's state, with the run's evaluations.
-        args: the settings with the metric to compare.
-        folder: the run's output folder.
-    """
-    name = args.eval_metric_name
-    if name is None:
-        return
-    noted, value = state.best_model_checkpoint, state.best_metric
-    state.best_model_checkpoint = state.best_metric = None
-    for record in state.log_history:
-        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
-        if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():
-            note_best(state, args, record, checkpoint)
-    found = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
-    found, state.best_metric = gather_objects((found, state.best_metric), args.world_size)[0]
-    state.best_model_checkpoint = found and str(folder / found)
-    if noted and state.best_metric != value:
-        logger.warning(
-            "the best model was %s; the best of the remaining checkpoints is %s, by %s",
-            *(noted, state.best_model_checkpoint or "none", args.metric_for_best_model),
-        )
 
 
 def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:

@@ -275,6 +275,11 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
     return sampler.batches if loader.batch_size == sampler.batches.batch_size else None
 
 
+# ------------------------------------------------------------------------------------------------
+# What models, collators and sets have
+# ------------------------------------------------------------------------------------------------
+
+
 def takes_packed_rows(model: nn.Module) -> bool:
     """Returns whether a model's forward takes a batch's `PackedRows`."""
     return "packed_rows" in inspect.signature(model.forward).parameters

@@ -21,7 +21,7 @@ from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
 from .data.table_digest import LastDigest
-from .trainer_agreement import ComparedSet, check_same_evaluation
+from .trainer_agreement import about_examples, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
@@ -325,8 +325,8 @@ class TrainerEvaluation(TrainerLoaders):
             metric_key_prefix: see `evaluate`.
         """
         args, start = self.args, time.time()
-        loss_only = args.prediction_loss_only
-        loss_only = loss_only if prediction_loss_only is None else prediction_loss_only
+        if prediction_loss_only is None:
+            prediction_loss_only = args.prediction_loss_only
         handler = self.callback_handler
         handler.eval_dataloader = dataloader
         found = Evaluation(
@@ -340,7 +340,7 @@ class TrainerEvaluation(TrainerLoaders):
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
         with torch.no_grad(), in_half, self.precision.autocast(), self._products():
             for inputs in dataloader:
-                step = self.prediction_step(self.model, inputs, loss_only, ignore_keys)
+                step = self.prediction_step(self.model, inputs, prediction_loss_only, ignore_keys)
                 found.add(inputs, *step)
                 watch.beat()
                 self.control = handler.on_prediction_step(
@@ -365,9 +365,9 @@ class TrainerEvaluation(TrainerLoaders):
             model = None if self.state.global_step > 0 else self.model
             check_same_evaluation(self.args, model, self._about_evaluation(dataset))
 
-    def _about_evaluation(self, dataset: Any) -> ComparedSet:
+    def _about_evaluation(self, dataset: Any) -> dict[str, Any]:
         digest = self._eval_digest.of(dataset)
-        return ComparedSet("to evaluate on", length_of(dataset), digest)
+        return about_examples("to evaluate on", length_of(dataset), digest)
 
     def _products(self) -> AbstractContextManager:
         """Returns a context in which matrix products are computed as in this Trainer's training.

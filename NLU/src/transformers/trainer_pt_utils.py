@@ -214,15 +214,15 @@ class DistributedTensorGatherer:
         return rows[: self.num_samples]
 
 
+# ------------------------------------------------------------------------------------------------
+# The order of examples
+# ------------------------------------------------------------------------------------------------
+
+
 def _rank_and_size(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Returns the number of processes and this one's rank; by default those of the group."""
     replicas = dist.get_world_size() if num_replicas is None else num_replicas
     return replicas, dist.get_rank() if rank is None else rank
-
-
-# ------------------------------------------------------------------------------------------------
-# The order of examples
-# ------------------------------------------------------------------------------------------------
 
 
 class SequentialDistributedSampler(Sampler[int]):

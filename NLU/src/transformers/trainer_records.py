@@ -18,8 +18,9 @@ from .adapter_kinds import BITFIT, BOTTLENECK
 from .integrations import CurvesCallback
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import CallbackHandler, TrainerState
-from .trainer_checkpoint import TRAINER_STATE_NAME, Progress
+from .trainer_checkpoint import TRAINER_STATE_NAME
 from .trainer_data import length_of
+from .trainer_progress import Progress
 from .trainer_pt_utils import metrics_format
 from .trainer_utils import is_score, save_metrics
 from .trainer_weights import adapted_by
@@ -154,14 +155,12 @@ class TrainerRecords:
             empty: the number of this process's batches without a target.
         """
         args = self.args
-        own = torch.tensor(total, dtype=torch.float64, device=args.device)
-        summed = sum_over_processes(own, args.world_size).item()
-        own = torch.tensor([weight, empty], dtype=torch.float64, device=args.device)
-        weight, empty = sum_over_processes(own, args.world_size).tolist()
+        own = torch.tensor([total, weight, empty], dtype=torch.float64, device=args.device)
+        total, weight, empty = sum_over_processes(own, args.world_size).tolist()
         if not empty:
-            return summed / args.world_size / steps
+            return total / args.world_size / steps
         if weight:
-            return summed / weight
+            return total / weight
         # Without the warning, nan would look like a diverged training. Warns at the first log with
         # nan, and if the loss of the whole run is nan.
         logged = [record.get("loss") for record in self.state.log_history]

@@ -151,8 +151,10 @@ def get_last_checkpoint(
 def speed_metrics(split: str, start: float, num_samples: int | None = None) -> dict[str, float]:
     """Returns ``<split>_runtime`` (seconds since `start`) and ``<split>_samples_per_second``."""
     seconds = max(time.time() - start, 1e-9)  # the clock may be coarse, or be set back
-    speed = {} if num_samples is None else {"samples_per_second": round(num_samples / seconds, 3)}
-    return {f"{split}_{name}": v for name, v in {"runtime": round(seconds, 4), **speed}.items()}
+    metrics = {f"{split}_runtime": round(seconds, 4)}
+    if num_samples is not None:
+        metrics[f"{split}_samples_per_second"] = round(num_samples / seconds, 3)
+    return metrics
 
 
 def memory_metrics(split: str, device: torch.device) -> dict[str, int]:

@@ -24,8 +24,9 @@ from loralib.errors import AlphaError, CheckpointError
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 from loralib.text import in_short
 
+from ..adaptation_settings import ADAPTATIONS, targets_of_modules
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
-from ..configuration_utils import ADAPTATIONS, PretrainedConfig, targets_of_modules
+from ..configuration_utils import PretrainedConfig
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
 from ..models.registry import SUPPORTED

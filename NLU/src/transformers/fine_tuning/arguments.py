@@ -8,8 +8,8 @@ from pathlib import Path
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 
+from ..adaptation_settings import ADAPTER_TYPES, LORA_TARGETS
 from ..adapter_kinds import PATHS
-from ..configuration_utils import ADAPTER_TYPES, LORA_TARGETS
 from ..hf_argparser import flag
 
 SUFFIXES = (".csv", ".json", ".jsonl")  # of data files

@@ -23,7 +23,7 @@ from ..modeling_utils import PreTrainedModel
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer import Trainer
 from ..trainer_agreement import check_same_flags
-from ..trainer_checkpoint import check_best_metric
+from ..trainer_best import check_best_metric
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments

@@ -33,8 +33,9 @@ from loralib.training import launcher_env, process
 from loralib.training.output import output_folder
 from loralib.training.restarts import find_launch
 
+from ..adaptation_settings import MissingLoraError
 from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
-from ..configuration_utils import MissingLoraError, PretrainedConfig
+from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..models.auto.tokenization_auto import AutoTokenizer
 from ..tokenization_utils_base import PreTrainedTokenizerBase

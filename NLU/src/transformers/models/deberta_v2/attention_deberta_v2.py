@@ -225,22 +225,17 @@ class DisentangledSelfAttention(nn.Module):
         """
         relative = batch.relative
         keys = queries = [None] * len(batch.rows.segments)
-        if relative is None:
-            return list(zip(keys, queries, strict=True))
-        embeddings = self.pos_dropout(relative.embeddings)
-        if self.c2p:
-            project = self._position_projection("key_proj")
-            keys = self._of_distances(project, embeddings, relative.reversed_rows)
-        if self.p2c:
-            project = self._position_projection("query_proj")
-            queries = self._of_distances(project, embeddings, relative.rows)
+        if relative is not None:
+            embeddings = self.pos_dropout(relative.embeddings)
+            if self.c2p:
+                keys = self._of_distances("key_proj", embeddings, relative.reversed_rows)
+            if self.p2c:
+                queries = self._of_distances("query_proj", embeddings, relative.rows)
         return list(zip(keys, queries, strict=True))
 
-    def _of_distances(
-        self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
-    ) -> list[Tensor]:
+    def _of_distances(self, name: str, embeddings: Tensor, rows: Tensor) -> list[Tensor]:
         """Returns, for each segment, the scaled projections of these rows of the embeddings."""
-        projected = for_each_segment(project, embeddings)
+        projected = for_each_segment(self._position_projection(name), embeddings)
         return [(each * self.scale).index_select(0, rows) for each in projected]
 
     def _attend_on_padded_path(

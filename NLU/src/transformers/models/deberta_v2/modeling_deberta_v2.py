@@ -35,6 +35,7 @@ from ...modeling_heads import (
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
     VocabularyProjection,
+    in_own_precision,
     in_precision_of,
 )
 from ...modeling_padded import PaddedAttention, PaddedRows, visible
@@ -387,13 +388,8 @@ class DebertaV2ForSequenceClassification(
         self.init_weights()
 
     def logits_of(self, first: Tensor) -> Tensor:
-        """(batch, hidden), the first tokens -> (batch, labels).
-
-        Autocast is off: one token per row is cheap in float32, and logits keep that precision.
-        """
-        pooled = self.pooler(first)
-        with torch.autocast(pooled.device.type, enabled=False):
-            return self.classifier(self.dropout(pooled))
+        """(batch, hidden), the first tokens -> (batch, labels)."""
+        return in_own_precision(self.classifier, self.dropout(self.pooler(first)))
 
 
 class DebertaV2ForTokenClassification(DebertaV2PreTrainedModel, EncoderForTokenClassification):

@@ -122,12 +122,8 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
                 else:
                     found = self._pieces_of_chunk(chunk)
                 pieces += [
-                    Piece(
-                        each.id,
-                        each.token,
-                        start + each.start,
-                        start + each.end,
-                        word + 1 + each.word,
+                    each._replace(
+                        start=start + each.start, end=start + each.end, word=word + 1 + each.word
                     )
                     for each in found
                 ]

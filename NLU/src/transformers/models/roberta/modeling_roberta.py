@@ -224,7 +224,7 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
 
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        if getattr(config, "add_cross_attention", False):
+        if config.add_cross_attention:
             raise ValueError("add_cross_attention: this package's decoders have no cross-attention")
         self.embeddings = RobertaEmbeddings(config)
         self.encoder = RobertaEncoder(config)
