@@ -36,8 +36,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.data.data_collator import DataCollatorForMultipleChoice
 from transformers.data.metrics import simple_accuracy
-from transformers.data.multiple_choice import DataCollatorForMultipleChoice
 from transformers.fine_tuning.adapted_model import (
     build_model,
     load_config,
