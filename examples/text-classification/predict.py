@@ -272,8 +272,7 @@ def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> 
     for number, line in enumerate(lines, start=1):
         if INPUTS[head] not in line:
             raise ValueError(
-                f"{_in_words(source)}: line {number}: has no "
-                f"{INPUTS[head]}, which the adapters' {head} reads"
+                f"{source}: line {number}: has no {INPUTS[head]}, which the adapters' {head} reads"
             )
 
 
@@ -291,9 +290,8 @@ def check_texts(
         columns = adapter.metadata.text_columns if adapter.metadata else None
         if columns is not None and len(columns) != 1 + ("text_pair" in line):
             raise ValueError(
-                f"{_in_words(source)}: line {number}: has "
-                f"{'a' if 'text_pair' in line else 'no'} text_pair, but {adapter.source} was "
-                f"trained on rows of {' and '.join(columns)}"
+                f"{source}: line {number}: has {'a' if 'text_pair' in line else 'no'} text_pair, "
+                f"but {adapter.source} was trained on rows of {' and '.join(columns)}"
             )
 
 
@@ -615,12 +613,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args)
     adapters = read_adapters(args)
     head = head_of(adapters)
-    check_inputs(lines, head, args.input_file)
-    check_texts(lines, adapters, args.input_file)
-    for key in ("text", "text_pair"):
-        warn_of_empty_texts(
-            _in_words(args.input_file), {key: [line.get(key, "none") for line in lines]}
-        )
+    source = _in_words(args.input_file)
+    check_inputs(lines, head, source)
+    check_texts(lines, adapters, source)
+    texts = {key: [line.get(key, "none") for line in lines] for key in ("text", "text_pair")}
+    warn_of_empty_texts(source, texts)
     of_words = INPUTS[head] == "tokens"
     tokenizer = load_tokenizer(args.model_name_or_path, config, of_words, **_where(args))
     is_pair = any("text_pair" in line for line in lines)

@@ -1,13 +1,12 @@
 """`Padding`: pads rows of tokens to one length."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .batch_encoding import BatchEncoding, Encoding
+from .batch_encoding import BatchEncoding
 from .special_tokens import SpecialTokensMixin
 from .tokenization_inputs import PADDING_STRATEGIES, strategy
 
@@ -92,7 +91,7 @@ class Padding(SpecialTokensMixin):
         if encodings is None or length is None:
             return encodings
         if callable(encodings):
-            return partial(self._made_and_padded, encodings, length)
+            return lambda: self._padded_encodings(encodings(), length)
         for encoding in encodings:
             if len(encoding) < length:
                 encoding.pad(
@@ -102,9 +101,6 @@ class Padding(SpecialTokensMixin):
                     pad_token=self.pad_token,
                 )
         return encodings
-
-    def _made_and_padded(self, make: Callable[[], list[Encoding]], length: int) -> list[Encoding]:
-        return self._padded_encodings(make(), length)
 
     def _padded_length(
         self,
