@@ -26,7 +26,6 @@ if __name__ == "__main__":
     begin()
 
 from loralib.adapters.adapter import Adapter
-from loralib.io.atomic import atomic_write
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForMultipleChoice,
@@ -63,6 +62,7 @@ from transformers.fine_tuning.script import (
     report,
     start,
     train,
+    write_predictions,
 )
 from transformers.hf_argparser import flag
 from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
@@ -181,12 +181,7 @@ def predict(trainer: Trainer, rows: Dataset) -> None:
     report(trainer, "test", output.metrics, rows)
     if trainer.is_world_process_zero():
         chosen = output.predictions.argmax(axis=1)
-        with atomic_write(Path(trainer.args.output_dir, "test_results_swag.txt")) as temporary:
-            lines = [
-                "index\tprediction",
-                *(f"{row}\t{number}" for row, number in enumerate(chosen)),
-            ]
-            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_predictions(Path(trainer.args.output_dir, "test_results_swag.txt"), chosen)
 
 
 def fine_tune(
