@@ -140,7 +140,7 @@ def choose_shape(
     """Returns the model's settings, its tokenizer, and the length to which lines are truncated."""
     length = text_args.max_seq_length
     if model_args.model_name_or_path:
-        config = load_config(starting_point_of(model_args), finetuning_task=None, text_columns=None)
+        config = load_config(shared_arguments(model_args), finetuning_task=None, text_columns=None)
         tokenizer = load_tokenizer(
             model_args.model_name_or_path, config, cache_dir=model_args.cache_dir
         )
@@ -151,8 +151,8 @@ def choose_shape(
     return new_config(model_args, len(tokenizer), length), tokenizer, length
 
 
-def starting_point_of(model_args: ModelArguments) -> AdaptedModelArguments:
-    """Returns the flags of the model to start from."""
+def shared_arguments(model_args: ModelArguments) -> AdaptedModelArguments:
+    """Returns the flags of the model to start from, as the other scripts have them."""
     return AdaptedModelArguments(model_args.model_name_or_path, cache_dir=model_args.cache_dir)
 
 
@@ -168,7 +168,7 @@ def make_model(
         return untrained_model(AutoModelForMaskedLM, config)
     way_out = "a model that is trained to fill masks, or --do_train as well"
     return build_model(
-        AutoModelForMaskedLM, starting_point_of(model_args), config, (), args, way_out=way_out
+        AutoModelForMaskedLM, shared_arguments(model_args), config, (), args, way_out=way_out
     )
 
 

@@ -45,12 +45,10 @@ from transformers import (
 from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, download_command, glue_table, glue_task
 from transformers.fine_tuning.adapted_model import (
-    StartingPoint,
     build_model,
     keep_to_layers,
     load_config,
     open_tokenizer,
-    starting_point_of,
     untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
@@ -67,6 +65,7 @@ from transformers.fine_tuning.script import (
     train,
     write_predictions,
 )
+from transformers.fine_tuning.starting_point import StartingPoint, starting_point_of
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EqualRows, EstimateArguments
 from transformers.utils.cli import (

@@ -51,7 +51,6 @@ from transformers.fine_tuning.adapted_model import (
     load_config,
     load_task_config,
     open_tokenizer,
-    starting_point_of,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import Table, load_tables
@@ -65,6 +64,7 @@ from transformers.fine_tuning.script import (
     start,
     train,
 )
+from transformers.fine_tuning.starting_point import starting_point_of
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
 from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows

@@ -31,7 +31,7 @@ from ..data.text_labels import (
     number_labels,
     whole_scores,
 )
-from .adapted_model import StartingPoint
+from .starting_point import StartingPoint
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
