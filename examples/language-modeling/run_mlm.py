@@ -44,21 +44,18 @@ from transformers import (
 from transformers.data.text_files import check_is_file, load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
+from transformers.fine_tuning.folders import check_sources_kept, find_checkpoint
+from transformers.fine_tuning.lengths import (
+    DEFAULT_LENGTH,
+    check_room,
+    choose_length,
+    report_truncation,
+    truncated_rows,
+)
 from transformers.fine_tuning.script import check_scores, print_estimate, report, start, train
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EstimateArguments
-from transformers.utils.cli import (
-    DEFAULT_LENGTH,
-    check_room,
-    check_sources_kept,
-    choose_length,
-    find_checkpoint,
-    load_tokenizer,
-    report_truncation,
-    run_script,
-    set_up_datasets,
-    truncated_rows,
-)
+from transformers.utils.cli import load_tokenizer, run_script, set_up_datasets
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset

@@ -53,6 +53,7 @@ from transformers.fine_tuning.choices import (
     read_choices,
 )
 from transformers.fine_tuning.data_sets import load_tables
+from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -65,7 +66,7 @@ from transformers.fine_tuning.script import (
     write_predictions,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
+from transformers.utils.cli import run_script
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset

@@ -69,15 +69,9 @@ from transformers.data.data_collator import PackedCollator
 from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
 from transformers.data.word_labels import first_tokens
+from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
 from transformers.models.auto.modeling_auto import auto_model_for
-from transformers.utils.cli import (
-    choose_length,
-    load_tokenizer,
-    report_truncation,
-    run_script,
-    set_up_logging,
-    truncated_rows,
-)
+from transformers.utils.cli import load_tokenizer, run_script, set_up_logging
 from transformers.utils.logging import errors_only
 
 logger = logging.getLogger(__name__)

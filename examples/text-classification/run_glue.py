@@ -54,6 +54,13 @@ from transformers.fine_tuning.adapted_model import (
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.labelled_texts import TextData, load_own_files
+from transformers.fine_tuning.lengths import (
+    DEFAULT_LENGTH,
+    check_length,
+    choose_length,
+    report_truncation,
+    truncated_rows,
+)
 from transformers.fine_tuning.script import (
     Prepared,
     begin_estimate,
@@ -68,15 +75,7 @@ from transformers.fine_tuning.script import (
 from transformers.fine_tuning.starting_point import StartingPoint, starting_point_of
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EqualRows, EstimateArguments
-from transformers.utils.cli import (
-    DEFAULT_LENGTH,
-    check_length,
-    choose_length,
-    report_truncation,
-    run_script,
-    set_up_datasets,
-    truncated_rows,
-)
+from transformers.utils.cli import run_script, set_up_datasets
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset

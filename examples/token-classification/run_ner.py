@@ -54,6 +54,7 @@ from transformers.fine_tuning.adapted_model import (
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import Table, load_tables
+from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -67,7 +68,7 @@ from transformers.fine_tuning.script import (
 from transformers.fine_tuning.starting_point import starting_point_of
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
+from transformers.utils.cli import run_script
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset

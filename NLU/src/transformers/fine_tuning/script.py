@@ -29,14 +29,7 @@ from ..trainer_checkpoint import check_best_metric
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
-from ..utils.cli import (
-    check_length,
-    check_sources_kept,
-    find_checkpoint,
-    set_up_datasets,
-    set_up_logging,
-    sole_use_of_output,
-)
+from ..utils.cli import set_up_datasets, set_up_logging
 from .adapted_model import (
     check_arguments,
     check_heads,
@@ -47,6 +40,8 @@ from .adapted_model import (
     untrained_model,
 )
 from .arguments import AdaptedModelArguments, HubDataArguments
+from .folders import check_sources_kept, find_checkpoint, sole_use_of_output
+from .lengths import check_length
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
