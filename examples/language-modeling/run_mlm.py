@@ -46,10 +46,11 @@ from transformers.fine_tuning.adapted_model import build_model, load_config, unt
 from transformers.fine_tuning.arguments import AdaptedModelArguments
 from transformers.fine_tuning.folders import check_sources_kept, find_checkpoint
 from transformers.fine_tuning.lengths import (
+    CUT,
     DEFAULT_LENGTH,
     check_room,
     choose_length,
-    report_truncation,
+    drop_cuts,
     truncated_rows,
 )
 from transformers.fine_tuning.script import check_scores, print_estimate, report, start, train
@@ -62,8 +63,6 @@ if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags
 
 logger = logging.getLogger(__name__)
 
-# The column that says whether a line was truncated.
-CUT = "cut"
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
@@ -219,10 +218,7 @@ def read_sets(
         for name, file in files.items()
         if file
     }
-    report_truncation(
-        {name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length
-    )
-    return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
+    return drop_cuts(sets, max_length)
 
 
 def read_lines(

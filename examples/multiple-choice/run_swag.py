@@ -53,7 +53,7 @@ from transformers.fine_tuning.choices import (
     read_choices,
 )
 from transformers.fine_tuning.data_sets import load_tables
-from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
+from transformers.fine_tuning.lengths import CUT, choose_length, drop_cuts, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -73,8 +73,6 @@ if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags
 
 # The number of tokens to which a choice (context and ending) is truncated by default.
 LONGEST = 512
-# The column that says how many of a row's choices were truncated.
-CUT = "cut"
 SCORE = "accuracy"
 
 
@@ -144,21 +142,18 @@ def tokenize(
         columns[CUT] = [sum(row) for row in grouped(cut, count)]
         return columns
 
-    datasets, cut = {}, {}
-    for split, table in choices.tables.items():
-        texts = [CONTEXT, BEGINNING, *endings]
-        encoded = table.rows.map(
+    tokenized = {
+        split: table.rows.map(
             encode,
             batched=True,
-            remove_columns=texts,
+            remove_columns=[CONTEXT, BEGINNING, *endings],
             load_from_cache_file=not data_args.overwrite_cache,
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded) * len(endings))
-        datasets[split] = encoded.remove_columns(CUT)
-    report_truncation(cut, length)
-    return datasets
+        for split, table in choices.tables.items()
+    }
+    return drop_cuts(tokenized, length, texts_per_row=len(endings))
 
 
 def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:

@@ -55,10 +55,11 @@ from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArgume
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.labelled_texts import TextData, load_own_files
 from transformers.fine_tuning.lengths import (
+    CUT,
     DEFAULT_LENGTH,
     check_length,
     choose_length,
-    report_truncation,
+    drop_cuts,
     truncated_rows,
 )
 from transformers.fine_tuning.script import (
@@ -83,8 +84,6 @@ if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags
 logger = logging.getLogger(__name__)
 
 HUB_GLUE = "nyu-mll/glue"
-# The column that says whether a row's text was truncated.
-CUT = "cut"
 
 
 @dataclass
@@ -305,19 +304,17 @@ def tokenize(
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: truncated_rows(tokenizer, texts, encoded["attention_mask"], length)}
 
-    tokenized, cut = {}, {}
-    for split, texts in data.splits.items():
-        encoded = first_rows(texts, split, data_args).map(
+    tokenized = {
+        split: first_rows(texts, split, data_args).map(
             encode,
             batched=True,
             remove_columns=list(data.text_keys),
             load_from_cache_file=not data_args.overwrite_cache,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded))
-        tokenized[split] = encoded.remove_columns(CUT)
-    report_truncation(cut, length)
-    return tokenized
+        for split, texts in data.splits.items()
+    }
+    return drop_cuts(tokenized, length)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from transformers.fine_tuning.adapted_model import (
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import Table, load_tables
-from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
+from transformers.fine_tuning.lengths import CUT, choose_length, drop_cuts, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -77,8 +77,8 @@ logger = logging.getLogger(__name__)
 
 # The number of tokens to which sentences are truncated by default.
 LONGEST = 512
-# Columns that the model does not take: whether a row was truncated, and its words' first tokens.
-CUT, FIRSTS = "cut", "first_tokens"
+# The column of the words' first tokens.
+FIRSTS = "first_tokens"
 # The scores of all types of entities together.
 OVERALL = ("precision", "recall", "f1", "accuracy")
 
@@ -202,9 +202,8 @@ def tokenize(
             columns["labels"] = [label_tokens(*row, all_tokens) for row in both]
         return columns
 
-    datasets, firsts, cut = {}, {}, {}
-    for split, table in tables.items():
-        encoded = table.rows.map(
+    tokenized = {
+        split: table.rows.map(
             encode,
             batched=True,
             remove_columns=table.rows.column_names,
@@ -212,11 +211,11 @@ def tokenize(
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded))
-        firsts[split] = encoded[FIRSTS][:]
-        datasets[split] = encoded.remove_columns([CUT, FIRSTS])
-    report_truncation(cut, length)
-    return datasets, firsts
+        for split, table in tables.items()
+    }
+    tokenized = drop_cuts(tokenized, length)
+    firsts = {split: rows[FIRSTS][:] for split, rows in tokenized.items()}
+    return {split: rows.remove_columns(FIRSTS) for split, rows in tokenized.items()}, firsts
 
 
 # ------------------------------------------------------------------------------------------------

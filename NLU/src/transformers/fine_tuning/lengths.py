@@ -1,18 +1,25 @@
 """How many tokens a row may have, and which texts were cut to that."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loralib.training import launcher_env
 
 from ..configuration_utils import PretrainedConfig
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 
+if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
+    from datasets import Dataset
+
 logger = logging.getLogger(__name__)
 
 # The number of tokens to which texts are truncated by default.
 DEFAULT_LENGTH = 128
+# The column of tokenized sets that says whether, or how often, a row was truncated.
+CUT = "cut"
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
@@ -115,6 +122,21 @@ def truncated_rows(
         for row, ids in zip(full, longer["input_ids"], strict=True):
             was_cut[row] = len(ids) > length
     return was_cut
+
+
+def drop_cuts(
+    sets: Mapping[str, Dataset], length: int, texts_per_row: int = 1
+) -> dict[str, Dataset]:
+    """Drops the column `CUT`, and logs how many texts of each set were truncated, if any.
+
+    Args:
+        sets: the tokenized sets, by name.
+        length: the maximum number of tokens in a row.
+        texts_per_row: how many texts a row has that can be truncated.
+    """
+    cut = {name: (sum(rows[CUT][:]), texts_per_row * len(rows)) for name, rows in sets.items()}
+    report_truncation(cut, length)
+    return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
 
 
 def report_truncation(cut: Mapping[str, tuple[int, int]], length: int) -> None:
