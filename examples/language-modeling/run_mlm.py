@@ -41,6 +41,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.data.processors.utils import numbered_lines
 from transformers.data.text_files import check_is_file, load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
@@ -194,14 +195,8 @@ def check_text(path: str) -> None:
     """
     check_is_file(path)
     refuse_utf16_file(path)
-    has_text = False
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                has_text = bool(line.decode().strip()) or has_text
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
-    if not has_text:
+    texts = sum(bool(line.strip()) for _, line in numbered_lines(path))  # reads the whole file
+    if not texts:
         raise ValueError(f"{path}: holds no text")
 
 

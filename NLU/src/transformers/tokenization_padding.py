@@ -52,9 +52,9 @@ class Padding(SpecialTokensMixin):
             return_attention_mask = "attention_mask" in self.model_input_names
         if return_attention_mask and "attention_mask" not in data:
             data["attention_mask"] = [[1] * len(row) for row in ids]
+        padding = strategy("padding", padding, PADDING_STRATEGIES)
         length = self._padded_length(ids, padding, max_length, pad_to_multiple_of)
-        if length is not None:
-            data = self._padded(data, length, as_arrays=return_tensors is not None)
+        data = self._padded(data, length, as_arrays=return_tensors is not None)
         if not is_batch:
             data = {name: rows[0] for name, rows in data.items()}
         return BatchEncoding(data, tensor_type=return_tensors)
@@ -105,11 +105,11 @@ class Padding(SpecialTokensMixin):
     def _padded_length(
         self,
         rows: Sequence[Sequence[int]],
-        padding: Any,
+        padding: str,
         max_length: int | None,
         pad_to_multiple_of: int | None,
     ) -> int | None:
-        padding = strategy("padding", padding, PADDING_STRATEGIES)
+        """Returns the length to pad rows to, None for none; `padding` is a strategy's name."""
         longest = max(map(len, rows), default=0)
         if padding == "max_length":
             length = self._limit(max_length, "padding")
