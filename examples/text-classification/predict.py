@@ -33,7 +33,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -295,16 +295,13 @@ def _encoded(line: Any) -> bytes:
 
 def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """Writes JSON lines, to a file (atomically) or to stdout if `path` is ``-``."""
-
-    def write(file: BinaryIO) -> None:
-        file.writelines(map(_encoded, lines))
-        file.flush()
-
+    content = b"".join(map(_encoded, lines))
     if path == STANDARD_STREAM:
-        write(sys.stdout.buffer)
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
         return
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
-        write(file)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def check_output(path: str, source: str) -> None:
@@ -635,11 +632,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = [answer_words(*each) for each in zip(logits, own, firsts, strict=True)]
     else:
         answers = [answer(*each) for each in zip(logits, own, strict=True)]
-    answered = (
+    answered = [
         {**line, **its_answer, **({TRUNCATED: True} if is_cut else {})}
         for line, its_answer, is_cut in zip(lines, answers, was_cut, strict=True)
-    )
-    write_lines(args.output_file, list(answered))
+    ]
+    write_lines(args.output_file, answered)
 
 
 if __name__ == "__main__":
