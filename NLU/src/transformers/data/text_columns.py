@@ -321,9 +321,14 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         names[columns.label] = LABEL
         _check_has_label(data, path, columns)
         _check_labels(data, path, columns.label)
-    taken = data.select_columns(list(names))
+    return select_and_rename(data, names)
+
+
+def select_and_rename(data: Dataset, names: Mapping[str, str]) -> Dataset:
+    """Returns a table's columns under other names: {old: new}."""
     # In one step, as one column's old name may be another's new one.
-    return taken.rename_columns({old: new for old, new in names.items() if old != new})
+    renamed = {old: new for old, new in names.items() if old != new}
+    return data.select_columns(list(names)).rename_columns(renamed)
 
 
 def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:

@@ -17,6 +17,7 @@ from loralib.io.digests import folder_digest
 from loralib.io.hub import is_a_path, why_out_of_reach
 from loralib.text import first_line, quoted
 
+from ..data.text_columns import select_and_rename
 from ..data.text_files import read_table, unreported
 from .arguments import SUFFIXES, DataArguments, HubDataArguments
 
@@ -70,10 +71,7 @@ class Table:
 
     def taking(self, names: Mapping[str, str]) -> Table:
         """Returns the table with only the given columns, renamed: {old: new}."""
-        rows = self.rows.select_columns(list(names))
-        # All at once, because one column's old name may be another's new name.
-        changed = {old: new for old, new in names.items() if old != new}
-        return replace(self, rows=rows.rename_columns(changed))
+        return replace(self, rows=select_and_rename(self.rows, names))
 
     def decoded(self, *names: str) -> Table:
         """Returns the table with these columns' cells parsed as JSON, if it is from a CSV file.
