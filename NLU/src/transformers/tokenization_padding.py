@@ -74,7 +74,7 @@ class Padding(SpecialTokensMixin):
         }
         for name, value in values.items():
             if name in padded:
-                rows = _filled(padded[name], length, value, self.padding_side)
+                rows = padded_rows(padded[name], length, value, self.padding_side)
                 padded[name] = rows if as_arrays else rows.tolist()
         if "offset_mapping" in padded:
             left = self.padding_side == "left"
@@ -146,7 +146,7 @@ def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
     return True, dict(encoded)
 
 
-def _filled(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
+def padded_rows(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
     """Returns `rows` as one array, (rows, length), padded with `value`."""
     whole = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(whole, rows, strict=True):

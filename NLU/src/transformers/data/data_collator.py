@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loralib.nn.packing import PackedRows
 
+from ..tokenization_padding import padded_rows
 from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase, to_tensor
 
 # The label of a token that a loss ignores; torch's cross-entropy skips it.
@@ -110,12 +111,10 @@ class DataCollatorForTokenClassification(DataCollatorWithPadding):
                     f"{self.label_pad_token_id} for a token without one"
                 )
         batch = self._padded(examples)
-        length, on_left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
-        filled = torch.full((len(labels), length), self.label_pad_token_id)
-        for target, own in zip(filled, labels, strict=True):
-            start = length - len(own) if on_left else 0
-            target[start : start + len(own)] = own
-        batch["labels"] = filled
+        length, side = batch["input_ids"].shape[1], self.tokenizer.padding_side
+        batch["labels"] = torch.from_numpy(
+            padded_rows(labels, length, self.label_pad_token_id, side)
+        )
         return batch
 
 
