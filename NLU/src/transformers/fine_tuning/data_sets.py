@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from loralib.io.command_line import check_bounds
 from loralib.io.digests import folder_digest
 from loralib.io.hub import is_a_path, why_out_of_reach
 from loralib.text import first_line, quoted
@@ -250,10 +251,9 @@ def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:
         ValueError: the limit is below 1, or the set is empty.
     """
     name = split.split("_")[0]
-    limit = data_args.limits[name]
-    if limit is not None and limit < 1:
-        name = {"validation": "val"}.get(name, name)
-        raise ValueError(f"--max_{name}_samples must be at least 1, not {limit}")
+    flag = f"max_{'val' if name == 'validation' else name}_samples"
+    limit = getattr(data_args, flag)
+    check_bounds(f"--{flag}", limit, least=1)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     if len(rows) == 0:

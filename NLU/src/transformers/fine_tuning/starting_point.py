@@ -115,12 +115,12 @@ class StartingPoint:
             ValueError: their number differs from that of the training, or one of the training's
                 columns is in another one's place.
         """
+        if not self.texts or training or tuple(columns) == self.texts:
+            return
         moved = any(
             name in self.texts and name != own
             for name, own in zip(columns, self.texts, strict=False)
         )
-        if not self.texts or training or tuple(columns) == self.texts:
-            return
         if len(columns) == len(self.texts) and not moved:
             pairs = zip(columns, self.texts, strict=True)
             listed = ", ".join(f"{name} as {own}" for name, own in pairs if name != own)
