@@ -209,7 +209,7 @@ def _check_files(
     from loralib.io.hub import is_a_path
     from transformers import AutoConfig
     from transformers.data.processors.glue import glue_file, glue_task
-    from transformers.utils.cli import check_length
+    from transformers.fine_tuning.lengths import check_length
 
     if is_a_path(settings) or os.path.isdir(settings):
         check_length(AutoConfig.from_pretrained(settings), data_args.max_seq_length)

@@ -21,7 +21,6 @@ as part of a line. The same seed gives the same bytes.
 
 import logging
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,29 +160,20 @@ def corpus_line(rng: random.Random, adjectives: Adjectives) -> str:
     return f"{said} : {rng.choice(VERDICTS[label])} ."
 
 
-def distinct(count: int, make: Callable[[], str], taken: set[str]) -> list[str]:
-    """Makes `count` sentences that are not in `taken`, and adds them to it."""
-    sentences: list[str] = []
-    while len(sentences) < count:
-        sentence = make()
-        if sentence not in taken:
-            taken.add(sentence)
-            sentences.append(sentence)
-    return sentences
-
-
 def make_rows(
     rng: random.Random, adjectives: Adjectives, count: int, taken: set[str]
 ) -> list[tuple[str, int]]:
-    """Makes a split of the task: shuffled rows (sentence, label)."""
-    positives = round(POSITIVE_SHARE * count)
-    rows = []
-    for label, size in ((1, positives), (0, count - positives)):
+    """Makes a split of the task: shuffled rows (sentence, label).
 
-        def make(label: int = label) -> str:
-            return review(rng, adjectives, label) + " ."
-
-        rows += [(sentence, label) for sentence in distinct(size, make, taken)]
+    Sentences in `taken` are not used again, and those of the split are added to it.
+    """
+    rows: list[tuple[str, int]] = []
+    for label, until in ((1, round(POSITIVE_SHARE * count)), (0, count)):
+        while len(rows) < until:
+            sentence = review(rng, adjectives, label) + " ."
+            if sentence not in taken:
+                taken.add(sentence)
+                rows.append((sentence, label))
     rng.shuffle(rows)
     return rows
 

@@ -130,17 +130,12 @@ def write_vocabulary(folder: Path, texts: list[str]) -> None:
     bpe = ByteLevelBPETokenizer()
     # The last merge, of two line ends, gets the id of GPT-2's blank line.
     bpe.train_from_iterator(texts, vocab_size=BLANK_LINE, show_progress=False)
-    vocabulary, merges = json.loads(bpe.to_str())["model"]["vocab"], _merges(bpe)
-    vocabulary |= {"ĊĊ": BLANK_LINE, "<|endoftext|>": END_OF_TEXT}
-    merges.append("Ċ Ċ")
+    model = json.loads(bpe.to_str())["model"]
+    vocabulary = model["vocab"] | {"ĊĊ": BLANK_LINE, "<|endoftext|>": END_OF_TEXT}
+    merges = [*(" ".join(pair) for pair in model["merges"]), "Ċ Ċ"]
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "encoder.json", json.dumps(vocabulary))
     _write(folder / "vocab.bpe", "#version: 0.2\n" + "\n".join(merges) + "\n")
-
-
-def _merges(bpe: ByteLevelBPETokenizer) -> list[str]:
-    merges = json.loads(bpe.to_str())["model"]["merges"]
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def _write(path: Path, text: str) -> None:

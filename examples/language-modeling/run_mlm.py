@@ -41,32 +41,29 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.data.processors.utils import numbered_lines
 from transformers.data.text_files import check_is_file, load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
+from transformers.fine_tuning.folders import check_sources_kept, find_checkpoint
+from transformers.fine_tuning.lengths import (
+    CUT,
+    DEFAULT_LENGTH,
+    check_room,
+    choose_length,
+    drop_cuts,
+    truncated_rows,
+)
 from transformers.fine_tuning.script import check_scores, print_estimate, report, start, train
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EstimateArguments
-from transformers.utils.cli import (
-    DEFAULT_LENGTH,
-    check_room,
-    check_sources_kept,
-    choose_length,
-    find_checkpoint,
-    load_tokenizer,
-    report_truncation,
-    run_script,
-    set_up_datasets,
-    truncated_rows,
-)
+from transformers.utils.cli import load_tokenizer, run_script, set_up_datasets
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-# The column that says whether a line was truncated.
-CUT = "cut"
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
@@ -140,7 +137,7 @@ def choose_shape(
     """Returns the model's settings, its tokenizer, and the length to which lines are truncated."""
     length = text_args.max_seq_length
     if model_args.model_name_or_path:
-        config = load_config(starting_point_of(model_args), finetuning_task=None, text_columns=None)
+        config = load_config(shared_arguments(model_args), finetuning_task=None, text_columns=None)
         tokenizer = load_tokenizer(
             model_args.model_name_or_path, config, cache_dir=model_args.cache_dir
         )
@@ -151,8 +148,8 @@ def choose_shape(
     return new_config(model_args, len(tokenizer), length), tokenizer, length
 
 
-def starting_point_of(model_args: ModelArguments) -> AdaptedModelArguments:
-    """Returns the flags of the model to start from."""
+def shared_arguments(model_args: ModelArguments) -> AdaptedModelArguments:
+    """Returns the flags of the model to start from, as the other scripts have them."""
     return AdaptedModelArguments(model_args.model_name_or_path, cache_dir=model_args.cache_dir)
 
 
@@ -168,7 +165,7 @@ def make_model(
         return untrained_model(AutoModelForMaskedLM, config)
     way_out = "a model that is trained to fill masks, or --do_train as well"
     return build_model(
-        AutoModelForMaskedLM, starting_point_of(model_args), config, (), args, way_out=way_out
+        AutoModelForMaskedLM, shared_arguments(model_args), config, (), args, way_out=way_out
     )
 
 
@@ -198,14 +195,8 @@ def check_text(path: str) -> None:
     """
     check_is_file(path)
     refuse_utf16_file(path)
-    has_text = False
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                has_text = bool(line.decode().strip()) or has_text
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
-    if not has_text:
+    texts = sum(bool(line.strip()) for _, line in numbered_lines(path))  # reads the whole file
+    if not texts:
         raise ValueError(f"{path}: holds no text")
 
 
@@ -222,10 +213,7 @@ def read_sets(
         for name, file in files.items()
         if file
     }
-    report_truncation(
-        {name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length
-    )
-    return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
+    return drop_cuts(sets, max_length)
 
 
 def read_lines(

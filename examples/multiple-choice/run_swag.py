@@ -26,7 +26,6 @@ if __name__ == "__main__":
     begin()
 
 from loralib.adapters.adapter import Adapter
-from loralib.io.atomic import atomic_write
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForMultipleChoice,
@@ -36,8 +35,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.data.data_collator import DataCollatorForMultipleChoice
 from transformers.data.metrics import simple_accuracy
-from transformers.data.multiple_choice import DataCollatorForMultipleChoice
 from transformers.fine_tuning.adapted_model import (
     build_model,
     load_config,
@@ -54,6 +53,7 @@ from transformers.fine_tuning.choices import (
     read_choices,
 )
 from transformers.fine_tuning.data_sets import load_tables
+from transformers.fine_tuning.lengths import CUT, choose_length, drop_cuts, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -63,17 +63,16 @@ from transformers.fine_tuning.script import (
     report,
     start,
     train,
+    write_predictions,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
+from transformers.utils.cli import run_script
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
 
 # The number of tokens to which a choice (context and ending) is truncated by default.
 LONGEST = 512
-# The column that says how many of a row's choices were truncated.
-CUT = "cut"
 SCORE = "accuracy"
 
 
@@ -143,21 +142,18 @@ def tokenize(
         columns[CUT] = [sum(row) for row in grouped(cut, count)]
         return columns
 
-    datasets, cut = {}, {}
-    for split, table in choices.tables.items():
-        texts = [CONTEXT, BEGINNING, *endings]
-        encoded = table.rows.map(
+    tokenized = {
+        split: table.rows.map(
             encode,
             batched=True,
-            remove_columns=texts,
+            remove_columns=[CONTEXT, BEGINNING, *endings],
             load_from_cache_file=not data_args.overwrite_cache,
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded) * len(endings))
-        datasets[split] = encoded.remove_columns(CUT)
-    report_truncation(cut, length)
-    return datasets
+        for split, table in choices.tables.items()
+    }
+    return drop_cuts(tokenized, length, texts_per_row=len(endings))
 
 
 def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:
@@ -181,12 +177,7 @@ def predict(trainer: Trainer, rows: Dataset) -> None:
     report(trainer, "test", output.metrics, rows)
     if trainer.is_world_process_zero():
         chosen = output.predictions.argmax(axis=1)
-        with atomic_write(Path(trainer.args.output_dir, "test_results_swag.txt")) as temporary:
-            lines = [
-                "index\tprediction",
-                *(f"{row}\t{number}" for row, number in enumerate(chosen)),
-            ]
-            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_predictions(Path(trainer.args.output_dir, "test_results_swag.txt"), chosen)
 
 
 def fine_tune(

@@ -49,6 +49,7 @@ from transformers.fine_tuning.adapted_model import (
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import load_tables
+from transformers.fine_tuning.lengths import choose_length
 from transformers.fine_tuning.questions import (
     Question,
     check_questions,
@@ -69,7 +70,7 @@ from transformers.fine_tuning.script import (
     train,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, run_script
+from transformers.utils.cli import run_script
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset

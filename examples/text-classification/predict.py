@@ -33,7 +33,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -69,15 +69,9 @@ from transformers.data.data_collator import PackedCollator
 from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
 from transformers.data.word_labels import first_tokens
+from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
 from transformers.models.auto.modeling_auto import auto_model_for
-from transformers.utils.cli import (
-    choose_length,
-    load_tokenizer,
-    report_truncation,
-    run_script,
-    set_up_logging,
-    truncated_rows,
-)
+from transformers.utils.cli import load_tokenizer, run_script, set_up_logging
 from transformers.utils.logging import errors_only
 
 logger = logging.getLogger(__name__)
@@ -272,8 +266,7 @@ def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> 
     for number, line in enumerate(lines, start=1):
         if INPUTS[head] not in line:
             raise ValueError(
-                f"{_in_words(source)}: line {number}: has no "
-                f"{INPUTS[head]}, which the adapters' {head} reads"
+                f"{source}: line {number}: has no {INPUTS[head]}, which the adapters' {head} reads"
             )
 
 
@@ -291,9 +284,8 @@ def check_texts(
         columns = adapter.metadata.text_columns if adapter.metadata else None
         if columns is not None and len(columns) != 1 + ("text_pair" in line):
             raise ValueError(
-                f"{_in_words(source)}: line {number}: has "
-                f"{'a' if 'text_pair' in line else 'no'} text_pair, but {adapter.source} was "
-                f"trained on rows of {' and '.join(columns)}"
+                f"{source}: line {number}: has {'a' if 'text_pair' in line else 'no'} text_pair, "
+                f"but {adapter.source} was trained on rows of {' and '.join(columns)}"
             )
 
 
@@ -303,16 +295,13 @@ def _encoded(line: Any) -> bytes:
 
 def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """Writes JSON lines, to a file (atomically) or to stdout if `path` is ``-``."""
-
-    def write(file: BinaryIO) -> None:
-        file.writelines(map(_encoded, lines))
-        file.flush()
-
+    content = b"".join(map(_encoded, lines))
     if path == STANDARD_STREAM:
-        write(sys.stdout.buffer)
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
         return
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
-        write(file)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def check_output(path: str, source: str) -> None:
@@ -615,12 +604,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args)
     adapters = read_adapters(args)
     head = head_of(adapters)
-    check_inputs(lines, head, args.input_file)
-    check_texts(lines, adapters, args.input_file)
-    for key in ("text", "text_pair"):
-        warn_of_empty_texts(
-            _in_words(args.input_file), {key: [line.get(key, "none") for line in lines]}
-        )
+    source = _in_words(args.input_file)
+    check_inputs(lines, head, source)
+    check_texts(lines, adapters, source)
+    texts = {key: [line.get(key, "none") for line in lines] for key in ("text", "text_pair")}
+    warn_of_empty_texts(source, texts)
     of_words = INPUTS[head] == "tokens"
     tokenizer = load_tokenizer(args.model_name_or_path, config, of_words, **_where(args))
     is_pair = any("text_pair" in line for line in lines)
@@ -644,11 +632,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = [answer_words(*each) for each in zip(logits, own, firsts, strict=True)]
     else:
         answers = [answer(*each) for each in zip(logits, own, strict=True)]
-    answered = (
+    answered = [
         {**line, **its_answer, **({TRUNCATED: True} if is_cut else {})}
         for line, its_answer, is_cut in zip(lines, answers, was_cut, strict=True)
-    )
-    write_lines(args.output_file, list(answered))
+    ]
+    write_lines(args.output_file, answered)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ a JSON file: run_glue.py settings.json.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from loralib.adapters.adapter import Adapter
-from loralib.io.atomic import atomic_write
-from loralib.text import in_short
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,
@@ -46,36 +44,26 @@ from transformers import (
 )
 from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, download_command, glue_table, glue_task
-from transformers.data.text_columns import (
-    LABEL,
-    TEXT_KEYS,
-    Columns,
-    check_not_empty,
-    choose_columns,
-    take_columns,
-)
-from transformers.data.text_files import read_table
-from transformers.data.text_labels import (
-    as_scores,
-    check_classes,
-    check_varied,
-    is_score,
-    label_names,
-    number_labels,
-    whole_scores,
-)
 from transformers.fine_tuning.adapted_model import (
-    StartingPoint,
     build_model,
     keep_to_layers,
     load_config,
     open_tokenizer,
-    starting_point_of,
     untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
+from transformers.fine_tuning.labelled_texts import TextData, load_own_files
+from transformers.fine_tuning.lengths import (
+    CUT,
+    DEFAULT_LENGTH,
+    check_length,
+    choose_length,
+    drop_cuts,
+    truncated_rows,
+)
 from transformers.fine_tuning.script import (
+    Prepared,
     begin_estimate,
     check_scores,
     needed_splits,
@@ -83,18 +71,12 @@ from transformers.fine_tuning.script import (
     print_estimate,
     start,
     train,
+    write_predictions,
 )
+from transformers.fine_tuning.starting_point import StartingPoint, starting_point_of
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EqualRows, EstimateArguments
-from transformers.utils.cli import (
-    DEFAULT_LENGTH,
-    check_length,
-    choose_length,
-    report_truncation,
-    run_script,
-    set_up_datasets,
-    truncated_rows,
-)
+from transformers.utils.cli import run_script, set_up_datasets
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
@@ -102,8 +84,6 @@ if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags
 logger = logging.getLogger(__name__)
 
 HUB_GLUE = "nyu-mll/glue"
-# The column that says whether a row's text was truncated.
-CUT = "cut"
 
 
 @dataclass
@@ -163,6 +143,11 @@ class DataTrainingArguments(DataArguments):
     )
     label_column: str | None = flag(None, "the label's column in your own files (default: label)")
 
+    @property
+    def task(self) -> GlueTask | None:
+        """The GLUE task, or None for the user's own files."""
+        return glue_task(self.task_name) if self.task_name else None
+
     def __post_init__(self) -> None:
         if self.task_name is not None:
             self.task_name = glue_task(self.task_name).name
@@ -186,31 +171,6 @@ class DataTrainingArguments(DataArguments):
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class TextData:
-    """Texts by split, with labels as numbers.
-
-    Args:
-        splits: the splits by name. Their columns are the text columns and, if there are labels,
-            ``label``.
-        text_keys: the names of the text columns, one or two.
-        labels: the names of the classes, in the order of their numbers; empty for scores.
-        columns: the original names of the text columns.
-        task: the GLUE task, or None for the user's own files.
-    """
-
-    splits: dict[str, Dataset]
-    text_keys: tuple[str, ...]
-    labels: tuple[str, ...]
-    columns: tuple[str, ...]
-    task: GlueTask | None = None
-
-    @property
-    def is_regression(self) -> bool:
-        """Whether labels are scores."""
-        return not self.labels
-
-
 def splits_of(task: GlueTask | None, args: TrainingArguments) -> list[str]:
     """Returns the names of the splits that a run uses.
 
@@ -224,12 +184,11 @@ def splits_of(task: GlueTask | None, args: TrainingArguments) -> list[str]:
 
 
 def load_glue(
-    data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
+    task: GlueTask, data_dir: str | None, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """Loads a GLUE task, from its TSV files or from the hub."""
-    task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
-    if data_args.data_dir is None:
+    if data_dir is None:
         if task.name == "mnli-mm":
             raise ValueError("--task_name mnli evaluates on mnli-mm as well: give mnli")
         way_out = f"`{download_command(task, 'glue_data')}` has another source: then give "
@@ -237,145 +196,98 @@ def load_glue(
         loaded = load_data_set(HUB_GLUE, task.name, cache_dir, way_out)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
-        folder = data_args.data_dir
-        sets = {split: glue_table(task.name, folder, split, cache_dir) for split in splits}
+        sets = {split: glue_table(task.name, data_dir, split, cache_dir) for split in splits}
     return TextData(sets, keys, task.label_words, keys, task)
 
 
-def load_own_files(
+@dataclass
+class PreparedTexts(Prepared):
+    """The settings and the data from which a run's model is made and trained.
+
+    Args:
+        data: the texts.
+        order: for each of the data's classes, its output in the trained head.
+    """
+
+    data: TextData
+    order: tuple[int, ...]
+
+
+def prepare(
+    model_args: ModelArguments,
     data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    adapters: Sequence[Adapter],
     splits: list[str],
-    origin: StartingPoint,
-    cache_dir: str | None,
-) -> TextData:
-    """Loads the user's own CSV or JSON files.
-
-    Args:
-        data_args: the flags that name the files.
-        splits: the splits that are needed.
-        origin: the adapter or model that the run starts from. If it is trained, its classes keep
-            their order, and the names of its text columns tell which columns to read.
-        cache_dir: folder for the tables made of the files; None for the default.
-    """
-    files = data_args.files
-    for split in splits:
-        if files[split] is None:
-            raise ValueError(f"this run needs --{split}_file")
-    given, label = data_args.text_columns, data_args.label_column or LABEL
-    first = files[splits[0]]
-    # Training may start from a model that was trained on other columns.
-    known = () if "train" in splits else origin.texts
-    if label in known:
-        raise ValueError(
-            f"{origin.source} was trained on the texts of '{label}': give another name for "
-            "the labels' column with --label_column, even if the file has no labels"
+) -> PreparedTexts:
+    """Reads settings, data and tokenizer, and checks that they fit together."""
+    config = load_config(model_args)
+    keep_to_layers(model_args, config, adapters)
+    if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
+        raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
+    origin = starting_point_of(model_args, config, adapters)
+    if data_args.task:
+        data = load_glue(data_args.task, data_args.data_dir, splits, model_args.cache_dir)
+    else:
+        data = load_own_files(
+            data_args.files,
+            splits,
+            data_args.text_columns,
+            data_args.label_column,
+            origin,
+            model_args.cache_dir,
         )
-    table = read_table(first, given or known, cache_dir)
-    has_labels = splits[0] != "test"
-    columns = choose_columns(table, first, given, label, known, origin.labels, has_labels)
+    check_task(data, origin, args.do_train)
+    if args.metric_for_best_model not in (None, "loss"):  # the check has to import sklearn
+        check_scores(args, score([0, 1], [0, 1], data))
 
-    def read(split: str) -> Dataset:
-        table = read_table(files[split], columns.texts, cache_dir)
-        # A test set's labels, if any, are not used.
-        return take_columns(table, files[split], columns, labelled=split != "test")
-
-    sets = {split: read(split) for split in splits}
-    labelled = {split: data for split, data in sets.items() if split != "test"}
-    if "train" not in sets and not origin.labels and files["train"] is not None:
-        # The model does not name its classes, so their order is taken from its training set.
-        labelled["train"] = read("train")
-    if "train" in sets:
-        check_not_empty(sets["train"], columns, files["train"])
-        check_varied(sets["train"], files["train"])
-    numbered, labels = own_labels(labelled, files, columns, origin, is_training="train" in sets)
-    sets |= {split: data for split, data in numbered.items() if split in sets}
-    what = f"classes {in_short(labels)}" if labels else "scores"
-    logger.info(
-        "%s: texts from %s%s",
-        first,
-        " and ".join(columns.texts),
-        f"; labels from {label}: {what}" if labelled else "",
+    tokenizer = open_tokenizer(model_args, config)
+    is_pair = len(data.text_keys) == 2
+    data_args.max_seq_length = choose_length(data_args.max_seq_length, config, tokenizer, is_pair)
+    names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
+    settings: dict[str, Any] = {
+        "id2label": names,
+        "finetuning_task": data_args.task_name,
+        "text_columns": data.columns,
+    }
+    if model_args.masking_prob > 0:
+        settings["unk_token_id"] = tokenizer.unk_token_id
+        settings["special_token_ids"] = tokenizer.all_special_ids
+    config = settings_of(model_args, args, num_labels=len(names), **settings)
+    consistency.check(config)
+    padded = data_args.pad_to_max_length
+    return PreparedTexts(
+        config,
+        tokenizer,
+        tokenize(data, tokenizer, data_args),
+        default_data_collator if padded else DataCollatorWithPadding(tokenizer),
+        data,
+        origin.order_of(data.labels),
     )
-    return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
 
 
-def own_labels(
-    labelled: dict[str, Dataset],
-    files: Mapping[str, str],
-    columns: Columns,
-    origin: StartingPoint,
-    is_training: bool,
-) -> tuple[dict[str, Dataset], tuple[str, ...]]:
-    """Returns the labeled splits with numbers as labels, and the classes' names (none for scores).
-
-    Args:
-        labelled: the splits with labels by name, as they were read.
-        files: the splits' files.
-        columns: the files' columns that were read.
-        origin: the adapter or model that the run starts from.
-        is_training: whether the run trains, so that it may get a new head. Otherwise the labels
-            have to fit the existing head.
-
-    Raises:
-        ValueError: some labels are classes and others are scores, they do not fit the head, the
-            classes' names are unknown, or labels and texts seem to be swapped (see
-            `check_classes`).
-    """
-    if not is_training and origin.outputs == 1:
-        return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
-    scores = {split: is_score(data) for split, data in labelled.items()}
-    whole = whole_numbers(data for data in labelled.values() if is_score(data))
-    if len(set(scores.values())) > 1:
-        kinds = ("classes", "scores")
-        listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(
-            f"some labels are classes and others are scores: {listed}{without_points(whole)}"
-        )
-    if any(scores.values()):
-        if not is_training:
-            raise ValueError(
-                f"{origin.source} has a head of {origin.outputs} classes, but the data's labels "
-                f"are scores{without_points(whole)}"
-            )
-        if origin.outputs != 1:  # a head with one output was already trained for scores
-            tell_whole_scores(whole, files["train"])
-        return labelled, ()
-    labels = label_names(labelled.get("train"), origin.labels)
-    if not labels:
-        origin.check_named()
-    if is_training and labels != origin.labels:  # skipped if the head was trained for these
-        check_classes(labelled["train"], labels, columns, files["train"])
-    numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
-    return numbered, labels
+def check_task(data: TextData, origin: StartingPoint, training: bool) -> None:
+    """Refuses to evaluate a head on a task or on classes that it was not trained for."""
+    if data.task and _family(data.task.name) != _family(origin.task):
+        origin.check_task(data.task.name, training)
+    origin.check_texts(data.columns, training)
+    if not origin.order_of(data.labels):
+        origin.check_labels(data.labels, training)
 
 
-def whole_numbers(scored: Iterable[Dataset]) -> list[float]:
-    """Returns the distinct scores of all sets if they are all whole numbers, else []."""
-    sets = [whole_scores(data) for data in scored]
-    return sorted(set().union(*sets)) if all(sets) else []
+def _family(task: str | None) -> str | None:
+    """Returns one name for the tasks that share MNLI's head: its two halves and the diagnostics."""
+    return "mnli" if task in ("mnli", "mnli-mm", "ax") else task
 
 
-def without_points(whole: Sequence[float]) -> str:
-    """Returns the advice to write classes without a decimal point; "" if `whole` is empty."""
-    listed = ", ".join(f"{value:.0f}" for value in whole[:3])
-    return f"; if they are classes, write them without a point, as in {listed}" if whole else ""
-
-
-def tell_whole_scores(whole: Sequence[float], path: str) -> None:
-    """Logs that labels such as 0.0 and 1.0 are taken for scores.
-
-    For two values, and for 0.0, 1.0, 2.0, it is a warning. They may be classes from a table that
-    had missing values when it was saved, which adds a decimal point to whole numbers.
-    """
-    if not whole:
-        return
-    listed = ", ".join(map(str, whole[:3])) + (", …" if len(whole) > 3 else "")
-    may_be_classes = len(whole) == 2 or whole == [0, 1, 2]
-    logger.log(
-        logging.WARNING if may_be_classes else logging.INFO,
-        "%s: the labels %s are taken for scores%s",
-        *(path, listed, without_points(whole)),
-    )
+def settings_of(
+    model_args: ModelArguments, args: TrainingArguments, **settings: Any
+) -> PretrainedConfig:
+    """Returns the model's settings, with those of this run."""
+    if args.cls_dropout is not None:
+        settings["cls_dropout"] = args.cls_dropout
+    consistent = {name: getattr(model_args, name) for name in ("reg_loss_wgt", "masking_prob")}
+    return load_config(model_args, **consistent, **settings)
 
 
 def tokenize(
@@ -392,19 +304,17 @@ def tokenize(
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: truncated_rows(tokenizer, texts, encoded["attention_mask"], length)}
 
-    tokenized, cut = {}, {}
-    for split, texts in data.splits.items():
-        encoded = first_rows(texts, split, data_args).map(
+    tokenized = {
+        split: first_rows(texts, split, data_args).map(
             encode,
             batched=True,
             remove_columns=list(data.text_keys),
             load_from_cache_file=not data_args.overwrite_cache,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded))
-        tokenized[split] = encoded.remove_columns(CUT)
-    report_truncation(cut, length)
-    return tokenized
+        for split, texts in data.splits.items()
+    }
+    return drop_cuts(tokenized, length)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -457,105 +367,8 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
         task += "-mm" if split.endswith("_mismatched") else ""
         if trainer.is_world_process_zero():
             path = Path(trainer.args.output_dir, f"test_results_{task}.txt")
-            with atomic_write(path) as temporary:
-                lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
-                temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_predictions(path, words)
             logger.info("predictions of %s: %s", split, path)
-
-
-FLAGS = (ModelArguments, DataTrainingArguments)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, and runs what it asks for."""
-    start(argv, __doc__, FLAGS, fine_tune, estimate)
-
-
-@dataclass
-class Prepared:
-    """The settings and the data from which a run's model is made and trained.
-
-    Args:
-        config: the model's settings for this run.
-        data: the texts.
-        tokenizer: the model's tokenizer.
-        datasets: the tokenized texts by split.
-        order: for each of the data's classes, its output in the trained head.
-    """
-
-    config: PretrainedConfig
-    data: TextData
-    tokenizer: PreTrainedTokenizerBase
-    datasets: dict[str, Dataset]
-    order: tuple[int, ...]
-
-    def collator(self, data_args: DataTrainingArguments) -> Callable[[list], dict[str, Any]]:
-        """Returns the data collator."""
-        padded = data_args.pad_to_max_length
-        return default_data_collator if padded else DataCollatorWithPadding(self.tokenizer)
-
-
-def settings_of(
-    model_args: ModelArguments, args: TrainingArguments, **settings: Any
-) -> PretrainedConfig:
-    """Returns the model's settings, with those of this run."""
-    if args.cls_dropout is not None:
-        settings["cls_dropout"] = args.cls_dropout
-    consistent = {name: getattr(model_args, name) for name in ("reg_loss_wgt", "masking_prob")}
-    return load_config(model_args, **consistent, **settings)
-
-
-def check_task(data: TextData, origin: StartingPoint, training: bool) -> None:
-    """Refuses to evaluate a head on a task or on classes that it was not trained for."""
-    if data.task and _family(data.task.name) != _family(origin.task):
-        origin.check_task(data.task.name, training)
-    origin.check_texts(data.columns, training)
-    if not origin.order_of(data.labels):
-        origin.check_labels(data.labels, training)
-
-
-def _family(task: str | None) -> str | None:
-    """Returns one name for the tasks that share MNLI's head: its two halves and the diagnostics."""
-    return "mnli" if task in ("mnli", "mnli-mm", "ax") else task
-
-
-def prepare(
-    model_args: ModelArguments,
-    data_args: DataTrainingArguments,
-    args: TrainingArguments,
-    adapters: Sequence[Adapter],
-    splits: list[str],
-) -> Prepared:
-    """Reads settings, data and tokenizer, and checks that they fit together."""
-    config = load_config(model_args)
-    keep_to_layers(model_args, config, adapters)
-    if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
-        raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
-    origin = starting_point_of(model_args, config, adapters)
-    if data_args.task_name:
-        data = load_glue(data_args, splits, model_args.cache_dir)
-    else:
-        data = load_own_files(data_args, splits, origin, model_args.cache_dir)
-    check_task(data, origin, args.do_train)
-    if args.metric_for_best_model not in (None, "loss"):  # the check has to import sklearn
-        check_scores(args, score([0, 1], [0, 1], data))
-
-    tokenizer = open_tokenizer(model_args, config)
-    is_pair = len(data.text_keys) == 2
-    data_args.max_seq_length = choose_length(data_args.max_seq_length, config, tokenizer, is_pair)
-    names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
-    settings: dict[str, Any] = {
-        "id2label": names,
-        "finetuning_task": data_args.task_name,
-        "text_columns": data.columns,
-    }
-    if model_args.masking_prob > 0:
-        settings["unk_token_id"] = tokenizer.unk_token_id
-        settings["special_token_ids"] = tokenizer.all_special_ids
-    config = settings_of(model_args, args, num_labels=len(names), **settings)
-    consistency.check(config)
-    datasets = tokenize(data, tokenizer, data_args)
-    return Prepared(config, data, tokenizer, datasets, origin.order_of(data.labels))
 
 
 def fine_tune(
@@ -563,8 +376,7 @@ def fine_tune(
 ) -> None:
     """Loads the model and the data, then trains, evaluates and predicts as the flags ask for."""
     checkpoint, adapters = open_run(model_args, args, AutoModelForSequenceClassification.role)
-    splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
-    prepared = prepare(model_args, data_args, args, adapters, splits)
+    prepared = prepare(model_args, data_args, args, adapters, splits_of(data_args.task, args))
     datasets = prepared.datasets
     set_seed(args.seed)
     model = build_model(
@@ -575,16 +387,7 @@ def fine_tune(
         args,
         prepared.order,
     )
-    evaluated = [name for name in datasets if name.startswith("validation")]
-    trainer = Trainer(
-        model,
-        args,
-        prepared.collator(data_args),
-        train_dataset=datasets.get("train"),
-        eval_dataset=datasets[evaluated[0]] if evaluated else None,
-        tokenizer=prepared.tokenizer,
-        compute_metrics=metrics_for(prepared.data),
-    )
+    trainer = prepared.trainer(model, args, metrics_for(prepared.data))
     if args.do_train:
         train(trainer, checkpoint)
     if args.do_eval:
@@ -613,8 +416,8 @@ def estimate(
     if estimate_args.estimate_length is None and (data_args.data_dir or data_args.train_file):
         set_up_datasets(model_args.cache_dir)
         prepared = prepare(model_args, data_args, args, adapters, ["train"])
-        config, dataset = prepared.config, prepared.datasets["train"]
-        collator, counted = prepared.collator(data_args), True
+        config, dataset, counted = prepared.config, prepared.datasets["train"], True
+        collator = prepared.collator
     else:
         keep_to_layers(model_args, load_config(model_args), adapters)
         config, dataset, counted = _without_data(model_args, data_args, args, estimate_args)
@@ -638,7 +441,7 @@ def _without_data(
     Returns:
         The model's settings, the texts, and whether there are as many as in the training set.
     """
-    task = glue_task(data_args.task_name) if data_args.task_name else None
+    task = data_args.task
     settings: dict[str, Any] = {"num_labels": task.num_labels if task else 2}
     if model_args.masking_prob > 0:  # any ids will do for an estimate
         settings |= {"unk_token_id": 0, "special_token_ids": [1]}
@@ -652,6 +455,14 @@ def _without_data(
     label = 0.0 if config.num_labels == 1 else 0
     rows = EqualRows(count or args.train_batch_size, length, label)
     return config, rows, count is not None
+
+
+FLAGS = (ModelArguments, DataTrainingArguments)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, and runs what it asks for."""
+    start(argv, __doc__, FLAGS, fine_tune, estimate)
 
 
 if __name__ == "__main__":

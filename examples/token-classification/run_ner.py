@@ -51,10 +51,10 @@ from transformers.fine_tuning.adapted_model import (
     load_config,
     load_task_config,
     open_tokenizer,
-    starting_point_of,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
 from transformers.fine_tuning.data_sets import Table, load_tables
+from transformers.fine_tuning.lengths import CUT, choose_length, drop_cuts, truncated_rows
 from transformers.fine_tuning.script import (
     Prepared,
     check_scores,
@@ -65,9 +65,10 @@ from transformers.fine_tuning.script import (
     start,
     train,
 )
+from transformers.fine_tuning.starting_point import starting_point_of
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 from transformers.hf_argparser import flag
-from transformers.utils.cli import choose_length, report_truncation, run_script, truncated_rows
+from transformers.utils.cli import run_script
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
@@ -76,8 +77,8 @@ logger = logging.getLogger(__name__)
 
 # The number of tokens to which sentences are truncated by default.
 LONGEST = 512
-# Columns that the model does not take: whether a row was truncated, and its words' first tokens.
-CUT, FIRSTS = "cut", "first_tokens"
+# The column of the words' first tokens.
+FIRSTS = "first_tokens"
 # The scores of all types of entities together.
 OVERALL = ("precision", "recall", "f1", "accuracy")
 
@@ -201,9 +202,8 @@ def tokenize(
             columns["labels"] = [label_tokens(*row, all_tokens) for row in both]
         return columns
 
-    datasets, firsts, cut = {}, {}, {}
-    for split, table in tables.items():
-        encoded = table.rows.map(
+    tokenized = {
+        split: table.rows.map(
             encode,
             batched=True,
             remove_columns=table.rows.column_names,
@@ -211,11 +211,11 @@ def tokenize(
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT][:]), len(encoded))
-        firsts[split] = encoded[FIRSTS][:]
-        datasets[split] = encoded.remove_columns([CUT, FIRSTS])
-    report_truncation(cut, length)
-    return datasets, firsts
+        for split, table in tables.items()
+    }
+    tokenized = drop_cuts(tokenized, length)
+    firsts = {split: rows[FIRSTS][:] for split, rows in tokenized.items()}
+    return {split: rows.remove_columns(FIRSTS) for split, rows in tokenized.items()}, firsts
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..wrappers import is_dense, is_packed, unreadable
+from ..tensor_kinds import is_dense, is_packed, unreadable
 from ..zero3 import is_partitioned
 from .configs import setting_of
 from .families import backbone_prefixes, in_known_backbone

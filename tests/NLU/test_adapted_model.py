@@ -12,16 +12,15 @@ from transformers import RobertaConfig, TrainingArguments
 from transformers.adapter_kinds import BITFIT
 from transformers.fine_tuning import adapted_model
 from transformers.fine_tuning.adapted_model import (
-    StartingPoint,
     check_arguments,
     keep_to_layers,
     leave_out_missing,
     load_config,
     open_tokenizer,
     read_adapters,
-    starting_point_of,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments
+from transformers.fine_tuning.starting_point import StartingPoint, starting_point_of
 
 ORIGIN = StartingPoint("a file", ("no", "yes"), "rte", ("premise", "claim"), 2, is_adapter=True)
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from transformers import PreTrainedTokenizerFast
-from transformers.data.multiple_choice import DataCollatorForMultipleChoice
+from transformers.data.data_collator import DataCollatorForMultipleChoice
 from transformers.trainer_data import lengths_of
 
 PAD = 1

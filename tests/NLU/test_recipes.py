@@ -143,7 +143,7 @@ def test_no_other_recipe_starts_from_weights():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_published_model_fits_the_recipe_s_text_length(name):
     from transformers import DebertaV2Config, RobertaConfig
-    from transformers.utils.cli import check_length
+    from transformers.fine_tuning.lengths import check_length
 
     flags = RECIPES[name].flags
     model = flags["model_name_or_path"]

@@ -21,8 +21,8 @@ from loralib.io.tensors import read_tensors
 from loralib.training.locks import LOCK_NAME
 from transformers import HfArgumentParser
 from transformers.adapter_kinds import fitting_flag
+from transformers.fine_tuning.lengths import check_length
 from transformers.trainer_utils import list_checkpoints
-from transformers.utils.cli import check_length
 from transformers.weight_files import read_weights
 
 pytestmark = pytest.mark.slow

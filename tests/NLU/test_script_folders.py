@@ -7,8 +7,8 @@ import pytest
 
 from loralib.training import restarts
 from transformers import TrainingArguments, trainer_checkpoint
+from transformers.fine_tuning.folders import check_sources_kept, find_checkpoint
 from transformers.trainer_checkpoint import identities
-from transformers.utils.cli import check_sources_kept, find_checkpoint
 
 
 @pytest.mark.parametrize("folder", ["out", "./out", "a/../out"])

@@ -10,7 +10,7 @@ from trainer_runs import largest_difference
 
 from loralib.training.locks import sole_use
 from transformers import TrainingArguments
-from transformers.utils.cli import sole_use_of_output
+from transformers.fine_tuning.folders import sole_use_of_output
 
 
 @pytest.fixture

@@ -263,6 +263,10 @@ CALLS = {
             "empty: holds no text",
         ),
         (
+            "--train_file {bad}/mark",
+            "mark: holds no text",
+        ),
+        (
             "--train_file {good}/corpus.txt --max_seq_length 3",
             "--max_seq_length 3: a text needs at least 4 tokens, of which 2 are special ones",
         ),

@@ -182,6 +182,7 @@ def write_bad(folder: Path, good: Path) -> Path:
         text = (good / name).read_text()
         (folder / f"utf16_{name}").write_text(text, encoding="utf-16")
     (folder / "latin").write_bytes("caf\xe9\n".encode("latin1"))
+    (folder / "mark").write_text("\n", encoding="utf-8-sig")  # a byte-order mark and no text
     for name, settings in CONFIGS.items():
         shutil.copytree(good / "base", folder / name)
         values = json.loads((folder / name / "config.json").read_text())

@@ -131,8 +131,7 @@ class BatchEncoding(UserDict):
     def _row_and_unit(self, first: int, second: int | None) -> tuple[Encoding, int]:
         """Returns the row, and the index of the unit in it, that one or two indices stand for."""
         row, unit = (0, first) if second is None else (first, second)
-        encoding = self._row(row)
-        return encoding, unit
+        return self._row(row), unit
 
     def _token(self, first: int, second: int | None) -> tuple[Encoding, int]:
         """Does what `_row_and_unit` does for tokens, which a negative index counts from the end."""

@@ -1,13 +1,12 @@
 """`Padding`: pads rows of tokens to one length."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .batch_encoding import BatchEncoding, Encoding
+from .batch_encoding import BatchEncoding
 from .special_tokens import SpecialTokensMixin
 from .tokenization_inputs import PADDING_STRATEGIES, strategy
 
@@ -53,9 +52,9 @@ class Padding(SpecialTokensMixin):
             return_attention_mask = "attention_mask" in self.model_input_names
         if return_attention_mask and "attention_mask" not in data:
             data["attention_mask"] = [[1] * len(row) for row in ids]
+        padding = strategy("padding", padding, PADDING_STRATEGIES)
         length = self._padded_length(ids, padding, max_length, pad_to_multiple_of)
-        if length is not None:
-            data = self._padded(data, length, as_arrays=return_tensors is not None)
+        data = self._padded(data, length, as_arrays=return_tensors is not None)
         if not is_batch:
             data = {name: rows[0] for name, rows in data.items()}
         return BatchEncoding(data, tensor_type=return_tensors)
@@ -75,7 +74,7 @@ class Padding(SpecialTokensMixin):
         }
         for name, value in values.items():
             if name in padded:
-                rows = _filled(padded[name], length, value, self.padding_side)
+                rows = padded_rows(padded[name], length, value, self.padding_side)
                 padded[name] = rows if as_arrays else rows.tolist()
         if "offset_mapping" in padded:
             left = self.padding_side == "left"
@@ -92,7 +91,7 @@ class Padding(SpecialTokensMixin):
         if encodings is None or length is None:
             return encodings
         if callable(encodings):
-            return partial(self._made_and_padded, encodings, length)
+            return lambda: self._padded_encodings(encodings(), length)
         for encoding in encodings:
             if len(encoding) < length:
                 encoding.pad(
@@ -103,17 +102,14 @@ class Padding(SpecialTokensMixin):
                 )
         return encodings
 
-    def _made_and_padded(self, make: Callable[[], list[Encoding]], length: int) -> list[Encoding]:
-        return self._padded_encodings(make(), length)
-
     def _padded_length(
         self,
         rows: Sequence[Sequence[int]],
-        padding: Any,
+        padding: str,
         max_length: int | None,
         pad_to_multiple_of: int | None,
     ) -> int | None:
-        padding = strategy("padding", padding, PADDING_STRATEGIES)
+        """Returns the length to pad rows to, None for none; `padding` is a strategy's name."""
         longest = max(map(len, rows), default=0)
         if padding == "max_length":
             length = self._limit(max_length, "padding")
@@ -150,7 +146,7 @@ def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
     return True, dict(encoded)
 
 
-def _filled(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
+def padded_rows(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
     """Returns `rows` as one array, (rows, length), padded with `value`."""
     whole = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(whole, rows, strict=True):

@@ -162,6 +162,15 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         """Returns the tokens added to the vocabulary, with their ids."""
         return {token: i for token, i in self.get_vocab().items() if i >= self.vocab_size}
 
+    def _warn_of_growth(self, tokens: list[str]) -> None:
+        """Warns of special tokens that the files do not have, if any."""
+        if tokens:
+            logger.warning(
+                "special tokens missing from the vocabulary are added at its end, where the model "
+                "may have no embedding: %s",
+                ", ".join(tokens),
+            )
+
     # -- From text to ids --------------------------------------------------------------------------
 
     def __call__(

@@ -14,9 +14,6 @@ from .special_tokens import ADDITIONAL, ROLES, Token, as_special, text_of
 from .tokenization_files import prefixed
 from .tokenization_inputs import RowSettings, check_stride
 from .tokenization_utils_base import PreTrainedTokenizerBase
-from .utils import logging
-
-logger = logging.get_logger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -78,12 +75,7 @@ class TokenizersBackend(PreTrainedTokenizerBase):
         missing = [token for text, token in special.items() if text not in known]
         grown = [token.content for token in missing if self._token_to_id(token.content) is None]
         self._tokenizer.add_special_tokens(missing)
-        if grown:
-            logger.warning(
-                "special tokens missing from the vocabulary are added at its end, where the model "
-                "may have no embedding: %s",
-                ", ".join(grown),
-            )
+        self._warn_of_growth(grown)
 
     def _add(self, tokens: list[Token], special: bool) -> None:
         if special:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loralib.nn.packing import PackedRows
 
+from ..tokenization_padding import padded_rows
 from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase, to_tensor
 
 # The label of a token that a loss ignores; torch's cross-entropy skips it.
@@ -110,12 +111,45 @@ class DataCollatorForTokenClassification(DataCollatorWithPadding):
                     f"{self.label_pad_token_id} for a token without one"
                 )
         batch = self._padded(examples)
-        length, on_left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
-        filled = torch.full((len(labels), length), self.label_pad_token_id)
-        for target, own in zip(filled, labels, strict=True):
-            start = length - len(own) if on_left else 0
-            target[start : start + len(own)] = own
-        batch["labels"] = filled
+        length, side = batch["input_ids"].shape[1], self.tokenizer.padding_side
+        batch["labels"] = torch.from_numpy(
+            padded_rows(labels, length, self.label_pad_token_id, side)
+        )
+        return batch
+
+
+class DataCollatorForMultipleChoice(DataCollatorWithPadding):
+    """Pads the choices of all examples to one length, and stacks them."""
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Returns the batch: tensors (examples, choices, tokens), and ``labels`` (examples,).
+
+        Args:
+            features: examples. Each of their entries is a list with one row per choice; ``label``
+                is the index of the right choice, if it is known.
+
+        Raises:
+            ValueError: examples have different numbers of choices.
+        """
+        labels = [row[name] for row in features for name in ("label", "labels") if name in row]
+        counts = {len(row["input_ids"]) for row in features}
+        if len(counts) > 1:
+            raise ValueError(
+                f"examples of {min(counts)} to {max(counts)} choices cannot be batched: all need "
+                "the same number"
+            )
+        names = [name for name in features[0] if name not in ("label", "labels")]
+        choices = [
+            {name: row[name][choice] for name in names}
+            for row in features
+            for choice in range(len(row["input_ids"]))
+        ]
+        batch = {
+            name: rows.view(len(features), -1, rows.shape[-1])
+            for name, rows in self._padded(choices).items()
+        }
+        if labels:
+            batch["labels"] = to_tensor("label", labels)
         return batch
 
 

@@ -175,20 +175,9 @@ def _check_names(path: str, texts: Sequence[str], known_texts: Sequence[str]) ->
 
 
 def _is_of_words(data: Dataset, name: str) -> bool:
-    """Returns whether a column has one word in each row."""
-    values = _strings(data, name)
-    return bool(values) and all(map(_is_word, values))
-
-
-def _is_word(text: str) -> bool:
-    return len(text.split()) == 1
-
-
-def _strings(data: Dataset, name: str) -> list[str]:
-    """Returns the values of a column that are not empty; [] if it is not a column of strings."""
-    if getattr(data.features[name], "dtype", None) not in STRINGS:
-        return []
-    return [value for value in data[name][:] if value]
+    """Returns whether a column of strings has one word in each row, except empty ones."""
+    values = [value for value in data[name][:] if value]
+    return bool(values) and all(len(value.split()) == 1 for value in values)
 
 
 def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None:
@@ -332,9 +321,14 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         names[columns.label] = LABEL
         _check_has_label(data, path, columns)
         _check_labels(data, path, columns.label)
-    taken = data.select_columns(list(names))
+    return select_and_rename(data, names)
+
+
+def select_and_rename(data: Dataset, names: Mapping[str, str]) -> Dataset:
+    """Returns a table's columns under other names: {old: new}."""
     # In one step, as one column's old name may be another's new one.
-    return taken.rename_columns({old: new for old, new in names.items() if old != new})
+    renamed = {old: new for old, new in names.items() if old != new}
+    return data.select_columns(list(names)).rename_columns(renamed)
 
 
 def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,52 +59,27 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         FileNotFoundError, IsADirectoryError: there is no such file.
         ValueError: it is not of this kind, has a column twice, or no rows.
     """
-    from datasets.exceptions import DatasetGenerationError
-    from pyarrow import ArrowInvalid
-
     check_is_file(path)
     refuse_utf16_file(path)
-    kind = "csv" if path.endswith(".csv") else "json"
-    in_pieces = os.path.getsize(path) > _PIECE
-    options: dict[str, Any] = {}
-    if kind == "csv":
-        header = csv_header(path)
+    if path.endswith(".csv"):
+        return _read_csv(path, texts, cache_dir)
+    return _read_json(path, cache_dir)
+
+
+def _read_csv(path: str, texts: Sequence[str], cache_dir: str | None) -> Dataset:
+    header = csv_header(path)
+    options = {
+        "cache_dir": cache_dir,
         # By default, pandas reads empty cells, and words such as "null", as missing values.
-        options["keep_default_na"] = False
-        options["converters"] = {name: str for name in texts if name in header} or None
-    elif not begins_with_rows(path):
-        find_fault(path, in_pieces)
-    elif in_pieces and _has_times(path):
-        # The file is read as one piece, which takes more memory, and a column's type is that of all
-        # its rows. Among several pieces, one in which all of a column's texts look like times would
-        # be refused, or these texts rewritten.
-        options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
-    try:
-        rows = _load(kind, path, cache_dir=cache_dir, **options)
-        if kind == "json":
-            rows.data.validate(full=True)  # pyarrow reads bytes that are not UTF-8 as if they were
-    except (DatasetGenerationError, ArrowInvalid, RecursionError) as error:
-        if kind == "csv":
-            check_rows(path, header)
-        else:
-            find_fault(path, in_pieces)
-        why = _IN_ROW.sub("", first_line(error.__cause__ or error))
-        if isinstance(error, RecursionError):
-            why = "a row is nested too deep"
-        raise ValueError(f"{path}: cannot be read ({why})") from error
-    except (StopIteration, ValueError) as error:
-        # The library raises these for a file without rows, or nested deeper than it can report.
-        if kind == "json":
-            find_fault(path, in_pieces)
-        raise ValueError(f"{path}: holds no examples, or none that can be read") from error
-    if kind == "csv":
-        return rows
-    _refuse_one_object(rows, path)
-    return _with_texts(rows, path)
+        "keep_default_na": False,
+        "converters": {name: str for name in texts if name in header} or None,
+    }
+    with _explained(path, partial(check_rows, path, header)):
+        return _load_csv(path, options)
 
 
-def _load(kind: str, path: str, **options: Any) -> Dataset:
-    """Does what `load_rows` does, also for a CSV file with a column of numbers and then words.
+def _load_csv(path: str, options: Mapping[str, Any]) -> Dataset:
+    """Does what `load_rows` does, also for a file with a column of numbers and then words.
 
     pandas reads a file piece by piece, and takes the columns' types from the first piece.
     """
@@ -112,15 +87,56 @@ def _load(kind: str, path: str, **options: Any) -> Dataset:
     from pyarrow import ArrowException
 
     try:
-        return load_rows(kind, path, **options)
+        return load_rows("csv", path, **options)
     except DatasetGenerationError as error:
-        if kind != "csv" or not isinstance(error.__cause__, ArrowException):
+        if not isinstance(error.__cause__, ArrowException):
             raise
         try:
             types = types_of_all_rows(path, options)
         except ValueError:  # another fault, in a later row
             raise error from error.__cause__
-    return load_rows(kind, path, **{**options, **types})
+    return load_rows("csv", path, **{**options, **types})
+
+
+def _read_json(path: str, cache_dir: str | None) -> Dataset:
+    in_pieces = os.path.getsize(path) > _PIECE
+    options = {}
+    if not begins_with_rows(path):
+        find_fault(path, in_pieces)
+    elif in_pieces and _has_times(path):
+        # The file is read as one piece, which takes more memory, and a column's type is that of all
+        # its rows. Among several pieces, one in which all of a column's texts look like times would
+        # be refused, or these texts rewritten.
+        options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
+    with _explained(path, partial(find_fault, path, in_pieces)):
+        rows = load_rows("json", path, cache_dir=cache_dir, **options)
+        rows.data.validate(full=True)  # pyarrow reads bytes that are not UTF-8 as if they were
+    _refuse_one_object(rows, path)
+    return _with_texts(rows, path)
+
+
+@contextmanager
+def _explained(path: str, find: Callable[[], None]) -> Iterator[None]:
+    """Explains the library's errors about a file: `find` looks for the row that caused them.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowInvalid
+
+    try:
+        yield
+    except (DatasetGenerationError, ArrowInvalid, RecursionError) as error:
+        find()
+        why = _IN_ROW.sub("", first_line(error.__cause__ or error))
+        if isinstance(error, RecursionError):
+            why = "a row is nested too deep"
+        raise ValueError(f"{path}: cannot be read ({why})") from error
+    except (StopIteration, ValueError) as error:
+        # The library raises these for a file without rows, or nested deeper than it can report.
+        find()
+        raise ValueError(f"{path}: holds no examples, or none that can be read") from error
 
 
 def _refuse_one_object(rows: Dataset, path: str) -> None:

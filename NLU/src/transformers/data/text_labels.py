@@ -85,9 +85,9 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
                 f"{columns.texts[0]}"
             )
         logger.warning("%s: %s; is %s its label?", path, counts, columns.label)
-    numbers = [label for label in labels if _is_finite(label)]
-    words = [label for label in labels if not _is_finite(label)]
-    commas = [word for word in words if _is_finite(word.replace(",", ".", 1))]
+    numbers = [label for label in labels if is_finite(label)]
+    words = [label for label in labels if not is_finite(label)]
+    commas = [word for word in words if is_finite(word.replace(",", ".", 1))]
     if commas and commas == words:
         logger.warning(
             "%s: %s are words, so each is a class: if they are scores, write a decimal point, "
@@ -117,7 +117,7 @@ def _warn_of_missing(train: Dataset, path: str) -> None:
         )
 
 
-def _is_finite(text: str) -> bool:
+def is_finite(text: str) -> bool:
     """Returns whether a label is a finite number; nan and inf count as words."""
     return is_number(text) and math.isfinite(float(text))
 

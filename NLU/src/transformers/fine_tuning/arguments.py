@@ -119,15 +119,6 @@ class DataArguments:
         names = ("train", "validation", "test")
         return {split: getattr(self, f"{split}_file") for split in names}
 
-    @property
-    def limits(self) -> dict[str, int | None]:
-        """The maximum number of examples by split."""
-        return {
-            "train": self.max_train_samples,
-            "validation": self.max_val_samples,
-            "test": self.max_test_samples,
-        }
-
     def check_files(self) -> None:
         """Refuses files whose names do not end in one of `SUFFIXES`.
 

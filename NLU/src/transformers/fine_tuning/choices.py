@@ -73,15 +73,16 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
             raise ValueError(
                 f"{table.source}: has {len(others)} endings, but {first.source} has {len(endings)}"
             )
-        table.check_columns((CONTEXT, BEGINNING, *([LABEL] if labelled else [])))
+        label = [LABEL] if labelled else []
+        table.check_columns([CONTEXT, BEGINNING, *label])
         _check_endings(table, endings)
-        for name in (CONTEXT, BEGINNING):
+        for name in (*endings, CONTEXT, BEGINNING):
             table.check_strings(name)
         # `BEGINNING` may be empty: endings need not share their first words.
         warn_of_empty_texts(table.source, {CONTEXT: table.column(CONTEXT)})
         if labelled:
             table = _with_numbers(table, len(endings))
-        names = (CONTEXT, BEGINNING, *endings, *([LABEL] if labelled else []))
+        names = (CONTEXT, BEGINNING, *endings, *label)
         checked[split] = table.taking({name: name for name in names})
     return Choices(checked, endings)
 
@@ -106,16 +107,12 @@ def _endings(table: Table) -> tuple[str, ...]:
 
 
 def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
-    columns = [table.column(name) for name in endings]
-    for row, texts in enumerate(zip(*columns, strict=True)):
-        given = [name for name, text in zip(endings, texts, strict=True) if text not in (None, "")]
-        if len(given) < len(endings):
-            missing = next(name for name in endings if name not in given)
-            raise table.wrong(
-                row, f"its {missing} is empty, but every row has to have {len(endings)} endings"
-            )
-    for name in endings:
-        table.check_strings(name)
+    for row, texts in enumerate(zip(*map(table.column, endings), strict=True)):
+        for name, text in zip(endings, texts, strict=True):
+            if text in (None, ""):
+                raise table.wrong(
+                    row, f"its {name} is empty, but every row has to have {len(endings)} endings"
+                )
 
 
 def _with_numbers(table: Table, count: int) -> Table:

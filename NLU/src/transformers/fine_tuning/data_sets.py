@@ -13,10 +13,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from loralib.io.command_line import check_bounds
 from loralib.io.digests import folder_digest
 from loralib.io.hub import is_a_path, why_out_of_reach
 from loralib.text import first_line, quoted
 
+from ..data.text_columns import select_and_rename
 from ..data.text_files import read_table, unreported
 from .arguments import SUFFIXES, DataArguments, HubDataArguments
 
@@ -70,10 +72,7 @@ class Table:
 
     def taking(self, names: Mapping[str, str]) -> Table:
         """Returns the table with only the given columns, renamed: {old: new}."""
-        rows = self.rows.select_columns(list(names))
-        # All at once, because one column's old name may be another's new name.
-        changed = {old: new for old, new in names.items() if old != new}
-        return replace(self, rows=rows.rename_columns(changed))
+        return replace(self, rows=select_and_rename(self.rows, names))
 
     def decoded(self, *names: str) -> Table:
         """Returns the table with these columns' cells parsed as JSON, if it is from a CSV file.
@@ -252,10 +251,9 @@ def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:
         ValueError: the limit is below 1, or the set is empty.
     """
     name = split.split("_")[0]
-    limit = data_args.limits[name]
-    if limit is not None and limit < 1:
-        name = {"validation": "val"}.get(name, name)
-        raise ValueError(f"--max_{name}_samples must be at least 1, not {limit}")
+    flag = f"max_{'val' if name == 'validation' else name}_samples"
+    limit = getattr(data_args, flag)
+    check_bounds(f"--{flag}", limit, least=1)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     if len(rows) == 0:

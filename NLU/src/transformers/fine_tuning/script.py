@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
+from loralib.io.atomic import atomic_write
 from loralib.io.console import devices_in_words
 
 from ..configuration_utils import PretrainedConfig
@@ -27,14 +29,7 @@ from ..trainer_best import check_best_metric
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
-from ..utils.cli import (
-    check_length,
-    check_sources_kept,
-    find_checkpoint,
-    set_up_datasets,
-    set_up_logging,
-    sole_use_of_output,
-)
+from ..utils.cli import set_up_datasets, set_up_logging
 from .adapted_model import (
     check_arguments,
     check_heads,
@@ -45,6 +40,8 @@ from .adapted_model import (
     untrained_model,
 )
 from .arguments import AdaptedModelArguments, HubDataArguments
+from .folders import check_sources_kept, find_checkpoint, sole_use_of_output
+from .lengths import check_length
 
 if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags answer at once
     from datasets import Dataset
@@ -125,12 +122,13 @@ class Prepared:
         compute_metrics: Callable[[EvalPrediction], dict[str, float]],
     ) -> Trainer:
         """Returns a `Trainer` for a model and this data."""
+        evaluated = [name for name in self.datasets if name.startswith("validation")]
         return Trainer(
             model,
             args,
             self.collator,
             train_dataset=self.datasets.get("train"),
-            eval_dataset=self.datasets.get("validation"),
+            eval_dataset=self.datasets[evaluated[0]] if evaluated else None,
             tokenizer=self.tokenizer,
             compute_metrics=compute_metrics,
         )
@@ -200,6 +198,13 @@ def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Si
         metrics["epoch"] = round(trainer.state.epoch, 2)
     trainer.log_metrics(stage, metrics)
     trainer.save_metrics(stage, metrics)
+
+
+def write_predictions(path: Path, predictions: Iterable[Any]) -> None:
+    """Writes a line for each row, with its index and its prediction."""
+    with atomic_write(path) as temporary:
+        lines = ["index\tprediction", *(f"{row}\t{each}" for row, each in enumerate(predictions))]
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def begin_estimate(

@@ -77,12 +77,7 @@ def check_sentences(
             _check_counts(table, words, tags)
         sentences[split] = table.taking(used)
     labels = _labels(sentences, known)
-    logger.info(
-        "%s: words from %s%s",
-        first.source,
-        words,
-        f"; tags from {tags}: {in_short(labels)}",
-    )
+    logger.info("%s: words from %s; tags from %s: %s", first.source, words, tags, in_short(labels))
     numbered = {
         split: _number(table, labels) if TAGS in table.rows.column_names else table
         for split, table in sentences.items()

@@ -20,7 +20,7 @@ from ..models.auto.modeling_auto import (
 )
 from ..models.auto.tokenization_auto import AutoTokenizer
 from ..tokenization_utils_base import PreTrainedTokenizerBase
-from .base import ArgumentHandler, Pipeline, PipelineException
+from .base import ArgumentHandler, Pipeline, PipelineException, check_framework
 from .fill_mask import FillMaskPipeline
 from .question_answering import QuestionAnsweringArgumentHandler, QuestionAnsweringPipeline
 from .text_classification import TextClassificationPipeline
@@ -100,8 +100,7 @@ def pipeline(
         )
     if model is None:
         raise ValueError(f"pipeline('{task}') needs a model: a folder, or a name on the hub")
-    if framework not in (None, "pt"):
-        raise ValueError(f"framework={framework!r}: this fork has only PyTorch's models, 'pt'")
+    check_framework(framework)
     where = {} if revision is None else {"revision": revision}
     if tokenizer is None:
         tokenizer = next(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from loralib.nn.packing import PackedRows
@@ -85,8 +86,7 @@ class Pipeline(ABC):
         device: int = -1,
         binary_output: bool = False,
     ):
-        if framework not in (None, "pt"):
-            raise ValueError(f"framework={framework!r}: this fork has only PyTorch's models, 'pt'")
+        check_framework(framework)
         self.task = task
         self.model = model
         self.tokenizer = tokenizer
@@ -205,6 +205,18 @@ class Pipeline(ABC):
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
         """Returns a batch's logits, row by row."""
         return (list(output.logits.float().cpu().numpy()),)
+
+
+def check_framework(name: str | None) -> None:
+    """Refuses a framework other than PyTorch."""
+    if name not in (None, "pt"):
+        raise ValueError(f"framework={name!r}: this fork has only PyTorch's models, 'pt'")
+
+
+def without_padding(logits: Tensor, lengths: list[int]) -> list[np.ndarray]:
+    """Returns a batch's logits (rows, tokens, …) row by row, each with its own tokens."""
+    rows = logits.float().cpu().numpy()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from tokenizers import Encoding
 
 from ..data.processors.squad import SquadExample
 from ..file_utils import ModelOutput
-from .base import ArgumentHandler, Pipeline, rows_of, softmax
+from .base import ArgumentHandler, Pipeline, rows_of, softmax, without_padding
 
 Answer = dict[str, Any]  # score, start, end (characters of the text), answer
 # The logit of a token at which no answer can start or end.
@@ -165,8 +165,8 @@ class QuestionAnsweringPipeline(Pipeline):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         answers: list[Answer] = []
-        limits = (max_seq_len, doc_stride)
-        for example, parts in self._parts(examples, *limits, handle_impossible_answer):
+        rows = self._parts(examples, max_seq_len, doc_stride, handle_impossible_answer)
+        for example, parts in rows:
             found: list[Answer] = []
             no_answer = 1.0
             for part in parts:
@@ -230,13 +230,7 @@ class QuestionAnsweringPipeline(Pipeline):
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
         """Returns a batch's start and end logits, row by row, without padding."""
         both = (output.start_logits, output.end_logits)
-        return tuple(
-            [
-                row[:length]
-                for row, length in zip(logits.float().cpu().numpy(), lengths, strict=True)
-            ]
-            for logits in both
-        )
+        return tuple(without_padding(logits, lengths) for logits in both)
 
     def decode(
         self, start: np.ndarray, end: np.ndarray, topk: int, max_answer_len: int

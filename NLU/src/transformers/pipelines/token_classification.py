@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ..file_utils import ModelOutput
-from .base import ArgumentHandler, Pipeline, as_list, rows_of, softmax
+from .base import ArgumentHandler, Pipeline, as_list, rows_of, softmax, without_padding
 
 Offsets = list[tuple[int, int]]
 
@@ -161,10 +161,9 @@ class TokenClassificationPipeline(Pipeline):
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
         """Returns a batch's logits (tokens, labels), row by row, without padding."""
-        logits = output.logits.float().cpu().numpy()
-        return ([row[:length] for row, length in zip(logits, lengths, strict=True)],)
+        return (without_padding(output.logits, lengths),)
 
-    def _entities(self, tokens: "Tokens", scores: np.ndarray) -> list[Entity]:
+    def _entities(self, tokens: Tokens, scores: np.ndarray) -> list[Entity]:
         """Returns a text's tokens that have an entity's label; `scores` is (tokens, labels)."""
         entities: list[Entity] = []
         by_word = self.grouped_entities and self.ignore_subwords

@@ -72,8 +72,7 @@ def classification_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, flo
     """
     from sklearn.metrics import f1_score
 
-    preds, labels = np.asarray(preds), np.asarray(labels)
-    _check_rows("classification", preds, labels)
+    preds, labels = _checked("classification", preds, labels)
     f1 = float(f1_score(labels, preds, average="macro", zero_division=0.0))
     return {"accuracy": simple_accuracy(preds, labels), "f1_macro": f1}
 
@@ -88,8 +87,7 @@ def regression_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
     Raises:
         ValueError: as `glue_compute_metrics`.
     """
-    preds, labels = np.asarray(preds), np.asarray(labels)
-    _check_rows("regression", preds, labels)
+    preds, labels = _checked("regression", preds, labels)
     both = pearson_and_spearman(preds, labels)
     mse = float(np.mean((preds - labels) ** 2))
     return {"mse": mse, "pearson": both["pearson"], "spearmanr": both["spearmanr"]}
@@ -112,8 +110,7 @@ def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) ->
             rows; predictions or labels that are not finite.
     """
     name = glue_task(task_name).name
-    preds, labels = np.asarray(preds), np.asarray(labels)
-    _check_rows(name, preds, labels)
+    preds, labels = _checked(name, preds, labels)
     if name == "cola":
         from sklearn.metrics import matthews_corrcoef
 
@@ -125,7 +122,9 @@ def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) ->
     return {"accuracy": simple_accuracy(preds, labels)}
 
 
-def _check_rows(name: str, preds: np.ndarray, labels: np.ndarray) -> None:
+def _checked(name: str, preds: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both as arrays of finite numbers, one per row."""
+    preds, labels = np.asarray(preds), np.asarray(labels)
     if preds.shape != labels.shape or preds.ndim != 1 or not preds.size:
         raise ValueError(
             f"{name}: metrics need as many predictions as labels, one per row; "
@@ -135,3 +134,4 @@ def _check_rows(name: str, preds: np.ndarray, labels: np.ndarray) -> None:
         bad = values.size - np.isfinite(values).sum()
         if bad:
             raise ValueError(f"{name}: {bad} of {values.size} {what} are not finite")
+    return preds, labels

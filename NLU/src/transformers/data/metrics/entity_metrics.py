@@ -19,7 +19,7 @@ OUTSIDE = "O"
 _TAG = re.compile(r"([BIES])(?:-(.+))?")
 # The same in other schemes: BILOU (Ratinov and Roth 2009), BMES, BMEWO; and with "_".
 _OTHER_TAG = re.compile(r"([BIESMLUW])(?:([-_])(.+))?")
-_STANDS_FOR = {**dict(zip("BIES", "BIES", strict=True)), "M": "I", "L": "E", "U": "S", "W": "S"}
+_STANDS_FOR = {"M": "I", "L": "E", "U": "S", "W": "S"}
 # A tag that seems to have a scheme's prefix or suffix, but in a form that is not read.
 _UNREAD = re.compile(r"[BIESMLUW]([^\w].+|_.+)|[bi][-_].+|.+[-_][BIbi]")
 
@@ -48,7 +48,7 @@ def conll_tags(names: Sequence[str]) -> list[str]:
     begin = [match for match in matches if match and match[1] in ("BI" if match[2] else "B")]
     forms = {match[2] for match in begin}
     read = [
-        _STANDS_FOR[match[1]] + (f"-{match[3]}" if match[3] else "")
+        _STANDS_FOR.get(match[1], match[1]) + (f"-{match[3]}" if match[3] else "")
         if match and match[2] in forms
         else name
         for name, match in zip(names, matches, strict=True)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.io.digests import file_digest
 
+from ..text_labels import is_finite
 from .utils import DataProcessor, InputExample, read_tsv
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
@@ -314,15 +314,8 @@ def _check_label(task: GlueTask, label: str, where: str) -> None:
         if label not in task.label_words:
             expected = ", ".join(task.label_words)
             raise ValueError(f"{where}: unknown label {label!r} (expected {expected})")
-    elif not _is_number(label):
+    elif not is_finite(label):
         raise ValueError(f"{where}: unknown label {label!r} (expected a number)")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 class GlueProcessor(DataProcessor):

@@ -93,7 +93,7 @@ def read_tsv(
             UTF-8; a header without a required column; a file without rows, or in UTF-16.
     """
     refuse_utf16_file(path)
-    lines = _numbered_lines(path)
+    lines = numbered_lines(path)
     if columns is None:
         columns = _header(path, lines, required)
     number = 0
@@ -124,7 +124,12 @@ def _header(
     return []
 
 
-def _numbered_lines(path: str | PathLike) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: str | PathLike) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a UTF-8 file, without their ends, with their numbers from 1.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+    """
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:

@@ -16,9 +16,6 @@ from loralib.io.atomic import atomic_write
 from ...special_tokens import Token, text_of
 from ...tokenization_files import prefixed
 from ...tokenization_utils import PreTrainedTokenizer
-from ...utils import logging
-
-logger = logging.get_logger(__name__)
 
 VOCAB_FILE = "spm.model"
 # Unicode's punctuation, and every other ASCII character that is no letter, digit or space.
@@ -95,13 +92,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
             self._add_from_files(text_of(token), index)
         missing = [t for t in self.all_special_tokens if self._token_to_id(t) is None]
         self._add(missing, special=True)
-        grown = [token for token in missing if token != self.mask_token]
-        if grown:
-            logger.warning(
-                "special tokens missing from the vocabulary are added at its end, where the model "
-                "may have no embedding: %s",
-                ", ".join(grown),
-            )
+        self._warn_of_growth([token for token in missing if token != self.mask_token])
 
     def _add_from_files(self, token: str, index: int) -> None:
         """Gives `token` the id that the files give it."""
