@@ -47,7 +47,10 @@ class Trials(ABC, Generic[Trial, Results]):
 
     def run(self, trials: Sequence[Trial], title: str) -> None:
         """Runs the trials that are not finished; saves each result as soon as it is there."""
-        missing = [trial for trial in trials if not self.is_finished(trial)]
+        missing: list[Trial] = []
+        for trial in trials:  # cells that are tuned as another one share its trials
+            if trial not in missing and not self.is_finished(trial):
+                missing.append(trial)
         if not missing:
             return
         with tqdm(total=len(missing), desc=title, unit="run", disable=None) as progress:
