@@ -282,7 +282,6 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     args, dist_env, optimizer = run.args, run.dist_env, run.optimizer
     step, best_ppl = progress
     pace = Pace(step, run.last_step)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
     on_gpu = dist_env.device.type == "cuda"
     batches = batches_from(run.train_data, dist_env, args.random_seed, step, pin=on_gpu)
     bar = tqdm(
@@ -306,7 +305,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
         if losses.are_due:
             check_losses(losses, run.scheduler)
         if update_is_due:
-            run.precision.step(optimizer, trained, args.clip)
+            run.precision.step(optimizer, args.clip)
             optimizer.zero_grad()
         tokens += count_tokens(batch)
         watch.beat()
@@ -520,13 +519,12 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     optimizer = create_adam_optimizer(model, args)
     precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
     loss_of = loss_function(precision, device)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     def add_gradients(batch: Batch) -> None:
         precision.backward(loss_of(model, batch, args.label_smooth) / args.grad_acc)
 
     def update() -> None:
-        precision.step(optimizer, trained, args.clip)
+        precision.step(optimizer, args.clip)
         optimizer.zero_grad()
 
     return Training(model, optimizer, add_gradients, update)
