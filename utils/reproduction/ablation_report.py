@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import import_figure, save_figure
 from reproduction.ablation_rows import ALPHA, HEAD_ALONE, QUESTIONS, Question, Row
 from reproduction.ablation_runs import Results
@@ -237,6 +237,5 @@ def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
 
 def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
     """Writes tables and picture into a folder."""
-    with atomic_write(out / TABLE_NAME) as temporary:
-        temporary.write_text(report(outcomes, settings), encoding="utf-8")
+    atomic_write_text(out / TABLE_NAME, report(outcomes, settings))
     save_figure(draw(outcomes), out / PICTURE_NAME)

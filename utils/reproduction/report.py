@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import save_figure
 from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.plan import Row
@@ -188,8 +188,7 @@ def write_report(
     ]
     cells = {row.name: cells_of(row, out, asked) for row in rows}
     text = report(rows, cells, settings)
-    with atomic_write(out / RESULTS_NAME) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    atomic_write_text(out / RESULTS_NAME, text)
     begun = {}
     for row in rows:
         for column, cell in cells[row.name].items():

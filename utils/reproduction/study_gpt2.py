@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loralib.errors import TrainingError
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from reproduction.programs import environment, last_error
 from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import ROOT, read_json, trained_sizes
@@ -282,9 +282,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         if self._file(name).is_file():
             return
         path = self.folder / f"{name}_formatted.jsonl"
-        with atomic_write(path) as temporary:
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            temporary.write_text(lines, encoding="utf-8")
+        atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._run(
             *("src/gpt2_encode.py", "--vocab", self.vocab, "--input", path),
             *("--output", self._file(name), "--add_bos", "--add_eos"),

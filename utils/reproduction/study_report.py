@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import import_figure, save_figure
 from reproduction.ablation_rows import ALPHA, HEAD_ALONE
 from reproduction.intervals import CONFIDENCE, half_width
@@ -306,6 +306,5 @@ def _draw_points(panel: Axes, found: Sequence[Outcome], style: str, label: str) 
 
 def write_report(out: Path, text: str, outcomes: Outcomes) -> None:
     """Writes tables and picture into a folder."""
-    with atomic_write(out / TABLE_NAME) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    atomic_write_text(out / TABLE_NAME, text)
     save_figure(draw(outcomes), out / PICTURE_NAME)
