@@ -469,9 +469,9 @@ def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None
 
 
 def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
-    if not lora_layers(model):
-        return None
     layers = lora_layers(model)
+    if not layers:
+        return None
     # The defaults are the flags' values, even if most layers have another one.
     settings = lora_settings(model) | {
         "rank": model.config.lora_attn_dim,
