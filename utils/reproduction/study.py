@@ -53,7 +53,7 @@ from reproduction.study_rows import (
     Method,
 )
 from reproduction.study_runs import EncoderTrials, Experiment, Results, Trial
-from reproduction.study_trials import Cell, run_cells
+from reproduction.trials import Cell, run_cells
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from reproduction.programs import environment, last_error
 from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import ROOT, read_json, trained_sizes
 from reproduction.study_rows import Gpt2Method
-from reproduction.study_trials import Trials
+from reproduction.trials import Trials
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
 from reproduction.study_report import Outcome
 from reproduction.study_runs import Results, Trial
-from reproduction.study_trials import Cell, Trials, run_cells
+from reproduction.trials import Cell, Trials, run_cells
 
 WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
 HEADERS = {
