@@ -27,10 +27,11 @@ from tqdm.auto import tqdm
 
 import loralib as lora
 from beam import BeamSettings, search
-from checkpoints import add_model_params, check_model_params, open_model
+from checkpoints import open_model
 from encoded import END_OF_TEXT_ID, check_in_vocabulary, context_digest, read_encoded, token_ids
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from json_lines import write_json_lines
+from lora_flags import add_model_params, check_model_params
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
