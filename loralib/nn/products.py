@@ -407,11 +407,13 @@ def measure(
             if not _is_ordinary(x, matrix) or not _has_methods(x, cast):
                 continue
             key = _key(x, cast, added)
+            if key in methods:
+                continue
             if processor.is_emulated(x):  # other methods may take a hundred times as long
                 methods[key] = "float32"
-            if key not in methods and known.get(key) in METHODS:
+            elif known.get(key) in METHODS:
                 methods[key] = known[key]
-            if key not in methods:
+            else:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 methods[key] = _fastest(x, matrix.to(dtype), own, worth)
