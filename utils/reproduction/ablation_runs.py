@@ -98,16 +98,6 @@ class Experiment:
         ids = zip(encoded["input_ids"], labels, strict=True)
         return [{"input_ids": row, "label": label} for row, label in ids]
 
-    def describe(self, trial: Trial) -> dict[str, Any]:
-        """Returns all that determines a trial's results, which identifies it in the run file."""
-        return {
-            "flags": {**COMMON, "num_train_epochs": self.epochs, **trial.method.flags},
-            "learning_rate": trial.learning_rate,
-            "seed": trial.seed,
-            "tuning": trial.tuning,
-            "base_and_data": self.fingerprint,
-        }
-
     def run(self, trial: Trial) -> Results:
         """Trains and measures a trial."""
         training, measured = self.training, self.development
@@ -167,7 +157,14 @@ class AblationTrials(Trials[Trial, Results]):
 
     def describe(self, trial: Trial) -> dict[str, Any]:
         """As in `Trials`."""
-        return self.experiment.describe(trial)
+        epochs = self.experiment.epochs
+        return {
+            "flags": {**COMMON, "num_train_epochs": epochs, **trial.method.flags},
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+            "tuning": trial.tuning,
+            "base_and_data": self.experiment.fingerprint,
+        }
 
     def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
         """As in `Trials`."""
