@@ -158,15 +158,8 @@ def prepare(folder: Path, args: argparse.Namespace) -> list[Start]:
         *LORA_OF_ROBERTA,
     ]
     of_gpt2 = [
-        *(
-            str(GPT2_FT),
-            "--platform",
-            "local",
-            "--train_data",
-            str(rows),
-            "--valid_data",
-            str(rows),
-        ),
+        *(str(GPT2_FT), "--platform", "local"),
+        *("--train_data", str(rows), "--valid_data", str(rows)),
         *("--model_card", "gpt2.xs" if args.quick else "gpt2.sm", "--init_checkpoint", str(gpt2)),
         *("--lora_dim", "4", "--lora_alpha", "32", "--train_batch_size", "8", "--max_step", "1"),
         *("--log_interval", "1", "--report_to", "none", "--work_dir", str(folder / "e2e")),

@@ -17,54 +17,36 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from tqdm import tqdm
 
 from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import import_figure
 from loralib.training import process
 from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, write_report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
-from reproduction.ablation_runs import Experiment, Results, Runs, Trial
+from reproduction.ablation_runs import AblationTrials, Experiment, Results, Trial
 from reproduction.run_file import RunFile
+from reproduction.trials import Cell, run_cells
 from transformers.utils.logging import set_verbosity_error
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 RUNS_NAME = "runs.jsonl"
 
 
-def choose_rate(row: Row, rates: Sequence[float], result: Callable[[Trial], Results]) -> float:
-    """Returns the learning rate with the lowest loss on the held-out fifth of the training set."""
-    if len(rates) == 1:
-        return rates[0]
-    return min(rates, key=lambda rate: result(Trial(row, rate, seed=0, tuning=True)).loss)
-
-
 def measure(
-    experiment: Experiment,
-    runs: Runs,
-    rows: Mapping[str, Row],
-    rates: Sequence[float],
-    seeds: Sequence[int],
+    trials: AblationTrials, rows: Sequence[Row], rates: Sequence[float], seeds: Sequence[int]
 ) -> dict[str, Outcome]:
-    """Returns the rows' outcomes, by the same keys; runs only what is not yet in `runs`."""
-    tried = len(rates) if len(rates) > 1 else 0
-    with tqdm(total=len(rows) * (tried + len(seeds)), unit="run", disable=None) as progress:
-
-        def result(trial: Trial) -> Results:
-            found = runs.result(experiment, trial)
-            progress.update()
-            return found
-
-        chosen = {key: choose_rate(row, rates, result) for key, row in rows.items()}
-        results: dict[str, list[Results]] = {key: [] for key in rows}
-        # Seeds are the outer loop, so that an interrupted study has all rows with the first seeds.
-        for seed in seeds:
-            for key, row in rows.items():
-                results[key].append(result(Trial(row, chosen[key], seed, tuning=False)))
-    return {key: Outcome(chosen[key], results[key]) for key in rows}
+    """Returns the rows' outcomes, by their keys; runs only what has not been run yet."""
+    cells = {
+        row.key: Cell(row, [Trial(row, rate, seed=0, tuning=True) for rate in rates])
+        for row in rows
+    }
+    final = run_cells(trials, cells, list(cells), seeds)
+    return {
+        key: Outcome(runs[0].learning_rate, [trials.result(trial) for trial in runs])
+        for key, runs in final.items()
+    }
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -126,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     import_figure()
     experiment = Experiment(args.quickstart_dir, args.num_train_epochs, args.output_dir)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    runs = Runs(RunFile(args.output_dir / RUNS_NAME, Results))
-    rows = {row.key: row for row in (HEAD_ALONE, *(r for q in QUESTIONS for r in q.rows))}
-    outcomes = measure(experiment, runs, rows, args.learning_rates, args.seeds)
+    trials = AblationTrials(experiment, RunFile(args.output_dir / RUNS_NAME, Results))
+    rows = [HEAD_ALONE, *(row for question in QUESTIONS for row in question.rows)]
+    outcomes = measure(trials, rows, args.learning_rates, args.seeds)
     settings = Settings(
         command=shlex.join(["python", "utils/ablations.py", *argv]),
         epochs=args.num_train_epochs,

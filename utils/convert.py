@@ -75,6 +75,8 @@ _FOLDERS = ("peft", "merged")
 # The parts of an adapter's description that still hold after merging.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
+# The names of an adapter's files in a folder, in any format.
+_ADAPTER_FILES = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
 
 
 def read_source(source: str, lora_alpha: float | None) -> Adapter:
@@ -93,8 +95,7 @@ def read_source(source: str, lora_alpha: float | None) -> Adapter:
 
 def _is_full_folder(path: Path) -> bool:
     """Returns whether a folder holds the weights of a full model, and no adapter."""
-    of_adapters = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
-    has_adapter = any((path / name).exists() for name in of_adapters)
+    has_adapter = any((path / name).exists() for name in _ADAPTER_FILES)
     return not has_adapter and any((path / name).is_file() for name in FULL_NAMES)
 
 
@@ -135,7 +136,7 @@ def check_target(path: Path, format: str, source: str) -> None:
 
 def _check_no_other(folder: Path, source: str) -> None:
     """Checks that a folder holds no adapter that would be read instead of the written one."""
-    for name in (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES):
+    for name in _ADAPTER_FILES:
         file = folder / name
         is_own = name in LORA.files and Path(source).resolve() in (folder.resolve(), file.resolve())
         if file.exists() and not is_own:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import check_can_save, save_figure
 from loralib.training import process
@@ -24,8 +24,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 def draw_lora(folder: Path) -> Path:
     """Draws the low-rank update; returns the file's path."""
     path = folder / "lora.svg"
-    with atomic_write(path) as temporary:
-        temporary.write_text(low_rank_update.draw(), encoding="utf-8")
+    atomic_write_text(path, low_rank_update.draw())
     return path
 
 

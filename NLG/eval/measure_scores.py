@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
@@ -289,8 +289,7 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
 
 def _write_table(path: str, table: Mapping[str, Mapping[str, float | None]]) -> None:
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    atomic_write_text(path, json.dumps(table, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------

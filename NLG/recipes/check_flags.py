@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from checkpoints import check_is_one_file
 from gpt2_ft_arguments import parse_args
-from loralib.training.distributed import choose_device
+from loralib.training.device import choose_device
 from loralib.training.precision import check_precision
 from script import run, seen_from
 

@@ -2,37 +2,31 @@
 
 import argparse
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from config_json import check_settings_beside
-from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
+from family import GPT2
+from lora_flags import FLAGS, check_patterns, patterns_of, set_lora, targets_of_adapter, trains
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
-from loralib.adapters.deltas import lora_pairs, merge_into, slices_in
+from loralib.adapters.checks import check_base, warn_of_base
+from loralib.adapters.deltas import merge_into
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.model_settings import lora_settings
-from loralib.adapters.names import within_layer
-from loralib.errors import AlphaError, CheckpointError
-from loralib.functional import VARIANTS
-from loralib.initialization import INITIALIZATIONS
-from loralib.io.command_line import check_bounds
+from loralib.errors import CheckpointError
 from loralib.io.tensors import first_not_finite, index_of, read_tensors, write_wrapped_tensors
 from loralib.lora_layer import lora_layers
-from loralib.targets import pattern_of_words
 from loralib.text import listed
-from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
+from model import GPT2Config, GPT2LMModel, config_of
 from script import seen_from
 from weights import canonical_names, load_base, own_tensors
 
@@ -40,94 +34,9 @@ logger = logging.getLogger(__name__)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
-# LoRA's flags -> their names in errors and metadata, and their values if neither the command line
-# nor a file sets them.
-_FLAGS: dict[str, tuple[str, Any]] = {
-    "lora_dim": ("rank", 0),
-    "lora_alpha": ("alpha", 128),
-    "lora_targets": ("targets", DEFAULT_TARGETS),
-    "lora_variant": ("variant", "lora"),
-    "lora_init": ("initialization", "default"),
-    "lora_freeze_A": ("freeze_A", False),
-}
 # Names of files of weights, and files of an upstream Trainer that match them but hold no weights.
 _WEIGHTS = ("model*.pt", "*.bin", "*.safetensors")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
-_PATTERNS = {"lora_rank_pattern": "rank", "lora_alpha_pattern": "alpha"}
-
-
-def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.md") -> None:
-    """Adds the flags that choose the model's shape, its base and its LoRA."""
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--model_card",
-        default=default_card,
-        choices=list(MODEL_CARDS),
-        help="the shape: small, medium, large; xs is for trials",
-    )
-    add(
-        "--init_checkpoint",
-        help="the base's weights: a published GPT-2 (pytorch_model.bin, model.safetensors), or a "
-        "whole model.<step>.pt",
-    )
-    add("--lora_dim", type=int, help="LoRA's rank; default: that of the weights given, or 0")
-    add(
-        "--lora_alpha",
-        type=float,
-        help="LoRA's update is scaled by alpha / rank; default: that of the weights given, or "
-        f"{_FLAGS['lora_alpha'][1]}",
-    )
-
-
-def check_model_params(args: argparse.Namespace) -> None:
-    """Checks the numbers of the flags that `add_model_params` adds.
-
-    Raises:
-        ValueError: one is out of its bounds.
-    """
-    check_bounds("--lora_dim", args.lora_dim, least=0)
-    check_bounds("--lora_alpha", args.lora_alpha, above=0, below=math.inf)
-
-
-def add_lora_params(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how LoRA is trained. A file that holds LoRA records them itself."""
-    add = parser.add_argument_group("LoRA").add_argument
-    add(
-        "--lora_targets",
-        nargs="+",
-        choices=list(TARGETS),
-        help="the projections of each block that LoRA adapts; default: the file's, or "
-        f"{' '.join(DEFAULT_TARGETS)}. mlp_up and mlp_down are the feed-forward part's",
-    )
-    for flag, what in _PATTERNS.items():
-        add(
-            f"--{flag}",
-            nargs="+",
-            metavar="TARGET=NUMBER",
-            help=f"another {what} for some linear layers, such as mlp_up=8 'h.0.*=16': by target, "
-            "end of a layer's name, or a glob over that; the first match counts. "
-            "query, key and value are one layer, attn.c_attn",
-        )
-    add(
-        "--lora_variant",
-        choices=list(VARIANTS),
-        help="rslora scales the update by alpha / √rank (arXiv 2312.03732), dora trains the "
-        "weights' magnitude and direction separately (arXiv 2402.09353); default: the file's, or "
-        "lora",
-    )
-    add(
-        "--lora_init",
-        choices=list(INITIALIZATIONS),
-        help="initial values of A and B: pissa, from the weight's largest singular values (arXiv "
-        "2404.02948); olora, from its QR factors (arXiv 2406.01775); orthogonal, random with B A "
-        "= 0; default: the file's, or A at random and B at zero",
-    )
-    add(
-        "--lora_freeze_A",
-        action="store_true",
-        default=None,
-        help="LoRA-FA (arXiv 2308.03303): A keeps its initial values, and only B is trained",
-    )
 
 
 @dataclass(frozen=True)
@@ -244,21 +153,23 @@ def open_model(
             f"{lora_path}: needs the base that it was trained on; give it as --init_checkpoint"
         )
     base = read_base(args.init_checkpoint)
-    _check_not_lora_alone(base, _trains(args))
+    _check_not_lora_alone(base, trains(args))
     _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
         _check_base_alone(base)
-    _set_lora(args, adapter or base, lora_path or args.init_checkpoint)
+    file = adapter or Adapter(base.tensors, base.metadata, str(base.source))
+    set_lora(args, file, lora_path or args.init_checkpoint)
     if adapter is not None and adapter.lora.base_fingerprint is None:
         warn_of_base(lora_path, args.init_checkpoint)
     has_layers = adapter is None or _has_layers(adapter)
-    config = _config(args, adapter or base, lora_dropout, args.lora_dim if has_layers else 0)
+    config = _config(args, file.metadata, lora_dropout, args.lora_dim if has_layers else 0)
     if args.init_checkpoint is None:
         model = GPT2LMModel(config)
     else:
-        _check_patterns(args, config, base)
+        if base.metadata is not None and any("lora_" in name for name in base.tensors):
+            check_patterns(args, config, base.metadata)
         new_lora = new_lora and adapter is None
         model = load_base(config, base.tensors, args.init_checkpoint, new_lora, held_in)
     if adapter is not None and has_layers:
@@ -271,21 +182,20 @@ def open_model(
 
 def config_of_flags(args: argparse.Namespace, lora_dropout: float) -> GPT2Config:
     """Returns the configuration that `open_model` uses if no file records settings of LoRA."""
-    nothing = Base({})
-    _set_lora(args, nothing, None)
-    return _config(args, nothing, lora_dropout, args.lora_dim)
+    set_lora(args, Adapter({}, None), None)
+    return _config(args, None, lora_dropout, args.lora_dim)
 
 
 def _config(
-    args: argparse.Namespace, file: Adapter | Base, lora_dropout: float, rank: int
+    args: argparse.Namespace, metadata: LoraMetadata | None, lora_dropout: float, rank: int
 ) -> GPT2Config:
     return config_of(
         args.model_card,
         lora_attn_dim=rank,
         lora_attn_alpha=args.lora_alpha,
         lora_dropout=lora_dropout,
-        **{name: getattr(args, name) for name in _FLAGS if name not in ("lora_dim", "lora_alpha")},
-        **_patterns(args, file),
+        **{name: getattr(args, name) for name in FLAGS if name not in ("lora_dim", "lora_alpha")},
+        **patterns_of(args, metadata),
     )
 
 
@@ -295,23 +205,7 @@ def _has_layers(adapter: Adapter) -> bool:
     If not, the adapter is merged into the base. An example is PEFT's usual adapter for GPT-2, which
     has one A and B for all of c_attn.
     """
-    return adapter.lora.bias == "none" and _targets_of(adapter) is not None
-
-
-def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
-    """Returns the targets that an adapter was trained on; None if its updates fit no targets."""
-    layers = []
-    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
-        slices = slices_in(adapter.metadata, module) or (True,)
-        if len(A) != sum(slices) * B.shape[1]:
-            return None
-        layers.append((within_layer(module), slices))
-    return targets_of(layers)
-
-
-def _trains(args: argparse.Namespace) -> bool:
-    """Returns whether these are the flags of a script that trains, not of one that decodes."""
-    return "lora_dropout" in vars(args)
+    return adapter.lora.bias == "none" and targets_of_adapter(adapter) is not None
 
 
 def _check_not_lora_alone(base: Base, trains: bool) -> None:
@@ -341,94 +235,6 @@ def _check_base_alone(base: Base) -> None:
             f"{base.source}: already holds LoRA weights; with --lora_path, --init_checkpoint has "
             "to be the base without LoRA"
         )
-
-
-def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
-    """Fills in LoRA's flags from the file; a flag that contradicts the file is an error."""
-    recorded = _recorded(file)
-    if recorded and recorded["lora_alpha"] is None:
-        if args.lora_alpha is None:
-            raise AlphaError(path)
-        warn_of_alpha(path, args.lora_alpha)
-    given = {flag: vars(args).get(flag) for flag in _FLAGS}
-    if given["lora_targets"] is not None:
-        given["lora_targets"] = in_order(given["lora_targets"])
-    for flag, (name, default) in _FLAGS.items():
-        ours, theirs = given[flag], recorded.get(flag)
-        if None not in (ours, theirs) and ours != theirs:
-            raise CheckpointError(
-                f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is "
-                f"{_shown(ours)}: leave --{flag} out"
-            )
-        setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    # Decoding without LoRA needs no alpha, and an estimate does not read what files record.
-    trains = _trains(args) and not args.estimate
-    if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
-        logger.warning(
-            "--lora_alpha is not given: it is %g, the release's default; its recipes use 32",
-            args.lora_alpha,
-        )
-    # Whether the rank was given; it matters below only if that is 0.
-    asks_for_none = given.pop("lora_dim") is not None
-    given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
-    given["lora_dropout"] = vars(args).get("lora_dropout") or None
-    for flag, value in given.items():
-        may_stay = flag in ("lora_alpha", "lora_dropout") and (asks_for_none or not trains)
-        if args.lora_dim == 0 and value is not None and not may_stay:
-            raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
-
-
-def _recorded(file: Adapter | Base) -> dict[str, Any]:
-    """Returns what a file records of its LoRA, by flag; empty if it has no LoRA."""
-    tensors = {name: tensor for name, tensor in file.tensors.items() if "lora_" in name}
-    parts = (t for name, t in tensors.items() if name.endswith("lora_B") and t.dim() == 2)
-    rank = next((B.shape[1] for B in parts), None)
-    if rank is None:
-        return {}
-    targets = _targets_of(Adapter(tensors, file.metadata, str(file.source)))
-    if file.metadata is None:
-        # A file of the release, which has only the paper's LoRA.
-        of_release = {flag: default for flag, (_, default) in _FLAGS.items()}
-        return {**of_release, "lora_dim": rank, "lora_alpha": None, "lora_targets": targets}
-    said = {flag: getattr(file.metadata, name) for flag, (name, _) in _FLAGS.items()}
-    # Metadata leaves out settings that have their default.
-    said |= {flag: _FLAGS[flag][1] for flag, value in said.items() if value is None}
-    return {**said, "lora_targets": targets}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(value)
-    return str(value) if isinstance(value, str | bool) else f"{value:g}"
-
-
-def _patterns(args: argparse.Namespace, file: Adapter | Base) -> dict[str, dict[str, Any]]:
-    """Returns the patterns given as flags or, if there are none, those of the file."""
-    patterns = {}
-    for flag, what in _PATTERNS.items():
-        words = vars(args).get(flag)
-        if words is not None:
-            kind = int if what == "rank" else float
-            patterns[flag] = pattern_of_words(f"--{flag}", kind, words)
-        else:
-            patterns[flag] = getattr(file.metadata, f"{what}_pattern", None) or {}
-    return patterns
-
-
-def _check_patterns(args: argparse.Namespace, config: GPT2Config, base: Base) -> None:
-    """Checks the flags' patterns against those that the base's own LoRA was trained with."""
-    if base.metadata is None or not any("lora_" in name for name in base.tensors):
-        return
-    for module in config.lora_modules:
-        for what, theirs, ours in (
-            ("rank", base.metadata.rank_of(module), config.rank_of(module)),
-            ("alpha", base.metadata.alpha_of(module), config.alpha_of(module)),
-        ):
-            if theirs != ours:
-                raise CheckpointError(
-                    f"{args.init_checkpoint}: was trained with {what} {theirs:g} in {module}, but "
-                    f"--lora_{what}_pattern says {ours:g}: leave --lora_{what}_pattern out"
-                )
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
@@ -470,9 +276,9 @@ def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None
 
 
 def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
-    if not lora_layers(model):
-        return None
     layers = lora_layers(model)
+    if not layers:
+        return None
     # The defaults are the flags' values, even if most layers have another one.
     settings = lora_settings(model) | {
         "rank": model.config.lora_attn_dim,

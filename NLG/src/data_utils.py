@@ -312,7 +312,7 @@ def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch
     return _batches(dataset, share, pin=dist_env.device.type == "cuda")
 
 
-def _batches(dataset: FT_Dataset, order: Sequence[int], pin: bool = False) -> Iterator[Batch]:
+def _batches(dataset: FT_Dataset, order: Sequence[int], pin: bool) -> Iterator[Batch]:
     for start in range(0, len(order), dataset.batch_size):
         batch = collate([dataset[index] for index in order[start : start + dataset.batch_size]])
         yield {name: part.pin_memory() if pin else part for name, part in batch.items()}

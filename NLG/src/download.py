@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from format_converting_e2e import as_lines
 from hub import hub_files
+from json_lines import write_lines
 from loralib.io.archives import ZIP_ERRORS
 from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
@@ -204,9 +205,7 @@ def _unpack_e2e(
             raise ValueError(f"{source}: {reason}") from error
         if len(lines) != rows:
             raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
-        (root / target).parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(root / target) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        write_lines(root / target, lines)
 
 
 def fetch_checkpoint(name: str, root: Path) -> None:

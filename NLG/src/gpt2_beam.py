@@ -17,7 +17,6 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -28,10 +27,11 @@ from tqdm.auto import tqdm
 
 import loralib as lora
 from beam import BeamSettings, search
-from checkpoints import add_model_params, check_model_params, open_model
+from checkpoints import open_model
 from encoded import END_OF_TEXT_ID, check_in_vocabulary, context_digest, read_encoded, token_ids
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from json_lines import write_json_lines
+from lora_flags import add_model_params, check_model_params
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.io.digests import lines_digest
@@ -221,10 +221,15 @@ def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
         OSError: the file cannot be read.
         ValueError: a line has no context of token ids within the vocabulary.
     """
-    return [
-        _context_of(row, vocab_size, f"{path}:{number}")
-        for number, row in enumerate(read_encoded(path), start=1)
-    ]
+    contexts: list[Prompt] = []
+    for number, row in enumerate(read_encoded(path), start=1):
+        where = f"{path}:{number}"
+        ids = token_ids(row, "context", where)
+        if not ids:
+            raise ValueError(f"{where}: the context is empty")
+        check_in_vocabulary(ids, vocab_size, where)
+        contexts.append(tuple(ids))
+    return contexts
 
 
 def check_same_contexts(path: str, world_size: int) -> None:
@@ -253,14 +258,6 @@ def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt
             *(path, cut, len(contexts), longest),
         )
     return [context[-longest:] for context in contexts]
-
-
-def _context_of(row: dict[str, Any], vocab_size: int, where: str) -> Prompt:
-    ids = token_ids(row, "context", where)
-    if not ids:
-        raise ValueError(f"{where}: the context is empty")
-    check_in_vocabulary(ids, vocab_size, where)
-    return tuple(ids)
 
 
 def decode(

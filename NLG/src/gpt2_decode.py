@@ -16,7 +16,6 @@ such files, for example from an earlier call with a larger --ref_num, is an erro
 
 import argparse
 import logging
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from tqdm.auto import tqdm
 from encoded import context_digest, token_ids
 from encoder import END_OF_TEXT, Encoder, get_encoder
 from formatted import Row, read_formatted
-from json_lines import read_json_lines, read_lines
-from loralib.io.atomic import atomic_write, check_apart
+from json_lines import read_json_lines, read_lines, write_lines
+from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
 from loralib.text import counted
 from script import add_log_level, run, set_up_logging
@@ -268,13 +267,6 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
         [(group.references[n : n + 1] or group.references)[0] for group in groups]
         for n in range(count)
     ]
-
-
-def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
-    """Writes lines atomically, and makes the folder if needed."""
-    Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
 def reference_files(args: argparse.Namespace) -> list[Path]:

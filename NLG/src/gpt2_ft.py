@@ -192,13 +192,20 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
 def read_data(args: argparse.Namespace, dist_env: DistEnv) -> tuple[FT_Dataset, FT_Dataset]:
     """Reads the examples to train on, and those to evaluate on."""
-    length, seed = args.seq_len, args.random_seed
-    train_data = FT_Dataset(args.train_data, args.train_batch_size, length, args.obj == "jlm", seed)
+    train_data = read_training_data(args)
     # A model is always evaluated on completions only, whatever --obj is.
-    valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, length, False, seed)
+    valid_data = FT_Dataset(
+        args.valid_data, args.valid_batch_size, args.seq_len, False, args.random_seed
+    )
     if dist_env.is_main and args.obj == "clm":
         warn_of_ends({args.train_data: train_data, args.valid_data: valid_data})
     return train_data, valid_data
+
+
+def read_training_data(args: argparse.Namespace) -> FT_Dataset:
+    """Reads the examples to train on."""
+    joint = args.obj == "jlm"
+    return FT_Dataset(args.train_data, args.train_batch_size, args.seq_len, joint, args.random_seed)
 
 
 def build_run(
@@ -208,7 +215,7 @@ def build_run(
     valid_data: FT_Dataset,
     new_lora: bool,
 ) -> Run:
-    """Builds a run; sets --max_step from --max_epoch if only the latter is given.
+    """Builds a run; sets --max_step as `set_max_step` does.
 
     Args:
         args, dist_env, train_data, valid_data: see `Run`.
@@ -219,9 +226,7 @@ def build_run(
         ValueError: a flag does not fit the model or the data.
     """
     epoch_steps = batches_per_epoch(train_data, dist_env)
-    if args.max_step is None and args.max_epoch is not None:
-        args.max_step = math.ceil(args.max_epoch * train_data.num_batches / dist_env.world_size)
-
+    set_max_step(args, train_data, dist_env.world_size)
     set_seed(args.random_seed)
     held_in = compute_dtype(args.fp16, args.bf16)
     model, base = open_model(
@@ -258,6 +263,12 @@ def build_run(
     )
 
 
+def set_max_step(args: argparse.Namespace, data: FT_Dataset, processes: int) -> None:
+    """Sets --max_step from --max_epoch if only the latter is given."""
+    if args.max_step is None and args.max_epoch is not None:
+        args.max_step = math.ceil(args.max_epoch * data.num_batches / processes)
+
+
 def set_up_model(run: Run) -> nn.Module:
     """Sets up how the model computes, and wraps it in DDP; all processes must have the same one."""
     args, dist_env = run.args, run.dist_env
@@ -282,7 +293,6 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     args, dist_env, optimizer = run.args, run.dist_env, run.optimizer
     step, best_ppl = progress
     pace = Pace(step, run.last_step)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
     on_gpu = dist_env.device.type == "cuda"
     batches = batches_from(run.train_data, dist_env, args.random_seed, step, pin=on_gpu)
     bar = tqdm(
@@ -306,7 +316,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
         if losses.are_due:
             check_losses(losses, run.scheduler)
         if update_is_due:
-            run.precision.step(optimizer, trained, args.clip)
+            run.precision.step(optimizer, args.clip)
             optimizer.zero_grad()
         tokens += count_tokens(batch)
         watch.beat()
@@ -348,7 +358,8 @@ def evaluate_step(run: Run, step: int, best_ppl: float, metrics: MetricsLog) -> 
         raise TrainingError(f"the validation loss after step {step} is {valid_loss}")
     ppl = math.exp(min(valid_loss, 700))  # exp(710) overflows
     best_ppl = min(best_ppl, ppl)
-    show_evaluation(step, run.last_step, valid_loss, ppl, best_ppl)
+    figures = (step, run.last_step, valid_loss, ppl, best_ppl)
+    logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
     metrics.write(step, valid_loss=valid_loss, valid_ppl=ppl, best_ppl=best_ppl)
     return best_ppl
 
@@ -481,8 +492,8 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     batches = order.split(args.train_batch_size)
     lengths = [data[index].length for index in range(len(data))]
     devices = args.estimate_devices or dist_env.world_size
-    if args.max_step is None and args.max_epoch is not None and isinstance(data, FT_Dataset):
-        args.max_step = math.ceil(args.max_epoch * data.num_batches / devices)
+    if isinstance(data, FT_Dataset):
+        set_max_step(args, data, devices)
 
     def build(layers: int | None) -> Training:
         return training_of(
@@ -505,11 +516,9 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
 
 def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
     """Returns the training data or, if missing or not asked for, a batch of equal rows."""
-    length, path = args.estimate_length, args.train_data
-    if length is None and Path(path).is_file():
-        jlm = args.obj == "jlm"
-        return FT_Dataset(path, args.train_batch_size, args.seq_len, jlm, args.random_seed)
-    length = min(length or args.seq_len, args.seq_len)
+    if args.estimate_length is None and Path(args.train_data).is_file():
+        return read_training_data(args)
+    length = min(args.estimate_length or args.seq_len, args.seq_len)
     return [Row(torch.zeros(length + 1, dtype=torch.int32), length, 0)] * args.train_batch_size
 
 
@@ -520,13 +529,12 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     optimizer = create_adam_optimizer(model, args)
     precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
     loss_of = loss_function(precision, device)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     def add_gradients(batch: Batch) -> None:
         precision.backward(loss_of(model, batch, args.label_smooth) / args.grad_acc)
 
     def update() -> None:
-        precision.step(optimizer, trained, args.clip)
+        precision.step(optimizer, args.clip)
         optimizer.zero_grad()
 
     return Training(model, optimizer, add_gradients, update)
@@ -561,12 +569,6 @@ def show_step(bar: tqdm, step: int, loss: float, lr: float, pace: Pace) -> None:
     if bar.disable:
         figures = (step, bar.total, loss, lr, pace.at(step))
         logger.info("step %d of %d: loss %.3f, lr %.2e; %s", *figures)
-
-
-def show_evaluation(step: int, last_step: int, loss: float, ppl: float, best_ppl: float) -> None:
-    """Logs an evaluation's figures."""
-    figures = (step, last_step, loss, ppl, best_ppl)
-    logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
 
 
 def show_end(

@@ -4,8 +4,8 @@ import argparse
 import math
 import os
 
-from checkpoints import add_lora_params, add_model_params, check_model_params
 from gpu import add_gpu_params
+from lora_flags import add_lora_params, add_model_params, check_model_params
 from loralib.io.command_line import ArgumentParser, check_bounds
 from loralib.training.determinism import LARGEST_SEED
 from loralib.training.estimate import SETTINGS, check_settings

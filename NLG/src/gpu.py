@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from loralib.io.command_line import check_bounds
 from loralib.training.agreement import check_alike, check_same_code
-from loralib.training.distributed import TIMEOUT, choose_device, join
+from loralib.training.device import choose_device
+from loralib.training.distributed import TIMEOUT, join
 from loralib.training.launcher_env import Place, is_launched, process_place
 
 _OPENMPI_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")

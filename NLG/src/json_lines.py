@@ -1,4 +1,4 @@
-"""Reads files of one JSON object or one text per line, and writes the former."""
+"""Reads and writes files of one JSON object, or one text, per line."""
 
 import codecs
 import json
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write, atomic_write_text
 from loralib.io.encoding import refuse_utf16_file
 
 
@@ -65,3 +65,9 @@ def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) ->
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
+
+
+def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
+    """Writes one text per line, atomically; makes the file's folder if needed."""
+    Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, "".join(f"{line}\n" for line in lines))

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from adapter_rows import TOLERANCE
 from timing import Batch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 LONGEST = 512
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-# The allowed difference of a text's logits, which are about 1: sums are rounded differently in
-# other batches.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 # A set -> its logits, (texts, labels), in the set's order.
 LogitsOf = Callable[[Batch], Tensor]

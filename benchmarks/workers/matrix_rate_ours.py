@@ -5,13 +5,11 @@ where `times` is how often a layer has that product. The result is in billions o
 and additions per second.
 """
 
-import json
-import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
+from timing import read_plan, write_result
 from torch import nn
 
 from loralib.nn import products
@@ -56,14 +54,5 @@ def gflops(plan: dict) -> float:
     return work / seconds / 1e9
 
 
-def main() -> None:
-    """Reads the plan, writes the result."""
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if plan["threads"]:
-        torch.set_num_threads(plan["threads"])
-    torch.manual_seed(plan["seed"])
-    Path(sys.argv[2]).write_text(json.dumps({"gflops": gflops(plan)}), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write_result({"gflops": gflops(read_plan())})

@@ -33,14 +33,13 @@ def training_step(
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
     if plan["device"] == "cpu":
         choose_products(frozen_weights(model), precision.dtype, world_size=1)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(trained)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
 
     def step(batch: Batch) -> Tensor:
         with precision.autocast():
             loss = loss_of(batch)
         precision.backward(loss)
-        precision.step(optimizer, trained, max_norm)
+        precision.step(optimizer, max_norm)
         optimizer.zero_grad()
         return loss.detach()
 

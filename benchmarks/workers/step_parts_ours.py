@@ -8,16 +8,14 @@ counts only as the inner one. The kernels that a part cannot do without are part
 
 import functools
 import importlib
-import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
+from timing import read_plan, write_result
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -140,17 +138,14 @@ def _check(outcome: torch.Tensor) -> None:
 
 def main() -> None:
     """Reads the plan, writes the result."""
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if plan["threads"]:
-        torch.set_num_threads(plan["threads"])
-    torch.manual_seed(plan["seed"])
+    plan = read_plan()
     mark(products, "product", PRODUCTS)
     mark(dropout, "dropout", DROPOUT)
     worker = importlib.import_module(f"{plan['step']}_ours")
     result = measure(plan, worker.make_step(plan), worker.make_batch)
     result |= {"threads": torch.get_num_threads(), "gpu": None}
     result |= {"versions": {"torch": torch.__version__, "this project": lora.__version__}}
-    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    write_result(result)
 
 
 if __name__ == "__main__":

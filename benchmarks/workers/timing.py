@@ -48,11 +48,8 @@ def run(
     Raises:
         ValueError: a result is not finite, so the times are not of real work.
     """
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    plan = read_plan()
     device = torch.device(plan["device"])
-    if plan["threads"]:
-        torch.set_num_threads(plan["threads"])
-    torch.manual_seed(plan["seed"])
     step = make_step(plan)
     seconds = []
     for index, entry in enumerate(plan["batches"]):
@@ -74,6 +71,20 @@ def run(
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
+    write_result(result)
+
+
+def read_plan() -> dict:
+    """Reads the plan, and sets the number of threads and the seed as it says."""
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
+    torch.manual_seed(plan["seed"])
+    return plan
+
+
+def write_result(result: dict) -> None:
+    """Writes the worker's result."""
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
 
 

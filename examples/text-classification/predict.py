@@ -52,7 +52,7 @@ from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.text import counted, in_short
 from loralib.training.determinism import set_up_device
-from loralib.training.distributed import choose_device
+from loralib.training.device import choose_device
 from loralib.training.precision import Precision, cast_frozen, check_precision
 from loralib.training.process import LOG_LEVELS
 from loralib.training.product_choices import choose_products, frozen_weights

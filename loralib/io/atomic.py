@@ -81,6 +81,12 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def atomic_write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes text in UTF-8 as the new content of `path`; raises the errors of `atomic_write`."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def _take_place(temporary: Path, target: Path, path: Path) -> None:
     try:
         temporary.replace(target)

@@ -37,6 +37,16 @@ def are_fast_paths_off() -> bool:
     return _off or needs_public_operations()
 
 
+def are_eager_paths_on(*tensors: Tensor) -> bool:
+    """Returns whether to use fast paths that neither a compiled nor a traced graph can hold.
+
+    Args:
+        tensors: the inputs of the computation.
+    """
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not (are_fast_paths_off() or is_graph or is_transformed(*tensors))
+
+
 def has_mode() -> bool:
     """Returns whether a `TorchDispatchMode`, which may change any result, is active here.
 

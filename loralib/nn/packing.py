@@ -308,7 +308,7 @@ def _attend_one_by_one(
     attended = []
     for row in zip(*parts, strict=True):
         q, k, v = (_by_head(part[None], heads) for part in row)
-        attended.append(_attention(q, k, v, None, dropout_p, causal))
+        attended.append(F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal))
     return torch.cat([row[0].transpose(0, 1).flatten(1) for row in attended])
 
 
@@ -327,27 +327,13 @@ def _attend_padded(
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
     q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
-    mask = None  # with padding on the right, causal attention never reaches it
-    if not causal:
-        mask = rows.is_token[:, None, None, :]
-    attended = _attention(q, k, v, mask, dropout_p, causal).transpose(1, 2).flatten(2)
+    # With padding on the right, causal attention never reaches it.
+    mask = None if causal else rows.is_token[:, None, None, :]
+    attended = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal)
+    attended = attended.transpose(1, 2).flatten(2)
     return attended[:, 0] if one_query else rows.pack(attended)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
     """(batch, length, hidden) -> (batch, heads, length, dim)."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    causal: bool = False,
-) -> Tensor:
-    """Computes attention of (batch, heads, length, dim); `mask` is False at keys to ignore."""
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
-    )

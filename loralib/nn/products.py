@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import processor
-from .fast_paths import are_fast_paths_off, is_transformed
+from .fast_paths import are_eager_paths_on, are_fast_paths_off, is_transformed
 from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 # ---- products that autograd records ----
@@ -92,9 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
     is_trained = weight.requires_grad and torch.is_grad_enabled()
     if is_trained and not (
-        _is_slow_in_float32(x, weight, bias)
-        if dtype is torch.float32 and not is_cast
-        else _is_emulated_with(weight, dtype, is_cast)
+        _is_slow_in_float32(x, weight, bias) or _is_emulated_with(weight, dtype, is_cast)
     ):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -113,7 +111,8 @@ def _is_slow_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
     `F.linear` accepts more than these.
     """
-    if not _is_onednn_faster() or weight.dtype is not x.dtype:
+    is_float32 = x.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not is_float32 or not _is_onednn_faster() or weight.dtype is not x.dtype:
         return False
     if bias is not None and (
         bias.shape != weight.shape[:1] or bias.dtype is not x.dtype or is_transformed(bias)
@@ -220,13 +219,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
     """Returns whether fast methods are on and support these tensors: no subclasses, no tracing."""
-    return (
-        {type(x), type(weight)} <= {Tensor, nn.Parameter}
-        and not are_fast_paths_off()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not is_transformed(x, weight)
-    )
+    is_plain = {type(x), type(weight)} <= {Tensor, nn.Parameter}
+    return is_plain and are_eager_paths_on(x, weight)
 
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -413,11 +407,13 @@ def measure(
             if not _is_ordinary(x, matrix) or not _has_methods(x, cast):
                 continue
             key = _key(x, cast, added)
+            if key in methods:
+                continue
             if processor.is_emulated(x):  # other methods may take a hundred times as long
                 methods[key] = "float32"
-            if key not in methods and known.get(key) in METHODS:
+            elif known.get(key) in METHODS:
                 methods[key] = known[key]
-            if key not in methods:
+            else:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 methods[key] = _fastest(x, matrix.to(dtype), own, worth)

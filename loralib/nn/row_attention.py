@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
-from .fast_paths import are_fast_paths_off, is_transformed
+from .fast_paths import are_eager_paths_on
 from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
@@ -42,11 +42,9 @@ def suits_cpu(
         distances: its c2p and p2c, as far as there are any.
         dropout_p: dropout on the attention probabilities.
     """
-    if are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
     terms = [x for x in distances if x is not None]
     given = [query, key, value, *terms]
-    if is_transformed(*given):
+    if not are_eager_paths_on(*given):
         return False
     computable = all(x.device.type == "cpu" and x.dtype == query.dtype for x in given)
     is_taken = bool(terms) or dropout_p > 0 or _is_recorded(given)

@@ -19,7 +19,7 @@ by a variance of 0. They change no other row's result, and have no gradient.
 import torch
 from torch import Tensor
 
-from .fast_paths import are_fast_paths_off
+from .fast_paths import are_eager_paths_on
 from .packing import PackedRows
 from .products import product_dtype
 from .routing import in_effect
@@ -75,7 +75,6 @@ def fill(x: Tensor, count: int) -> Tensor:
 
 def _largest_step(x: Tensor) -> int:
     """Returns the largest step of row counts for x's products; 0 if they are not filled up."""
-    is_eager = not (are_fast_paths_off() or torch.compiler.is_compiling() or torch.jit.is_tracing())
-    if x.device.type != "cpu" or not is_eager:
+    if x.device.type != "cpu" or not are_eager_paths_on():
         return 0
     return _LARGEST_STEP.get(product_dtype(x), 0)

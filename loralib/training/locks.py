@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import TrainingError
-from ..io.atomic import atomic_write
+from ..io.atomic import atomic_write_text
 
 LOCK_NAME = ".lock"
 OWNER_NAME = ".lock.json"
@@ -99,8 +99,7 @@ class Owner:
 
     def write(self, path: Path) -> None:
         """Writes the owner as JSON."""
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        atomic_write_text(path, json.dumps(asdict(self)) + "\n")
 
     @property
     def can_be_checked(self) -> bool:

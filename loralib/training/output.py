@@ -17,6 +17,7 @@ from .distributed import barrier, gather_objects
 from .locks import sole_use
 
 _PROBE = ".shared"  # the prefix of a file's name that all processes have to see
+_LATE = 10.0  # seconds by which a network file system may show a file too late
 
 
 @contextmanager
@@ -112,9 +113,9 @@ def check_shared(folder: str | os.PathLike, world_size: int) -> None:
         )
 
 
-def appears(path: Path, seconds: float = 10.0) -> bool:
+def appears(path: Path) -> bool:
     """Returns whether a file is there, or appears in time: network file systems may be late."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _LATE
     while not path.exists():
         if time.monotonic() > end:
             return False

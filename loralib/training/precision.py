@@ -5,7 +5,7 @@ is trained, and the optimizer's state, stay in float32, because updates are too 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -115,9 +115,7 @@ class Precision:
         """Adds the loss's gradients to those of the parameters."""
         self.scaler.scale(loss).backward()
 
-    def step(
-        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
-    ) -> bool:
+    def step(self, optimizer: Optimizer, max_norm: float) -> bool:
         """Clips the gradients' norm to `max_norm`, if that is positive, and updates the parameters.
 
         Returns:
@@ -125,7 +123,8 @@ class Precision:
         """
         if max_norm > 0:
             self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, max_norm)
         updates: list[bool] = []
 
         def note(optimizer: Optimizer, *_: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-from ..io.atomic import atomic_write
+from ..io.atomic import atomic_write_text
 from ..nn import products
 from ..nn.products import FrozenWeight
 from .distributed import gather_objects
@@ -50,7 +50,7 @@ def choose_products(
     """
     machine, methods = products.machine(), {}
     if rank() == 0:
-        path, before = _cache_path(), _chosen_before.setdefault(products.machine(), {})
+        path, before = _cache_path(), _chosen_before.setdefault(machine, {})
         known = {**_read(path).get(machine, {}), **before}
         methods = products.measure(weights, dtype, known, rows, backward)
         before.update(methods)
@@ -147,8 +147,7 @@ def _add(path: Path | None, machine: str, measured: Mapping[str, str]) -> None:
         with _in_turn(path):
             everything = _read(path)
             everything[machine] = {**everything.get(machine, {}), **measured}
-            with atomic_write(path) as unfinished:
-                unfinished.write_text(json.dumps(everything, indent=1), encoding="utf-8")
+            atomic_write_text(path, json.dumps(everything, indent=1))
     except OSError as error:
         logger.warning("%s cannot be written; the next run measures again: %s", path, error)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..io.atomic import atomic_write
+from ..io.atomic import atomic_write_text
 from .distributed import gather_objects
 from .locks import parent_of, started
 
@@ -45,9 +45,7 @@ class Launch:
         """
         if self.agents:
             note = self.note if self.is_restart else note
-            with atomic_write(self.path) as path:
-                text = json.dumps({"agents": self.agents, "note": note})
-                path.write_text(text, encoding="utf-8")
+            atomic_write_text(self.path, json.dumps({"agents": self.agents, "note": note}))
 
 
 def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:

@@ -11,9 +11,10 @@ import torch
 
 import gpt2_beam
 from beam import BeamSettings, search
-from checkpoints import Base, add_model_params, open_model, save_model
+from checkpoints import Base, open_model, save_model
 from encoded import context_digest
 from family import TARGETS
+from lora_flags import add_model_params
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata

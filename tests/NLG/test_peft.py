@@ -12,6 +12,7 @@ from compare import assert_close_to_rounding, assert_equal, rounding
 from safetensors.torch import load_file, save_file
 
 import checkpoints
+import lora_flags
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
@@ -80,7 +81,7 @@ def opened(base, monkeypatch):
 
     def load(path, *flags):
         parser = argparse.ArgumentParser()
-        checkpoints.add_model_params(parser)
+        lora_flags.add_model_params(parser)
         args = parser.parse_args(["--init_checkpoint", str(base), *flags])
         return checkpoints.open_model(args, str(path))[0].eval()
 

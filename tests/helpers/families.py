@@ -25,6 +25,7 @@ from transformers.adaptation_settings import targets_of_modules
 sys.path.insert(0, str(ROOT / "NLG" / "src"))
 
 import checkpoints
+import lora_flags
 import model as gpt2
 
 PEFT = PeftFixture()
@@ -101,7 +102,7 @@ def _tiny_config_of(card: str, **lora_fields) -> gpt2.GPT2Config:
 
 def _open_gpt2(base: Path, adapter: Adapter | None) -> nn.Module:
     parser = argparse.ArgumentParser()
-    checkpoints.add_model_params(parser)
+    lora_flags.add_model_params(parser)
     args = parser.parse_args(["--init_checkpoint", str(base / "model.safetensors")])
     source = None if adapter is None else adapter.source
     with mock.patch.object(checkpoints, "config_of", _tiny_config_of):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoints import add_lora_params, add_model_params, open_model
+from checkpoints import open_model
+from lora_flags import add_lora_params, add_model_params
 from loralib.errors import CheckpointError
 
 WIDTH, BLOCKS, VOCABULARY, POSITIONS = 8, 2, 23, 10

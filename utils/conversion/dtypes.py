@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loralib.adapters.adapter import Adapter
 from loralib.errors import CheckpointError
+from loralib.io.tensors import first_not_finite
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,12 +23,12 @@ def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype)
     Raises:
         CheckpointError: a tensor is not finite.
     """
-    for tensor, values in tensors.items():
-        if not torch.isfinite(values).all():
-            raise CheckpointError(
-                f"{name}: {tensor} has values beyond the range of {name_of(dtype)}; give another "
-                "--dtype"
-            )
+    tensor = first_not_finite(tensors.items())
+    if tensor is not None:
+        raise CheckpointError(
+            f"{name}: {tensor} has values beyond the range of {name_of(dtype)}; give another "
+            "--dtype"
+        )
 
 
 def dtypes_of(adapter: Adapter) -> list[str]:

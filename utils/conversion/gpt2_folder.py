@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from conversion.dtypes import name_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.fingerprint import fingerprint, has_float16
 from loralib.errors import CheckpointError
@@ -145,11 +146,10 @@ def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None
     if head is not None:
         weights["lm_head.weight"] = head
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
-    dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
     # Tied or not depends on the merged model, whatever the base's settings say.
     own = {
         "architectures": _FIXED["architectures"],
-        "torch_dtype": dtype,
+        "torch_dtype": name_of(weights["transformer.wte.weight"].dtype),
         "tie_word_embeddings": head is None,
     }
     # Upstream's later name for torch_dtype.

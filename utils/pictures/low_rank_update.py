@@ -82,17 +82,15 @@ class Drawing:
         parts: str | Sequence[tuple[str, str]],
         size: float = 14,
         fill: str = INK,
-        anchor: str = "middle",
         weight: str = "normal",
     ) -> None:
         """Adds a line of text.
 
         Args:
-            x, y: the position of its anchor, on the baseline.
+            x, y: the position of its middle, on the baseline.
             parts: the text, or pieces of it: (kind, text), of kind "math", "sub" or "plain".
             size: the font's size.
             fill: the text's color.
-            anchor: "start", "middle" or "end".
             weight: the font's weight.
         """
         line = self.add(
@@ -102,7 +100,7 @@ class Drawing:
             font_family=SANS,
             font_size=size,
             fill=fill,
-            text_anchor=anchor,
+            text_anchor="middle",
             font_weight=weight,
         )
         if isinstance(parts, str):

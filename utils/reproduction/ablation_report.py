@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import import_figure, save_figure
-from reproduction.ablation_rows import ALPHA, HEAD_ALONE, QUESTIONS, Question, Row
+from reproduction.ablation_rows import ALPHA, HEAD_ALONE, QUESTIONS, Row
 from reproduction.ablation_runs import Results
-from reproduction.intervals import CONFIDENCE, half_width
+from reproduction.tables import CONFIDENCE, half_width, markdown_table, with_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ class Outcome:
         """Returns the row's cells in the table, without its name and rank."""
         seconds = statistics.mean(run.seconds for run in self.runs)
         return [
-            f"{self.mean:.1f} ± {self.half:.1f}",
+            with_interval(self.accuracies),
             f"{self.runs[0].lora_parameters:,}",
             f"{self.learning_rate:g}",
             f"{seconds:.1f}",
@@ -61,18 +61,6 @@ class Outcome:
 
 Outcomes = Mapping[str, Outcome]
 """Outcomes by the key of their row."""
-
-
-def table(question: Question, outcomes: Outcomes) -> list[str]:
-    """Returns the lines of a question's table."""
-    lines = [
-        f"## {question.title}\n",
-        "| | r | accuracy, % | LoRA's parameters | learning rate | seconds |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in question.rows:
-        lines.append(f"| {' | '.join([row.name, str(row.rank), *outcomes[row.key].cells()])} |")
-    return [*lines, ""]
 
 
 @dataclass(frozen=True)
@@ -106,8 +94,10 @@ def report(outcomes: Outcomes, settings: Settings) -> str:
         *_introduction(outcomes[HEAD_ALONE.key], settings),
         f"![accuracies with their intervals]({PICTURE_NAME})\n",
     ]
+    header = ["", "r", "accuracy, %", "LoRA's parameters", "learning rate", "seconds"]
     for question in QUESTIONS:
-        lines += table(question, outcomes)
+        rows = [[row.name, str(row.rank), *outcomes[row.key].cells()] for row in question.rows]
+        lines += [f"## {question.title}\n", *markdown_table(header, rows)]
     return "\n".join([*lines, *_limits(outcomes, settings)]) + "\n"
 
 
@@ -128,7 +118,7 @@ def _introduction(head: Outcome, settings: Settings) -> list[str]:
         f"{100 * CONFIDENCE:.0f} % confidence interval (Student's t). {chosen} LoRA's alpha is "
         f"{ALPHA} throughout. Seconds are CPU time for one run.\n",
         f"Always predicting the more frequent label gives {100 * majority:.1f} %. Training the "
-        f"head alone, without LoRA, gives {head.mean:.1f} ± {head.half:.1f} (learning rate "
+        f"head alone, without LoRA, gives {with_interval(head.accuracies)} (learning rate "
         f"{head.learning_rate:g}); the head, {head.runs[0].parameters:,} parameters, is trained in "
         "all rows.\n",
     ]
@@ -237,6 +227,5 @@ def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
 
 def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
     """Writes tables and picture into a folder."""
-    with atomic_write(out / TABLE_NAME) as temporary:
-        temporary.write_text(report(outcomes, settings), encoding="utf-8")
+    atomic_write_text(out / TABLE_NAME, report(outcomes, settings))
     save_figure(draw(outcomes), out / PICTURE_NAME)

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reproduction.ablation_rows import Row
 from reproduction.run_file import RunFile
+from reproduction.trials import Trials
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -34,13 +36,13 @@ class Trial:
     """A run of a row.
 
     Args:
-        row: the row that is trained.
+        method: the row, which says how the base is adapted.
         learning_rate: the peak learning rate.
         seed: the seed of new weights, the order of the data, and dropout.
         tuning: whether the run is for choosing the learning rate, on the training set only.
     """
 
-    row: Row
+    method: Row
     learning_rate: float
     seed: int
     tuning: bool
@@ -96,23 +98,13 @@ class Experiment:
         ids = zip(encoded["input_ids"], labels, strict=True)
         return [{"input_ids": row, "label": label} for row, label in ids]
 
-    def describe(self, trial: Trial) -> dict[str, Any]:
-        """Returns all that determines a trial's results, which identifies it in the run file."""
-        return {
-            "flags": {**COMMON, "num_train_epochs": self.epochs, **trial.row.flags},
-            "learning_rate": trial.learning_rate,
-            "seed": trial.seed,
-            "tuning": trial.tuning,
-            "base_and_data": self.fingerprint,
-        }
-
     def run(self, trial: Trial) -> Results:
         """Trains and measures a trial."""
         training, measured = self.training, self.development
         if trial.tuning:
             cut = len(training) * 4 // 5
             training, measured = training[:cut], training[cut:]
-        flags = trial.row.flags
+        flags = trial.method.flags
         set_seed(trial.seed)
         model = AutoModelForSequenceClassification.from_pretrained(
             self.base, num_labels=2, **{n: flags[n] for n in flags.keys() - OF_TRAINER}
@@ -151,19 +143,30 @@ def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
     return glue_compute_metrics(TASK, evaluated.predictions.argmax(axis=1), evaluated.label_ids)
 
 
-class Runs:
-    """The experiment's runs, each of which is carried out only once.
+class AblationTrials(Trials[Trial, Results]):
+    """The trials of an experiment, one after the other.
 
     Args:
-        file: the results of finished runs.
+        experiment: the base and the task.
+        runs: the results of finished trials.
     """
 
-    def __init__(self, file: RunFile[Results]):
-        self.file = file
+    def __init__(self, experiment: Experiment, runs: RunFile[Results]):
+        super().__init__(runs, jobs=1)
+        self.experiment = experiment
 
-    def result(self, experiment: Experiment, trial: Trial) -> Results:
-        """Returns a trial's results; runs it and writes them if they are not in the file."""
-        run = experiment.describe(trial)
-        if run not in self.file:
-            self.file[run] = experiment.run(trial)
-        return self.file[run]
+    def describe(self, trial: Trial) -> dict[str, Any]:
+        """As in `Trials`."""
+        epochs = self.experiment.epochs
+        return {
+            "flags": {**COMMON, "num_train_epochs": epochs, **trial.method.flags},
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+            "tuning": trial.tuning,
+            "base_and_data": self.experiment.fingerprint,
+        }
+
+    def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
+        """As in `Trials`."""
+        for trial in trials:
+            yield trial, self.experiment.run(trial)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from reproduction.runs import Run, Tree, read_json, run_of
 
 PAPER = Path(__file__).parents[1] / "paper_results.json"
@@ -97,8 +97,7 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
             "give the same flags, or another --output_dir"
         )
     out.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    atomic_write_text(path, json.dumps(settings) + "\n")
 
 
 def _in_words(settings: Mapping[str, Any]) -> str:

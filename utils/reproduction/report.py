@@ -8,11 +8,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import save_figure
-from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.plan import Row
 from reproduction.runs import Run, Tree, problem_of, run_of
+from reproduction.tables import CONFIDENCE, half_width, markdown_table
 
 RESULTS_NAME, PICTURE_NAME = "results.md", "learning_curves.png"
 
@@ -81,27 +81,24 @@ def cells_of(row: Row, out: Path, asked: Sequence[Run]) -> dict[str, Cell]:
 def report_row(row: Row, cells: Mapping[str, Cell]) -> list[str]:
     """Returns the lines of a row: its table, and notes on it."""
     tree = row.tree
-    lines = [
-        f"## {row.name}: {tree.title}\n",
-        "| | measure | paper | here | runs | each seed | parameters trained |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ["", "measure", "paper", "here", "runs", "each seed", "parameters trained"]
+    rows: list[list[str]] = []
     notes: dict[str, list[str]] = {}
     scores = []
     for column, cell in cells.items():
         trained = tree.trained(cell.done[0]) if cell.done else ""
-        paper = row.paper.get(column, "")
+        paper = str(row.paper.get(column, ""))
         counts = f"{len(cell.done)} of {len(cell.runs)}" if cell.done else ""
         columns = (tree.columns[column], tree.measure(column), paper, cell.result)
-        lines.append(f"| {' | '.join(map(str, (*columns, counts, cell.each, trained)))} |")
+        rows.append([*columns, counts, cell.each, trained])
         for note in cell.notes():
             notes.setdefault(note, []).append(tree.columns[column])
         scores += _other_scores(tree, tree.columns[column], cell)
     if "avg" in row.paper:
         medians = [cell.median for cell in cells.values()]
         here = "not all run" if None in medians else f"{statistics.mean(medians):.1f}"
-        lines.append(f"| average | of the first figures | {row.paper['avg']} | {here} | | | |")
-    lines.append("")
+        rows.append(["average", "of the first figures", str(row.paper["avg"]), here, "", "", ""])
+    lines = [f"## {row.name}: {tree.title}\n", *markdown_table(header, rows)]
     if "params" in row.paper:
         lines.append(f"- parameters trained, in the paper: {row.paper['params']}")
     lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
@@ -188,8 +185,7 @@ def write_report(
     ]
     cells = {row.name: cells_of(row, out, asked) for row in rows}
     text = report(rows, cells, settings)
-    with atomic_write(out / RESULTS_NAME) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    atomic_write_text(out / RESULTS_NAME, text)
     begun = {}
     for row in rows:
         for column, cell in cells[row.name].items():

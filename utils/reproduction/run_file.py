@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 
 Results = TypeVar("Results")
 
@@ -61,5 +61,4 @@ class RunFile(Generic[Results]):
             json.dumps({"run": json.loads(key), "results": asdict(found)}) + "\n"
             for key, found in self._results.items()
         ]
-        with atomic_write(self.path) as temporary:
-            temporary.write_text("".join(lines), encoding="utf-8")
+        atomic_write_text(self.path, "".join(lines))

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from loralib.errors import TrainingError
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import import_figure
 from loralib.nn.products import machine
@@ -53,7 +53,7 @@ from reproduction.study_rows import (
     Method,
 )
 from reproduction.study_runs import EncoderTrials, Experiment, Results, Trial
-from reproduction.study_trials import Cell, run_cells
+from reproduction.trials import Cell, run_cells
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +185,10 @@ class Study:
                 splits = prepare_task(task, self.args.data_dir)
                 rows = {name: [asdict(row) for row in rows] for name, rows in splits.items()}
                 path.parent.mkdir(exist_ok=True)
-                _write(path, json.dumps(rows))
+                atomic_write_text(path, json.dumps(rows))
         if not self.corpus.is_file():
             sentences = corpus_sentences(self.args.data_dir, self.args.nlg_dir)
-            _write(self.corpus, "\n".join(sentences) + "\n")
+            atomic_write_text(self.corpus, "\n".join(sentences) + "\n")
 
     def train_base(self) -> None:
         """Pretrains the encoder with run_mlm.py.
@@ -267,11 +267,6 @@ class Study:
             task.name: [row["label"] for row in self.experiment.rows(task.name, "validation")]
             for task in TASKS
         }
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> None:

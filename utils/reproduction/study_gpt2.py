@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loralib.errors import TrainingError
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from reproduction.programs import environment, last_error
 from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import ROOT, read_json, trained_sizes
+from reproduction.study_data import TUNING_SHARE
 from reproduction.study_rows import Gpt2Method
-from reproduction.study_trials import Trials
+from reproduction.trials import Trials
 
 logger = logging.getLogger(__name__)
 
 CARD = "gpt2.xs"
 EPOCHS, TUNING_EPOCHS = 3, 1
-TUNING_SHARE = 0.2
 COMMON = {
     "lora_dropout": 0.1,
     "label_smooth": 0.1,
@@ -70,6 +70,11 @@ class Gpt2Trial:
     learning_rate: float
     seed: int
     tuning: bool
+
+    @property
+    def epochs(self) -> int:
+        """The number of passes over the training data."""
+        return TUNING_EPOCHS if self.tuning else EPOCHS
 
     @property
     def name(self) -> str:
@@ -173,7 +178,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         return {
             "task": "e2e",
             "flags": {**COMMON, **trial.method.flags},
-            "max_epoch": TUNING_EPOCHS if trial.tuning else EPOCHS,
+            "max_epoch": trial.epochs,
             "learning_rate": trial.learning_rate,
             "seed": trial.seed,
             "tuning": trial.tuning,
@@ -226,15 +231,15 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     def _train(self, trial: Gpt2Trial, work: Path) -> tuple[Used, Path]:
         """Trains a method; returns the time and memory used, and the path of the model."""
         train, measured = ("tuning_train", "tuning") if trial.tuning else ("train", "test")
-        epochs = TUNING_EPOCHS if trial.tuning else EPOCHS
         with open(self._file(train), encoding="utf-8") as file:
-            steps = epochs * math.ceil(sum(1 for _ in file) / COMMON["train_batch_size"])
+            steps = trial.epochs * math.ceil(sum(1 for _ in file) / COMMON["train_batch_size"])
         used = self._run(
             *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--bf16"),
             *("--train_data", self._file(train), "--valid_data", self._file(measured)),
             *("--init_checkpoint", self.base, "--correct_bias"),
             *_flags({"lora_dim": 0, **COMMON, **trial.method.flags}),
-            *("--max_epoch", epochs, "--lr", trial.learning_rate, "--random_seed", trial.seed),
+            *("--max_epoch", trial.epochs, "--lr", trial.learning_rate),
+            *("--random_seed", trial.seed),
             *("--eval_interval", steps, "--save_interval", 10 * steps, "--work_dir", work),
         )
         return used, work / f"model.{steps}.pt"
@@ -244,17 +249,9 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         self._run(
             *("src/gpt2_beam.py", "--platform", "local", "--data", self._file("test")),
             *("--batch_size", 16, "--seq_len", 512, "--eval_len", 64, "--model_card", CARD),
-            *(
-                "--init_checkpoint",
-                model,
-                *_flags(trial.method.flags),
-                "--beam",
-                10,
-                "--length_penalty",
-                0.8,
-            ),
-            *("--no_repeat_ngram_size", 4, "--eos_token_id", 628, "--work_dir", work),
-            *("--output_file", "predict.jsonl"),
+            *("--init_checkpoint", model, *_flags(trial.method.flags)),
+            *("--beam", 10, "--length_penalty", 0.8, "--no_repeat_ngram_size", 4),
+            *("--eos_token_id", 628, "--work_dir", work, "--output_file", "predict.jsonl"),
         )
         self._run(
             *("src/gpt2_decode.py", "--vocab", self.vocab),
@@ -282,9 +279,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         if self._file(name).is_file():
             return
         path = self.folder / f"{name}_formatted.jsonl"
-        with atomic_write(path) as temporary:
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            temporary.write_text(lines, encoding="utf-8")
+        atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._run(
             *("src/gpt2_encode.py", "--vocab", self.vocab, "--input", path),
             *("--output", self._file(name), "--add_bos", "--add_eos"),

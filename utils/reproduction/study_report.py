@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.pictures import import_figure, save_figure
 from reproduction.ablation_rows import ALPHA, HEAD_ALONE
-from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.study_data import TASKS, StudyTask
 from reproduction.study_gpt2 import EPOCHS as GPT2_EPOCHS
 from reproduction.study_gpt2 import Gpt2Results
@@ -25,6 +24,7 @@ from reproduction.study_rows import (
     Method,
 )
 from reproduction.study_runs import EPOCHS, Results
+from reproduction.tables import CONFIDENCE, half_width, markdown_table, with_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,18 +113,6 @@ class Settings:
     made: str
 
 
-def with_interval(values: Sequence[float], digits: int = 1) -> str:
-    """Formats the mean and, for two or more values, half the width of its confidence interval."""
-    text = f"{statistics.mean(values):.{digits}f}"
-    return text if len(values) < 2 else f"{text} ± {half_width(values):.{digits}f}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table, and an empty one."""
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
-
-
 def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settings) -> str:
     """Returns all tables, with text on how they were made and what they mean."""
     title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
@@ -206,7 +194,7 @@ def four_tasks(outcomes: Outcomes, settings: Settings) -> list[str]:
         memory = max(run.memory for outcome in done for run in outcome.runs) / MIB
         trained = f"{done[0].runs[0].parameters:,}"
         rows.append([method.name, trained, *cells, mean, seconds, f"{memory:,.0f}"])
-    return table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _majority(task: StudyTask, settings: Settings) -> str:
@@ -225,7 +213,7 @@ def chosen_rates(outcomes: Outcomes) -> list[str]:
             cells = [f"{o.learning_rate:g}{'*' * o.at_end}" if o else "-" for o in found]
             rows.append([method.name, *cells])
     legend = "\\* The largest or the smallest rate tried: a better one may lie beyond it.\n"
-    return [*table(["", *(task.title for task in TASKS)], rows), legend]
+    return [*markdown_table(["", *(task.title for task in TASKS)], rows), legend]
 
 
 def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[str]:
@@ -239,7 +227,7 @@ def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[s
         if (found := outcomes.get((task, method.name))) is not None
     ]
     metric = next(t.metric_title for t in TASKS if t.name == task)
-    return table(["", "trained", f"{metric}, %", "learning rate", "seconds"], rows)
+    return markdown_table(["", "trained", f"{metric}, %", "learning rate", "seconds"], rows)
 
 
 def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
@@ -259,7 +247,7 @@ def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
         ]
         for name, found in outcomes.items()
     ]
-    return table(["", "trained", *scores, "test loss", "learning rate", *USED], rows)
+    return markdown_table(["", "trained", *scores, "test loss", "learning rate", *USED], rows)
 
 
 def draw(outcomes: Outcomes) -> Figure:
@@ -306,6 +294,5 @@ def _draw_points(panel: Axes, found: Sequence[Outcome], style: str, label: str) 
 
 def write_report(out: Path, text: str, outcomes: Outcomes) -> None:
     """Writes tables and picture into a folder."""
-    with atomic_write(out / TABLE_NAME) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    atomic_write_text(out / TABLE_NAME, text)
     save_figure(draw(outcomes), out / PICTURE_NAME)

@@ -19,7 +19,7 @@ from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import read_json
 from reproduction.study_data import TASKS, StudyTask
 from reproduction.study_rows import Method
-from reproduction.study_trials import Trials
+from reproduction.trials import Trials
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,

@@ -645,10 +645,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
 
     def _update(self) -> None:
         """Applies the accumulated gradients."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self._progress.pending.are_due:
             self._check_finite()
-        if self.precision.step(self.optimizer, parameters, self.args.max_grad_norm):
+        if self.precision.step(self.optimizer, self.args.max_grad_norm):
             self.lr_scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.global_step += 1

@@ -162,8 +162,7 @@ def training_of(
         trainer.training_step(trainer.model, batch)
 
     def update() -> None:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        trainer.precision.step(optimizer, trained, args.max_grad_norm)
+        trainer.precision.step(optimizer, args.max_grad_norm)
         optimizer.zero_grad(set_to_none=True)
 
     return Training(model, optimizer, add_gradients, update)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from loralib.io.command_line import check_bounds
 from loralib.io.console import is_terminal
 from loralib.training.determinism import LARGEST_SEED
-from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
+from loralib.training.device import choose_device
+from loralib.training.distributed import TIMEOUT, barrier, join
 from loralib.training.launcher_env import is_launched, process_place, rank
 from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.process import LOG_LEVELS

@@ -26,7 +26,8 @@ from gpt2_files import (
 )
 from torch import nn
 
-from checkpoints import check_model_params, open_model, read_base, save_model
+from checkpoints import open_model, read_base, save_model
+from lora_flags import check_model_params
 from loralib.errors import CheckpointError
 
 # ---- bases that do not fit ----

@@ -10,6 +10,7 @@ from compare import assert_close_to_rounding, assert_same_bits
 from gpt2_files import BLOCKS, POSITIONS, VOCABULARY, WIDTH, parameters, parse, refuses
 
 import checkpoints
+import lora_flags
 import loralib as lora
 from checkpoints import open_model, save_model
 from family import TARGETS, enabled_slices
@@ -218,7 +219,7 @@ def test_a_saved_model_is_opened_bit_exact(
     assert_same_bits({"logits": logits_of(again)}, {"logits": logits_of(model)})
     # The flags are what they were in training.
     asked = open_with(setting, targets)[2]
-    for flag in checkpoints._FLAGS:
+    for flag in lora_flags.FLAGS:
         assert getattr(args, flag) == getattr(asked, flag)
     assert again.config == model.config
 

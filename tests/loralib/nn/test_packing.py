@@ -134,7 +134,8 @@ def test_recorded_attention_computes_rows_in_groups(monkeypatch, dtype, recorded
     """Otherwise PyTorch's is used, with scores in float32, but never all of long rows."""
     called = []
     monkeypatch.setattr("loralib.nn.packing.attend_rows", lambda *_: called.append("groups"))
-    monkeypatch.setattr("loralib.nn.packing._attention", lambda q, *_: called.append("SDPA") or q)
+    sdpa = "torch.nn.functional.scaled_dot_product_attention"
+    monkeypatch.setattr(sdpa, lambda q, *_: called.append("SDPA") or q)
     x = torch.zeros(212, 24, dtype=dtype, requires_grad=recorded)
     attend(x, x, x, PackedRows.from_lengths([9, 200, 3]), 12)
     assert {*called} == {"groups" if recorded else "SDPA"}

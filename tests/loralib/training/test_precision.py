@@ -68,7 +68,7 @@ def test_a_step_returns_whether_there_was_an_update(fused, max_norm):
     for factor in (1.0, float("inf"), 1.0):
         before = weight.detach().clone()
         precision.backward((weight * factor).sum())
-        updated = precision.step(optimizer, [weight], max_norm)
+        updated = precision.step(optimizer, max_norm)
         optimizer.zero_grad()
         assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
 
@@ -78,7 +78,7 @@ def test_a_resumed_scaler_has_the_same_scale():
     optimizer = torch.optim.SGD([weight], lr=0.1)
     first, second = (Precision(torch.float16, "cpu") for _ in range(2))
     first.backward((weight * float("inf")).sum())
-    first.step(optimizer, [weight], 0.0)
+    first.step(optimizer, 0.0)
     assert first.scaler.get_scale() == second.scaler.get_scale() / 2
     second.load_state_dict(first.state_dict())
     assert second.scaler.get_scale() == first.scaler.get_scale()

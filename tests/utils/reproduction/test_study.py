@@ -19,7 +19,7 @@ from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
 from reproduction.study_report import Outcome
 from reproduction.study_runs import Results, Trial
-from reproduction.study_trials import Cell, Trials, run_cells
+from reproduction.trials import Cell, Trials, run_cells
 
 WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
 HEADERS = {
@@ -236,16 +236,24 @@ def test_gpt2s_study_runs_and_reports(run, out, quick_start):
     assert not (out / "base").exists()  # GPT-2's rows do not need it
 
 
+class Known(Trials):
+    """Trials that diverge with a learning rate above 1; `carried_out` has all that were run."""
+
+    def __init__(self, folder):
+        super().__init__(RunFile(folder / "runs.jsonl", Results), jobs=1)
+        self.carried_out = []
+
+    def describe(self, trial):
+        return dataclasses.asdict(trial)
+
+    def carry_out(self, trials):
+        for trial in trials:
+            self.carried_out.append(trial)
+            yield trial, results(0.5, loss=math.inf if trial.learning_rate > 1 else 0.7)
+
+
 def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
-    class Known(Trials):
-        def describe(self, trial):
-            return dataclasses.asdict(trial)
-
-        def carry_out(self, trials):
-            for trial in trials:
-                yield trial, results(0.5, loss=math.inf if trial.learning_rate > 1 else 0.7)
-
-    trials = Known(RunFile(tmp_path / "runs.jsonl", Results), jobs=1)
+    trials = Known(tmp_path)
     tuning = [Trial("rte", study_rows.FULL, rate, 0, tuning=True) for rate in (3.0, 0.3)]
     final = run_cells(trials, {"a": Cell(study_rows.FULL, tuning)}, ["a"], seeds=[0, 1])
     assert [(t.learning_rate, t.seed, t.tuning) for t in final["a"]] == [
@@ -254,6 +262,18 @@ def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
     ]
     again = RunFile(tmp_path / "runs.jsonl", Results)
     assert again[trials.describe(tuning[0])].loss == math.inf
+
+
+def test_cells_that_are_tuned_as_another_one_share_its_trials(tmp_path):
+    trials, cells = Known(tmp_path), study.encoder_cells()
+    wanted = [("sst2", method.name) for method in (study_rows.LORA[8], *study_rows.PROJECTIONS)]
+    final = run_cells(trials, cells, wanted, seeds=[0])
+    assert final.keys() == set(wanted)
+    tuned = [trial for trial in trials.carried_out if trial.tuning]
+    methods = [study_rows.LORA[r] for r in (8, 4, 2)]
+    assert len(tuned) == sum(len(method.rates) for method in methods)
+    assert all(trial.method in methods for trial in tuned)
+    assert len(trials.carried_out) == len(tuned) + len(wanted)
 
 
 @pytest.fixture

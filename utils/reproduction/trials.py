@@ -1,4 +1,4 @@
-"""Runs the trials of a study, each only once, and chooses learning rates."""
+"""Runs the trials of an experiment, each only once, and chooses learning rates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -47,7 +47,10 @@ class Trials(ABC, Generic[Trial, Results]):
 
     def run(self, trials: Sequence[Trial], title: str) -> None:
         """Runs the trials that are not finished; saves each result as soon as it is there."""
-        missing = [trial for trial in trials if not self.is_finished(trial)]
+        missing: list[Trial] = []
+        for trial in trials:  # cells that are tuned as another one share its trials
+            if trial not in missing and not self.is_finished(trial):
+                missing.append(trial)
         if not missing:
             return
         with tqdm(total=len(missing), desc=title, unit="run", disable=None) as progress:
@@ -58,10 +61,10 @@ class Trials(ABC, Generic[Trial, Results]):
 
 @dataclass(frozen=True)
 class Cell:
-    """A method on a task.
+    """A method on a task, which is a cell of a study's table.
 
     Args:
-        method: the method.
+        method: the method, the attribute `method` of its trials.
         tuning: a trial for each learning rate to choose from, of this method or of the one whose
             rate it uses. A single one is not run, as there is nothing to choose.
     """
@@ -106,7 +109,9 @@ def run_cells(
         The final trials of the cells that are finished, wanted now or before.
     """
     trials.run([t for key in wanted for t in cells[key].tried], "choosing learning rates")
-    trials.run([t for key in wanted for t in cells[key].final(trials, seeds)], "training")
+    finals = [cells[key].final(trials, seeds) for key in wanted]
+    # Seed by seed, so that after an interruption all cells have the first seeds.
+    trials.run([t for of_seed in zip(*finals, strict=True) for t in of_seed], "training")
     finished = {}
     for key, cell in cells.items():
         if all(map(trials.is_finished, cell.tried)):
