@@ -99,6 +99,8 @@ def starts_from_weight(name: str) -> bool:
 def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """Returns A (rank, in) and B (out, rank), made from a weight (out, in), in float32 or wider.
 
+    They are on the weight's device or, if that cannot decompose a weight, on the CPU.
+
     Raises:
         ValueError: the weight has fewer factors than `rank`; or PiSSA's scaling, whose square
             root divides the factors, is not above 0.
@@ -109,6 +111,7 @@ def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[T
             f"initialization {name}: choose a smaller rank"
         )
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = wide if _can_decompose(wide) else wide.cpu()
     if name == "olora":
         Q, R = torch.linalg.qr(wide)
         return R[:rank], Q[:, :rank]
@@ -130,6 +133,15 @@ def orthogonal(A: Tensor, B: Tensor) -> None:
     rows_A, rows_B = A.flatten(1), B.flatten(1)
     rank, wide = rows_B.shape[1], torch.promote_types(A.dtype, torch.float32)
     for pair_A, pair_B in zip(rows_A.split(rank), rows_B.chunk(len(rows_A) // rank), strict=True):
-        basis = nn.init.orthogonal_(rows_A.new_empty(rank, rank, dtype=wide))
+        basis = rows_A.new_empty(rank, rank, dtype=wide)
+        basis.copy_(nn.init.orthogonal_(basis if _can_decompose(basis) else basis.cpu()))
         for factor, half in ((pair_A.t(), basis[0::2]), (pair_B, basis[1::2])):
             factor.copy_(0.1 * half.new_empty(len(factor), len(half)).normal_() @ half)
+
+
+def _can_decompose(matrix: Tensor) -> bool:
+    """Returns whether PyTorch has a QR and a singular value decomposition for a tensor's device.
+
+    For Apple's GPU it has none in 2.9, and in later versions one or the other, with limits.
+    """
+    return matrix.device.type != "mps"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import loralib as lora
-from loralib.initialization import INITIALIZATIONS
+from loralib.initialization import INITIALIZATIONS, from_weight, orthogonal
 
 FROM_WEIGHT = ("pissa", "olora")
 OTHERS = ("orthogonal", *FROM_WEIGHT)
@@ -139,6 +139,35 @@ def test_orthogonal_factors_are_exact_in_their_dtype(dtype):
     # Each element of the product is a sum of r terms, rounded in this dtype.
     largest = layer.lora_B.norm(dim=1).max() * layer.lora_A.norm(dim=0).max()
     assert (layer.lora_B @ layer.lora_A).abs().max() <= 64 * torch.finfo(dtype).eps * largest
+
+
+class OnApplesGpu(torch.Tensor):
+    """A tensor of the CPU that reports a device for which PyTorch has no decompositions."""
+
+    device = property(lambda self: torch.device("mps", 0))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.linalg.qr, torch.linalg.svd):
+            raise NotImplementedError(f"{func} is not implemented for mps")
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else out
+
+
+@pytest.mark.parametrize("name", FROM_WEIGHT)
+def test_a_weight_on_apple_s_gpu_is_decomposed_on_the_cpu(name):
+    weight = torch.randn(8, 12)
+    ours = from_weight(name, weight.as_subclass(OnApplesGpu), 3, 2.0)
+    for one, other in zip(ours, from_weight(name, weight, 3, 2.0), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_orthogonal_factors_on_apple_s_gpu_have_a_product_of_zero():
+    A, B = torch.zeros(4, 12), torch.zeros(8, 4)
+    with torch.no_grad():
+        orthogonal(A.as_subclass(OnApplesGpu), B.as_subclass(OnApplesGpu))
+    torch.testing.assert_close(B @ A, torch.zeros(8, 12))
+    assert torch.linalg.matrix_rank(A) == torch.linalg.matrix_rank(B) == 2
 
 
 @pytest.mark.parametrize("name", FROM_WEIGHT)
