@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adaptation import computes_like, scales_rows
 from ..adapted_layers import convolved_update, times_scale
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
@@ -26,6 +25,7 @@ from ..adapters.fingerprint import (
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
+from ..layer_kinds import computes_like, scales_rows
 from ..model_checks import check_there, tensors_of
 from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
