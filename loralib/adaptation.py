@@ -21,11 +21,11 @@ from .adapted_layers import (
 from .errors import UnsupportedLayerError
 from .experts import AdaptedStack, adapted_stacks, with_stacks
 from .in_place import convert_in_place, restore, set_class, unparametrized_class, was_converted
+from .layer_kinds import added_attributes, computes_like, is_conv1d, scales_rows
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
 from .quantized_layers import around, is_quantized_class, is_quantized_linear
 from .stacks import Stack, layer_of_stack, stacks_in
-from .wrappers import package_and_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,6 @@ class LayerSettings:
         settings = asdict(self) | {"merge_weights": True}
         del settings["enable_lora"]
         return settings
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Returns whether "all-linear" counts a module as linear, whichever package it is from."""
-    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Returns whether this is Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
-    return unparametrized_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
@@ -89,49 +79,6 @@ def _is_without_update(module: nn.Module) -> bool:
     """Returns whether this is an adapted attention in which only out_proj has an update so far."""
     is_adapted = isinstance(module, MultiheadAttention) and module.r == 0
     return is_adapted and "q_proj" not in module._modules
-
-
-# _HARMLESS: what a subclass of a plain layer may define, although its LoRA layer will lack it.
-# _CALLED: the double-underscore methods that can change what a module computes.
-_HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
-_CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
-
-
-def added_attributes(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
-    """Returns the attributes and methods that a subclass of a plain layer adds to it."""
-    between = kind.__mro__[: kind.__mro__.index(plain)]
-    names = {name for each in between for name in vars(each)}
-    own = {name for name in names if not name.startswith("__") or name in _CALLED}
-    return own - _HARMLESS - vars(plain).keys()
-
-
-def computes_like(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
-    """Returns whether a subclass of one of PyTorch's layers computes as that layer does.
-
-    It inherits its forward, or is one of the known classes that have another with the same result.
-    """
-    methods = ("forward", "_conv_forward")
-    inherits = all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
-    return inherits or package_and_name(kind) in _PRODUCTS
-
-
-# Subclasses of `nn.Linear` and `nn.Conv1d` whose own forward computes the same, by package and
-# name; those of whisper, OpenAI's package, in their input's dtype. They have to be listed, because
-# code cannot tell what a forward computes.
-_PRODUCTS = {
-    ("transformers", "FalconLinear"),
-    ("timm", "Linear"),
-    ("whisper", "Linear"),
-    ("whisper", "Conv1d"),
-}
-
-
-def scales_rows(embedding: nn.Module) -> bool:
-    """Returns whether this is Hugging Face's embedding with scaled rows, as in BART and Gemma."""
-    package, name = package_and_name(type(embedding))
-    is_one = package == "transformers" and name.endswith("ScaledWordEmbedding")
-    # T5Gemma 2's has a second parameter, which holds the row of one token.
-    return is_one and embedding._parameters.keys() == {"weight"}
 
 
 def _adapt_linear(module: Any, settings: LayerSettings) -> None:

@@ -45,13 +45,13 @@ class _Read(NamedTuple):
 
     Args:
         name: the name of the layer or stack.
-        kind: the class of the module, which is around the layer.
+        kind: the name of the class of the module, which is around the layer.
         depth: how many modules are around that module.
         may_call: whether that forward, or another module, may also call the layer.
     """
 
     name: str
-    kind: type[nn.Module]
+    kind: str
     depth: int
     may_call: bool
 
@@ -69,7 +69,7 @@ def bypassed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Returns:
         The name of each bypassed layer or stack -> the name of that module's class.
     """
-    return {read.name: read.kind.__qualname__ for read in _reads(model, names) if not read.may_call}
+    return {read.name: read.kind for read in _reads(model, names) if not read.may_call}
 
 
 def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -87,7 +87,7 @@ def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """
     modules = dict(model.named_modules())
     names = [name for name in names if isinstance(modules.get(name), nn.Embedding)]
-    return {read.name: read.kind.__qualname__ for read in _reads(model, names) if read.may_call}
+    return {read.name: read.kind for read in _reads(model, names) if read.may_call}
 
 
 def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
     reads = _reads(
         model, names, lambda each: (*each._parameters, *getattr(each, "parametrizations", ()))
     )
-    return {read.name: read.kind.__qualname__ for read in reads if read.depth < depth}
+    return {read.name: read.kind for read in reads if read.depth < depth}
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _reads(
             if any(not {*chain[len(part) + 1 :][:1]} & _ABOUT for chain in reads):
                 others = (chain for chain in chains if chain not in reads)
                 may_call = any(_may_call(chain, part, kinds[at + 1 :]) for chain in others)
-                yield _Read(name, kind, at, may_call or is_elsewhere)
+                yield _Read(name, kind.__qualname__, at, may_call or is_elsewhere)
 
 
 def _may_call(chain: _Chain, part: _Chain, kinds: list[type]) -> bool:

@@ -111,9 +111,7 @@ class AdaptedStack(AdaptedProjection):
         return delta.scaling * B, A.clone()
 
 
-# ------------------------------------------------------------------------------------------------
-# The module around it
-# ------------------------------------------------------------------------------------------------
+# ---- the module around it ----
 
 # Each module whose forward runs in this thread -> its adapted parameters' values, by name, which
 # that forward reads.

@@ -210,9 +210,7 @@ def merged_copy(layer: nn.Module) -> nn.Module:
     return copied
 
 
-# ------------------------------------------------------------------------------------------------
-# PyTorch's own encoder
-# ------------------------------------------------------------------------------------------------
+# ---- PyTorch's own encoder ----
 
 # In evaluation these compute with their children's weights, and would ignore an update.
 # Class -> the attribute that disables this fast path, and the value that does so.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .adaptation import LayerSettings, added_attributes, builder_of, is_conv1d, is_linear
+from .adaptation import LayerSettings, builder_of
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
 from .bypassed import bypassed, weight_names
@@ -16,6 +16,7 @@ from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import can_be_converted, is_in_place, unparametrized_class
 from .initialization import initializes
+from .layer_kinds import added_attributes, is_conv1d, is_linear
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear

@@ -24,8 +24,8 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .adaptation import is_linear
 from .experts import AdaptedStack
+from .layer_kinds import is_linear
 from .stacks import is_suggested, layer_of_stack, stacks_in
 from .text import in_short, listed, module_label, shown
 

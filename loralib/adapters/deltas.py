@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adaptation import is_linear
 from ..errors import CheckpointError
 from ..experts import merge_stack
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
+from ..layer_kinds import is_linear
 from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged

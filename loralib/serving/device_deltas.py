@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adaptation import scales_rows
 from ..adapted_layers import convolved_update, times_scale
 from ..adapters.deltas import AdaptedWeight, out_in
 from ..functional import Delta
+from ..layer_kinds import scales_rows
 from ..model_checks import check_there
 
 

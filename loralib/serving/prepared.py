@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..adaptation import computes_like, scales_rows
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
@@ -16,6 +15,7 @@ from ..adapters.fingerprint import last_projection, possible_fingerprints
 from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
+from ..layer_kinds import computes_like, scales_rows
 from ..model_checks import check_there, tensors_of
 from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
