@@ -56,8 +56,8 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    ends: Tensor,
+    longest: int,
     heads: int,
     dropout_p: float,
     causal: bool,
@@ -65,20 +65,24 @@ def attend(
     """Computes softmax(q kᵀ / √d) v within each row; recorded by autograd.
 
     Args:
-        query: (queries, hidden), for which `suits` is true.
+        query: (tokens, hidden), or (rows, hidden) for one query per row; `suits` is true for it.
         key, value: (tokens, hidden).
-        ends: the cumulative lengths of queries and of tokens, each (rows + 1,), int32: 0, then the
-            end of each row.
-        longest: the most queries and the most tokens of a row.
+        ends: the rows' cumulative lengths, (rows + 1,), int32: 0, then the end of each row.
+        longest: the most tokens of a row.
         heads: number of heads.
         dropout_p: dropout on the attention probabilities.
         causal: whether a token attends only to itself and those before it.
 
     Returns:
-        (queries, hidden).
+        The same shape as `query`.
     """
+    ends_of_queries, queries = ends, longest
+    if len(query) != len(key):
+        ends_of_queries = torch.arange(len(ends), dtype=ends.dtype, device=ends.device)
+        queries = 1
     by_head = (x.unflatten(1, (heads, -1)) for x in (query, key, value))
+    both = ends_of_queries, ends, queries, longest
     out, *_ = torch.ops.aten._flash_attention_forward(
-        *by_head, *ends, *longest, dropout_p, causal, return_debug_mask=False
+        *by_head, *both, dropout_p, causal, return_debug_mask=False
     )
     return out.flatten(1)

@@ -249,16 +249,15 @@ def attend(
     if causal and len(query) != len(key):  # each row's first token, which attends only to itself
         key, value = (x.index_select(0, rows.first) for x in (key, value))
         rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
+    settings = heads, dropout_p, causal
     if flash.suits(query, key, value, heads):
-        attend_to = _attend_packed
-    elif suits_cpu(query, key, value, dropout_p=dropout_p):
-        return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
-    elif query.is_cuda or torch.compiler.is_compiling() or padding_is_cheap(rows, heads):
+        return flash.attend(query, key, value, rows.offsets, rows.longest, *settings)
+    if suits_cpu(query, key, value, dropout_p=dropout_p):
+        return attend_rows(query, key, value, rows.lengths, *settings)
+    if query.is_cuda or torch.compiler.is_compiling() or padding_is_cheap(rows, heads):
         # A graph that is compiled for any number of tokens cannot loop over rows.
-        attend_to = _attend_padded
-    else:
-        attend_to = _attend_one_by_one
-    return attend_to(query, key, value, rows, heads, dropout_p, causal)
+        return _attend_padded(query, key, value, rows, *settings)
+    return _attend_one_by_one(query, key, value, rows, *settings)
 
 
 def padding_is_cheap(rows: PackedRows, heads: int, calls: int = GROUP_OVERHEAD) -> bool:
@@ -272,25 +271,6 @@ def padding_is_cheap(rows: PackedRows, heads: int, calls: int = GROUP_OVERHEAD) 
     count, longest = rows.shape
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
     return wasted < calls * count
-
-
-def _attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PackedRows,
-    heads: int,
-    dropout_p: float,
-    causal: bool,
-) -> Tensor:
-    """Computes all rows at once, by a kernel that needs no padding."""
-    ends, longest = rows.offsets, rows.longest
-    if len(query) == len(key):
-        ends_of_queries, queries = ends, longest
-    else:
-        ends_of_queries, queries = torch.arange(len(ends), dtype=ends.dtype, device=ends.device), 1
-    both = (ends_of_queries, ends), (queries, longest)
-    return flash.attend(query, key, value, *both, heads, dropout_p, causal)
 
 
 def _attend_one_by_one(
