@@ -315,20 +315,17 @@ def write_adapter(
 
 
 def write_checked_adapter(
-    path: str | os.PathLike, adapter: Adapter, format: str, model: nn.Module | None = None
+    path: Path, adapter: Adapter, format: str, model: nn.Module | None = None
 ) -> list[str]:
     """Writes an adapter as `write_adapter` does, for a model that is known to have such layers.
 
     So there is no remark on what could not be checked.
 
     Args:
-        path: as in `write_adapter`.
-        adapter: as in `write_adapter`.
-        format: as in `write_adapter`.
+        path, adapter, format: as in `write_adapter`.
         model: the adapter's model. PEFT's settings record its class, and name the adapted modules
             so that they match no others in it.
     """
-    path = Path(path)
     if format not in FORMATS:
         raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
     _check_sound(adapter, format)
