@@ -57,10 +57,6 @@ _NOT_IN_RELEASE = (
     *("variant", "initialization", "rank_pattern", "alpha_pattern"),
     *("embeddings", "slices", "stacks"),
 )
-# Metadata that PEFT's settings cannot record, and that PEFT does not need.
-_NOT_IN_PEFT = (
-    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A", "separate"),
-)
 # Initializations that make no difference to a trained adapter.
 _WITHOUT_EFFECT = ("orthogonal",)
 
@@ -319,25 +315,22 @@ def write_adapter(
 
 
 def write_checked_adapter(
-    path: str | os.PathLike, adapter: Adapter, format: str, model: nn.Module | None = None
+    path: Path, adapter: Adapter, format: str, model: nn.Module | None = None
 ) -> list[str]:
     """Writes an adapter as `write_adapter` does, for a model that is known to have such layers.
 
     So there is no remark on what could not be checked.
 
     Args:
-        path: as in `write_adapter`.
-        adapter: as in `write_adapter`.
-        format: as in `write_adapter`.
+        path, adapter, format: as in `write_adapter`.
         model: the adapter's model. PEFT's settings record its class, and name the adapted modules
             so that they match no others in it.
     """
-    path = Path(path)
     if format not in FORMATS:
         raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
     _check_sound(adapter, format)
     if format == "peft":
-        return _write_peft(path, adapter, model)
+        return peft_writing.write(path, adapter, model)
     if path.suffix not in ("", *_SUFFIXES[format]):
         names = " or ".join(_SUFFIXES[format])
         raise CheckpointError(
@@ -499,17 +492,3 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
         for name, value in known.items()
         if name not in kept
     ]
-
-
-def _write_peft(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
-    adapter, remarks = peft_writing.as_peft_computes(adapter)
-    metadata = adapter.lora
-    tensors = peft_writing.tensors_of(adapter, is_of_model=model is not None)
-    config = peft_writing.config_of(adapter, model)
-    peft_writing.write(path, config, tensors, with_checksum(tensors, metadata))
-    unseen = [name for name in _NOT_IN_PEFT if getattr(metadata, name) is not None]
-    if metadata.head is not None and metadata.head not in peft.TASK_OF_HEAD:
-        unseen.append("head")
-    if unseen:
-        remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")
-    return remarks

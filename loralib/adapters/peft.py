@@ -28,7 +28,8 @@ i of expert e's B. Both are under the name of the module that has the stack, wit
 for each other stack of that module that comes later in the model.
 
 Any other PEFT setting that changes what is computed is refused, and the error names it. Folders are
-read by peft_reading.py and written by peft_writing.py.
+read by peft_reading.py, compared with a model by peft_completeness.py, and written by
+peft_writing.py.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Writes PEFT's folders. Their contents are described in peft.py."""
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..io.atomic import atomic_write_folder
 from ..io.tensors import write_tensors
 from ..stacks import stack_of_layer
 from ..targets import layer_of
-from .adapter import Adapter, base_biases
+from .adapter import Adapter, base_biases, lora_modules
+from .checksums import with_checksum
 from .deltas import (
     MAGNITUDE,
     START_A,
@@ -54,21 +55,43 @@ _CLASSIFIER = "classifier"
 _VERSION = "0.21.0"
 
 
-def write(
-    path: str | os.PathLike,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-) -> None:
-    """Writes PEFT's folder atomically.
+# Metadata that PEFT's settings cannot record, and that PEFT does not need.
+_NOT_IN_PEFT = (
+    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A", "separate"),
+)
+
+
+def write(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
+    """Writes a PEFT folder, atomically.
+
+    Args:
+        path: the folder.
+        adapter: an adapter that PEFT can hold, see `why_not_expressible`.
+        model: its model, if there is one, see `_config_of`.
+
+    Returns:
+        Remarks that the user should see, one line each.
 
     Raises:
-        CheckpointError: there is something at `path` other than an empty folder.
+        CheckpointError: there is something at `path` other than an empty folder, or PEFT has no
+            such updates.
     """
+    adapter, remarks = _as_peft_computes(adapter)
+    metadata = adapter.lora
+    if model is None:  # a model's metadata name all adapted embeddings
+        _refuse_embeddings(adapter)
+    tensors = _tensors_of(adapter)
+    config = _config_of(adapter, model)
     with atomic_write_folder(path) as folder:
-        write_tensors(folder / WEIGHTS_NAMES[0], tensors, metadata)
+        write_tensors(folder / WEIGHTS_NAMES[0], tensors, with_checksum(tensors, metadata))
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+    unseen = [name for name in _NOT_IN_PEFT if getattr(metadata, name) is not None]
+    if metadata.head is not None and metadata.head not in TASK_OF_HEAD:
+        unseen.append("head")
+    if unseen:
+        remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")
+    return remarks
 
 
 def why_not_expressible(adapter: Adapter) -> str | None:
@@ -137,7 +160,7 @@ def _strength(metadata: LoraMetadata, module: str) -> tuple[int, float]:
     return metadata.rank_of(module), metadata.alpha_of(module)
 
 
-def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
+def _as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     """Converts an adapter to one that PEFT can express, and returns remarks for the user.
 
     An update relative to its start becomes a plain one of twice the rank, as in PEFT's own
@@ -201,21 +224,13 @@ def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
     return as_int(alpha / metadata.delta.scale(1.0, parts))
 
 
-def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]:
-    """Returns an adapter's tensors with PEFT's names and shapes.
-
-    Args:
-        adapter: the adapter, as `as_peft_computes` returned it.
-        is_of_model: whether its metadata were taken from a model, so that they name all adapted
-            embeddings.
+def _tensors_of(adapter: Adapter) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter from `_as_peft_computes` with PEFT's names and shapes.
 
     Raises:
         CheckpointError: PEFT has no such updates.
     """
     named, deltas, places = {}, deltas_of(adapter), _places_of_stacks(adapter)
-    embeddings = adapter.lora.embeddings or ()
-    if not is_of_model:
-        _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
     for name, tensor in (_tied_within(adapter) | adapter.besides).items():
         module, _, last = name.rpartition(".")
         named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
@@ -228,7 +243,8 @@ def tensors_of(adapter: Adapter, is_of_model: bool = False) -> dict[str, Tensor]
             continue
         B = _joined_B(delta) if has_slices(adapter, module, delta) else B
         B = _divided(B, module, adapter.source) if attention_of(module, deltas) else B
-        half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
+        is_embedding = module in (adapter.lora.embeddings or ())
+        half = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
         named[f"{place}.{half.format('A')}"], named[f"{place}.{half.format('B')}"] = A, B
         magnitude = adapter.tensors.get(f"{module}.{MAGNITUDE}")
@@ -281,9 +297,9 @@ def _places_of_stacks(adapter: Adapter) -> dict[str, str]:
     return places
 
 
-def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
+def _refuse_embeddings(adapter: Adapter) -> None:
     """Refuses modules that seem to be embeddings, as files without metadata do not say it."""
-    for module in sorted(modules):
+    for module in sorted(lora_modules(adapter.tensors) - {*(adapter.lora.embeddings or ())}):
         last = module.rpartition(".")[2]
         is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2
         if not is_kernel and re.search(r"(?:^|_)(?:embed(?:ding)?s?|embed_tokens|wte|wpe)$", last):
@@ -301,11 +317,11 @@ def _joined_B(delta: Delta) -> Tensor:
     return joined
 
 
-def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any]:
+def _config_of(adapter: Adapter, model: nn.Module | None) -> dict[str, Any]:
     """Returns PEFT's settings for an adapter.
 
     Args:
-        adapter: the adapter, as `as_peft_computes` returned it.
+        adapter: the adapter, as `_as_peft_computes` returned it.
         model: its model, if there is one. If there is no task type, the settings record the model's
             class, by which PEFT's auto classes find it. The targets are chosen so that they match
             no other module of the model.
