@@ -57,7 +57,7 @@ from .trainer_checkpoint import (
     NEW_RUN,
     Checkpoints,
     RunState,
-    identities,
+    checkpoint_identities,
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
@@ -533,7 +533,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         checkpoint = agreed_checkpoint(args, checkpoint)
         self.checkpoints.outdated = outdated_checkpoints(args, is_new=checkpoint is None)
         if args.launch is not None and args.is_main_process:
-            now = identities(args)
+            now = checkpoint_identities(args)
             args.launch.begin({name: now[name] for name in self.checkpoints.outdated})
         if checkpoint:
             steps = passes.length or sys.maxsize

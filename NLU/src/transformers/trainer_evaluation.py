@@ -23,7 +23,7 @@ from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
 from .data.table_digest import LastDigest
 from .trainer_agreement import about_examples, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
-from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
+from .trainer_data import ExampleSampler, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
 from .trainer_pt_utils import LabelSmoother, join_rows, predictions_of
 from .trainer_utils import EvalPrediction, PredictionOutput, memory_metrics, speed_metrics
@@ -162,7 +162,7 @@ class Evaluation:
         accumulation_steps: int | None = None,
     ):
         sampler = getattr(loader, "sampler", None)
-        self._share = sampler.batches if isinstance(sampler, Examples) else None
+        self._share = sampler.batches if isinstance(sampler, ExampleSampler) else None
         self._set_length = length_of(getattr(loader, "dataset", None))
         self._device, self._world_size, self._rank = device, world_size, rank
         self._collectors = [Collector(accumulation_steps), Collector(accumulation_steps)]
@@ -422,7 +422,7 @@ class TrainerEvaluation(TrainerLoaders):
             return getattr(self, method)(dataset)
         dataset = self._evaluated(self.eval_dataset if dataset is None else dataset)
         share = self._evaluation_batches(dataset, self._lengths_to_sort_by(dataset))
-        loader = self._loader(dataset, share.batch_size, sampler=Examples(share))
+        loader = self._loader(dataset, share.batch_size, sampler=ExampleSampler(share))
         loader.collate_fn = self._collator()
         return loader
 
