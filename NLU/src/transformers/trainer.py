@@ -68,9 +68,9 @@ from .trainer_data import (
     length_of,
     overrides,
 )
-from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
+from .trainer_evaluation import TrainerEvaluation
 from .trainer_progress import Progress
-from .trainer_pt_utils import LabelSmoother
+from .trainer_pt_utils import LabelSmoother, has_targets, loss_of
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch
 from .trainer_utils import (
