@@ -19,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer_data import EvaluationBatches, lengths_of
-from transformers.trainer_evaluation import Evaluation, gather_in_order
+from transformers.trainer_results import Evaluation, gather_in_order
 
 COUNT, BATCH = 23, 4
 
@@ -133,7 +133,7 @@ def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
         indices = EvaluationBatches(COUNT, BATCH, world_size, rank, lengths).indices
         shares.append((indices, (np.array(indices) * 10,)))
     monkeypatch.setattr(
-        "transformers.trainer_evaluation.gather_objects",
+        "transformers.trainer_results.gather_objects",
         lambda own, world_size: [*shares, ([], ())],
     )
     (found,) = gather_in_order(*shares[0], world_size)

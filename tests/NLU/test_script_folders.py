@@ -8,7 +8,7 @@ import pytest
 from loralib.training import restarts
 from transformers import TrainingArguments, trainer_checkpoint
 from transformers.fine_tuning.folders import check_sources_kept, find_checkpoint
-from transformers.trainer_checkpoint import identities
+from transformers.trainer_checkpoint import checkpoint_identities
 
 
 @pytest.mark.parametrize("folder", ["out", "./out", "a/../out"])
@@ -20,7 +20,7 @@ def test_a_restart_resumes_only_its_own_run(tmp_path, monkeypatch, folder):
         Path(name).mkdir(parents=True)
     args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
     assert find_checkpoint(args) is None
-    args.launch.begin(identities(args))
+    args.launch.begin(checkpoint_identities(args))
     assert find_checkpoint(args) is None
     Path("out/checkpoint-10").mkdir()
     Path("out/checkpoint-30").rename("away")  # this run writes one of that name
@@ -101,7 +101,7 @@ def test_a_restart_on_another_machine_recognizes_an_earlier_run_s_checkpoints(
     (tmp_path / "checkpoint-30").mkdir()
     args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
     assert find_checkpoint(args) is None
-    args.launch.begin(identities(args))
+    args.launch.begin(checkpoint_identities(args))
     seen_here = os.stat
 
     def seen_there(path, *given, **more):

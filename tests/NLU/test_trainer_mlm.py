@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from compare import rounding
 from paths import HELPERS
 
-from transformers.trainer_evaluation import Collector, gather_in_order
 from transformers.trainer_pt_utils import join_rows
+from transformers.trainer_results import Collector, gather_in_order
 
 SCRIPT = HELPERS / "two_predictions.py"
 FAMILIES = ["roberta", "deberta"]

@@ -5,7 +5,6 @@ names as in the file ── the model's names ── tied ones joined ── mis
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +60,8 @@ class CheckpointLoadingMixin:
 
     adapted_by: tuple[Kind, ...]
     base_fingerprint: str | None
-    base_model_prefix: Any
-    cloned: Any
-    get_parameter: Any
-    get_submodule: Any
-    named_parameters: Any
     newly_initialized: frozenset[str]
-    state_dict: Any
     tensors_read: dict[str, Tensor]
-    tied: Any
-    _init_weights: Any
 
     def load_checkpoint(
         self,

@@ -20,8 +20,9 @@ from torch import Tensor
 from loralib.nn.packing import PackedRows
 
 from .configuration_utils import PretrainedConfig
+from .modeling_losses import classification_loss
 from .modeling_outputs import SequenceClassifierOutput
-from .modeling_utils import PreTrainedModel, classification_loss
+from .modeling_utils import PreTrainedModel
 
 
 def is_on(model: PreTrainedModel) -> bool:

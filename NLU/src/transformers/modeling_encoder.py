@@ -30,6 +30,7 @@ from .adaptation_settings import ADAPTER_TYPES
 from .adapters import BottleneckAdapter, projection
 from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
+from .modeling_losses import IGNORED, classification_loss
 from .modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -37,7 +38,7 @@ from .modeling_outputs import (
     SequenceClassifierOutput,
 )
 from .modeling_padded import PaddedAttention, PaddedRows, needs_padded_batch, visible
-from .modeling_utils import IGNORED, PreTrainedModel, classification_loss
+from .modeling_utils import PreTrainedModel
 from .pruning import keep_columns, keep_rows, places_of_heads
 
 AnyRows = PackedRows | PaddedRows

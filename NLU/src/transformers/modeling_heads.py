@@ -23,6 +23,7 @@ from loralib.nn.products import Linear
 
 from .configuration_utils import PretrainedConfig
 from .modeling_encoder import Encoded
+from .modeling_losses import IGNORED, mean_loss
 from .modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MultipleChoiceModelOutput,
@@ -30,7 +31,7 @@ from .modeling_outputs import (
     TokenClassifierOutput,
 )
 from .modeling_padded import HIDDEN
-from .modeling_utils import IGNORED, PreTrainedModel
+from .modeling_utils import PreTrainedModel
 
 
 class VocabularyProjection(Linear):
@@ -38,17 +39,6 @@ class VocabularyProjection(Linear):
 
     # loralib.nn.products measures this layer for at most this many rows.
     rows_at_once = staticmethod(lambda dtype: 256)
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross-entropy of the rows whose label is not -100; zero if there are none.
-
-    Args:
-        logits: (rows, classes).
-        labels: (rows,).
-    """
-    loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-    return loss / (labels != IGNORED).sum().clamp(min=1)
 
 
 def _real(encoded: Encoded) -> Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
@@ -44,8 +43,6 @@ from .weight_files import WEIGHTS_NAMES, read_weights
 
 logger = logging.getLogger(__name__)
 
-# The label of what a loss ignores.
-IGNORED = -100
 # How many numbers are compared at a time.
 _AT_ONCE = 2**24
 
@@ -475,16 +472,3 @@ def _is_rounding(held: Tensor, read: Tensor) -> bool:
         return False
     parts = zip(held.flatten().split(_AT_ONCE), read.flatten().split(_AT_ONCE), strict=True)
     return all(torch.equal(own, part.to(own.device).to(own.dtype)) for own, part in parts)
-
-
-def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross-entropy or, if there is one label, the mean squared error.
-
-    Args:
-        logits: (batch, labels).
-        labels: (batch,), classes or scores.
-    """
-    labels = labels.flatten()
-    if logits.shape[-1] == 1:
-        return F.mse_loss(logits.squeeze(-1).float(), labels.float())
-    return F.cross_entropy(logits.float(), labels)

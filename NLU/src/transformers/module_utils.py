@@ -1,7 +1,6 @@
 """`ModuleUtilsMixin`: a model's device, dtype and size, and the masks of its attention."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +10,6 @@ from .modeling_padded import HIDDEN, visible
 
 class ModuleUtilsMixin:
     """Upstream's helper methods of models; a mix-in for `nn.Module`s that have a `config`."""
-
-    config: Any
-    parameters: Any
-    modules: Any
 
     @property
     def device(self) -> torch.device:
@@ -65,13 +60,11 @@ class ModuleUtilsMixin:
                 f"{tuple(attention_mask.shape)}"
             )
         seen = visible(attention_mask, self.config.is_decoder, like=attention_mask)
-        assert seen is not None
         return (~seen).to(self.dtype) * HIDDEN
 
     def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
         """Does the same for cross-attention, with -10⁹ as the value, or -10⁴ in float16."""
         seen = visible(encoder_attention_mask, causal=False, like=encoder_attention_mask)
-        assert seen is not None
         return (~seen).to(self.dtype) * (HIDDEN if self.dtype == torch.float16 else -1e9)
 
     def get_head_mask(

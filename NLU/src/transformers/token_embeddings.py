@@ -21,14 +21,6 @@ class TokenEmbeddingsMixin:
 
     tied_weights: ClassVar[Mapping[str, str]] = {}
 
-    base_model: Any
-    base_fingerprint: str | None
-    config: Any
-    get_parameter: Any
-    get_submodule: Any
-    modules: Any
-    _init_weights: Any
-
     # ---- which modules ----
 
     def get_input_embeddings(self) -> nn.Embedding:

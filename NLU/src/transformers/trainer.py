@@ -57,7 +57,7 @@ from .trainer_checkpoint import (
     NEW_RUN,
     Checkpoints,
     RunState,
-    identities,
+    checkpoint_identities,
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
@@ -68,9 +68,9 @@ from .trainer_data import (
     length_of,
     overrides,
 )
-from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
+from .trainer_evaluation import TrainerEvaluation
 from .trainer_progress import Progress
-from .trainer_pt_utils import LabelSmoother
+from .trainer_pt_utils import LabelSmoother, has_targets, loss_of
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch
 from .trainer_utils import (
@@ -533,7 +533,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         checkpoint = agreed_checkpoint(args, checkpoint)
         self.checkpoints.outdated = outdated_checkpoints(args, is_new=checkpoint is None)
         if args.launch is not None and args.is_main_process:
-            now = identities(args)
+            now = checkpoint_identities(args)
             args.launch.begin({name: now[name] for name in self.checkpoints.outdated})
         if checkpoint:
             steps = passes.length or sys.maxsize

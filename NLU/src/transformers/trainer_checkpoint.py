@@ -475,7 +475,7 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
     processes have to call this, and use what the first one finds, because another machine may see
     a change later.
     """
-    found, now = [], identities(args)
+    found, now = [], checkpoint_identities(args)
     if args.launch is not None and args.launch.is_restart:
         noted = args.launch.note.items()
         found = [name for name, identity in noted if now.get(name) == identity]
@@ -484,7 +484,7 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
     return gather_objects(found, args.world_size)[0]
 
 
-def identities(args: TrainingArguments) -> dict[str, int]:
+def checkpoint_identities(args: TrainingArguments) -> dict[str, int]:
     """Returns, for each checkpoint in the output folder, its modification time in nanoseconds.
 
     It tells a checkpoint from another one of the same name. Unlike inode numbers, it is the same on

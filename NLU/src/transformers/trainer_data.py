@@ -147,7 +147,7 @@ class EvaluationBatches:
         return len(self.indices)
 
 
-class Examples(Sampler[int]):
+class ExampleSampler(Sampler[int]):
     """Yields the indices of all batches one by one, for a loader that regroups them."""
 
     def __init__(self, batches: TrainingBatches | EvaluationBatches):
@@ -270,7 +270,7 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
     the generator that makes a resumed run's workers draw the same numbers.
     """
     sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, Examples) or loader.generator is None:
+    if not isinstance(sampler, ExampleSampler) or loader.generator is None:
         return None
     return sampler.batches if loader.batch_size == sampler.batches.batch_size else None
 

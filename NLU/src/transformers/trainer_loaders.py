@@ -13,7 +13,7 @@ from .trainer_callback import TrainerState
 from .trainer_checks import check_data
 from .trainer_data import (
     EvaluationBatches,
-    Examples,
+    ExampleSampler,
     TrainingBatches,
     is_iterable_only,
     length_of,
@@ -91,11 +91,11 @@ class TrainerLoaders:
 
     def _get_train_sampler(self) -> Sampler | None:
         """Returns the order of this process's examples; users' subclasses may override it."""
-        return Examples(self._training_batches())
+        return ExampleSampler(self._training_batches())
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
         """Returns the order of an evaluation set; see `_get_train_sampler`."""
-        return Examples(self._evaluation_batches(eval_dataset, None))
+        return ExampleSampler(self._evaluation_batches(eval_dataset, None))
 
     def num_examples(self, dataloader: Any) -> int:
         """Returns the number of examples in a loader's set, over all processes.

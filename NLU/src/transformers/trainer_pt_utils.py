@@ -433,8 +433,39 @@ class IterableDatasetShard(IterableDataset):
 
 
 # ------------------------------------------------------------------------------------------------
-# Losses and parameters
+# Losses, predictions and parameters
 # ------------------------------------------------------------------------------------------------
+
+
+def has_targets(inputs: Any) -> bool | Tensor:
+    """Returns whether a batch has a label that is not ignored; True unless labels are per token.
+
+    For labels per token, the result is a tensor on their device, and reading it waits for the
+    device.
+    """
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return True
+    return (labels != IGNORED_LABEL).any()
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Returns the loss among a model's outputs: a dict's "loss" or a tuple's first item.
+
+    Raises:
+        TrainingError: there is no loss, or it is not one number.
+    """
+    loss = None
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TrainingError(
+            "the model returned no loss: with labels, its forward has to give one number, as "
+            "'loss' in a dict or as a tuple's first item"
+        )
+    return loss.reshape(())
 
 
 def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
