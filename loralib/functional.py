@@ -122,8 +122,10 @@ class Delta:
         if torch.jit.is_tracing() or needs_public_operations(*tensors):
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
+        # Compared here because PyTorch 2.11 compiles no comparison of dynamic sizes in a function.
+        is_whole = len(self.starts) == 1 and len(self.B) == len(weight)
         return _LowRankLinear.apply(
-            x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts
+            x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts, is_whole
         )
 
     def gain(self, weight: Tensor) -> Tensor | None:
@@ -375,11 +377,17 @@ class _LowRankLinear(torch.autograd.Function):
         B: Tensor,
         scaling: float,
         starts: tuple[int, ...],
+        is_whole: bool,
     ) -> Tensor:
         out = products.product(x, weight, bias)
         z = products.small_product(x if dropped is None else dropped, A).mul_(scaling)
         # z is already scaled, as the gradient of B needs it.
-        Delta(A, B, 1.0, starts).expand_into(out, z)
+        update = Delta(A, B, 1.0, starts)
+        if torch.compiler.is_compiling():
+            # What PyTorch 2.11 compiles has no gradients if a function writes to its own output.
+            out = _added(out, z, update, is_whole)
+        else:
+            update.expand_into(out, z)
         # With A frozen (LoRA-FA), the input of A need not be saved.
         of_A, of_weight = ctx.needs_input_grad[4], ctx.needs_input_grad[2]
         ctx.save_for_backward(
@@ -432,7 +440,24 @@ class _LowRankLinear(torch.autograd.Function):
                 for block in blocks
             )
             grad_B = _joined([part.t() for part in parts], dim=0)
-        return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
+        return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None, None
+
+
+def _added(out: Tensor, z: Tensor, update: Delta, is_whole: bool) -> Tensor:
+    """Returns what `expand_into` would make of `out`, with the same rounding, if s = 1.
+
+    Args:
+        out, z, update: as of `expand_into`.
+        is_whole: whether the update covers the whole output.
+    """
+    if is_whole:
+        return torch.addmm(out, z, update.B.t())
+    pieces, end = [], 0
+    for block in update.blocks():
+        part = torch.addmm(out[:, block.columns], z[:, block.rows], block.B.t())
+        pieces += [out[:, end : block.columns.start], part]
+        end = block.columns.stop
+    return torch.cat([*pieces, out[:, end:]], dim=1)
 
 
 def _columns(tensor: Tensor, part: slice) -> Tensor:

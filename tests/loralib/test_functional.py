@@ -118,3 +118,22 @@ def test_the_linear_layer_and_its_gradients(shape, dropped, x):
     torch.testing.assert_close(run(x, weight, bias, A, B), expected)
     assert torch.autograd.gradcheck(run, (x, weight, bias, A, B))
     assert torch.autograd.gradgradcheck(run, (x, weight, bias, A, B))
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_compiled_linear_layer_and_its_gradients(shape, is_dynamic, x, monkeypatch):
+    """PyTorch 2.11 compiles a function that writes to its own output to one without gradients."""
+    torch.compiler.reset()  # so that sizes are static at first
+    delta = make(shape)
+    weight = torch.randn(delta.out_features, INPUTS, dtype=torch.float64)
+    inputs = [x.requires_grad_(), delta.A.requires_grad_(), delta.B.requires_grad_()]
+
+    def run(x, A, B):
+        adapted = Delta(A, B, delta.scaling, delta.starts, delta.out_features)
+        return adapted.linear(x, None, weight, None).square().sum()
+
+    expected = torch.autograd.grad(run(*inputs), inputs)
+    monkeypatch.setattr(Delta, "expand_into", None)  # which writes to the output
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=is_dynamic)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
