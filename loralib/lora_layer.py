@@ -605,11 +605,12 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
-    """Returns whether an update's tensors on a CPU have the same bits; `_stamp` covers others."""
-    pairs = zip(kept, update, strict=True)
-    return all(
-        torch.equal(bits_of(was.detach()), bits_of(t.detach())) for was, t in pairs if t.is_cpu
-    )
+    """Returns whether an update's tensors on a CPU have the same values; `_stamp` covers others.
+
+    Bits are compared only if values differ, as NaN does from itself.
+    """
+    pairs = ((was, t.detach()) for was, t in zip(kept, update, strict=True) if t.is_cpu)
+    return all(torch.equal(was, t) or torch.equal(bits_of(was), bits_of(t)) for was, t in pairs)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def are_eager_paths_on(*tensors: Tensor) -> bool:
         tensors: the inputs of the computation.
     """
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not (are_fast_paths_off() or is_graph or is_transformed(*tensors))
+    return not (_off or is_graph or needs_public_operations(*tensors))
 
 
 def has_mode() -> bool:

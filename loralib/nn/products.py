@@ -31,6 +31,8 @@ from . import processor
 from .fast_paths import are_eager_paths_on, are_fast_paths_off, is_transformed
 from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
+_PLAIN = {Tensor, nn.Parameter}
+
 # ---- products that autograd records ----
 
 
@@ -86,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, out), in x's dtype or autocast's.
     """
-    if x.device.type != "cpu" or not _is_ordinary(x, weight):
+    if not _is_ordinary(x, weight):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
@@ -97,7 +99,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
-    out = _Linear.apply(rows, weight.to(dtype), cast_bias)
+    compute = _Linear.apply if torch.is_grad_enabled() else product
+    out = compute(rows, weight.to(dtype), cast_bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -157,7 +160,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         (…, n, m), in a's dtype or autocast's.
     """
     dtype = product_dtype(a)
-    if a.device.type != "cpu" or not _is_ordinary(a, b) or _method_of_batches(dtype) == "plain":
+    if not _is_ordinary(a, b) or _method_of_batches(dtype) == "plain":
         return a @ b
     return _wide_matmul(a.to(dtype), b.to(dtype)).to(dtype)
 
@@ -218,8 +221,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether fast methods are on and support these tensors: no subclasses, no tracing."""
-    is_plain = {type(x), type(weight)} <= {Tensor, nn.Parameter}
+    """Returns whether fast methods are on and support these tensors.
+
+    These are on a CPU, of no subclass, and not part of a compiled or traced graph.
+    """
+    is_plain = x.device.type == "cpu" and {type(x), type(weight)} <= _PLAIN
     return is_plain and are_eager_paths_on(x, weight)
 
 
@@ -302,8 +308,7 @@ def _has_methods(x: Tensor, weight: Tensor) -> bool:
 def _is_for_methods(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the product is large enough for a choice, and of a supported kind."""
     return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
+        x.dtype in (torch.float32, torch.bfloat16)
         and len(x) * weight.numel() >= (_LARGE_OF_FEW if len(x) <= _FEW else _LARGE)
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
