@@ -325,7 +325,7 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
 
 
 def check_rank(
-    model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target] = ()
+    model: nn.Module, settings: Mapping[str, LayerSettings], patterns: Iterable[Target]
 ) -> None:
     """Checks that no rank exceeds the smaller dimension of its weight, or of one slice of it.
 

@@ -321,8 +321,8 @@ class LoRALayer:
     def _check_startable(self) -> None:
         """Checks that no tensor is sharded that the initialization, or DoRA, needs as a whole."""
         if starts_from_weight(self.initialization) or variant_of(self.variant).has_magnitude:
-            kind = f"the {type(self).__name__}'s LoRA, which is made of it, is initialized"
-            check_gathered([(f"a {self.frozen_name}", self.frozen_weight)], kind)
+            what = f"the {type(self).__name__}'s LoRA, which is made of it, is initialized"
+            check_gathered([(f"a {self.frozen_name}", self.frozen_weight)], what)
         is_start_whole = not is_sharded(getattr(self, "lora_A_start", None))
         if is_sharded(self.lora_A) and self.initialization != "default" and is_start_whole:
             raise ValueError(

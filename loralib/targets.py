@@ -241,7 +241,7 @@ def _named(
     It may mean stacks even if it matches modules without parameters of their own, such as the
     activation next to the experts in Hugging Face's models.
     """
-    named = _matched(modules, target)
+    named = _matched(modules, target, stacks)
     if any(model.get_submodule(name)._parameters for name in named):
         return named
     return _matched(stacks, target, stacks) or named
@@ -249,9 +249,9 @@ def _named(
 
 def matched_stacks(
     model: nn.Module,
-    targets: Iterable[Target],
-    exclude: Iterable[Target] = (),
-    layers: Iterable[int] | None = None,
+    targets: Collection[Target],
+    exclude: Iterable[Target],
+    layers: Iterable[int] | None,
 ) -> list[str]:
     """Returns the names of the stacks that targets match, even if they mean modules alone.
 
@@ -266,19 +266,17 @@ def matched_stacks(
     if not stacks:
         return []
     left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
-    targets = tuple(targets)
-    named = {t: _named(model, modules, stacks, t) for t in targets if t != ALL_LINEAR}
-    meant = set[str]().union(*named.values()) - left_out
-    found = set[str]()
-    for target in targets:
-        matched = {*stacks} if target == ALL_LINEAR else _matched(stacks, target, stacks)
-        is_of_modules = target != ALL_LINEAR and matched != named[target]
-        if matched and is_of_modules and _are_among_all_beside(model, named[target], meant):
-            owners = {_owner(name) for name in matched - left_out}
-            matched = {name for name in stacks if _owner(name) in owners}
-        found |= matched
-    found -= left_out
-    firsts = {stacks[name] for name in found if _owner(name) not in left_out}
+    found = {*stacks} if ALL_LINEAR in targets else set[str]()
+    if not found:
+        named = {target: _named(model, modules, stacks, target) for target in targets}
+        meant = set[str]().union(*named.values()) - left_out
+        for target, names in named.items():
+            matched = _matched(stacks, target, stacks)
+            if matched and matched != names and _are_among_all_beside(model, names, meant):
+                owners = {_owner(name) for name in matched - left_out}
+                matched = {name for name in stacks if _owner(name) in owners}
+            found |= matched
+    firsts = {stacks[name] for name in found - left_out if _owner(name) not in left_out}
     return [name for name in stacks if name in firsts and is_suggested(model, name)]
 
 
@@ -298,10 +296,8 @@ def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collect
     return False
 
 
-def _matched(
-    names: Iterable[str], target: Target, stacks: Collection[str] = frozenset()
-) -> set[str]:
-    """Returns those of some names that a target matches; for `stacks`, see `means`."""
+def _matched(names: Iterable[str], target: Target, stacks: Collection[str]) -> set[str]:
+    """Returns those of some names that a target means, see `means`."""
     return {name for name in names if means(name, target, stacks)}
 
 
@@ -367,9 +363,7 @@ def guessed_head(model: nn.Module) -> str | None:
 
 
 def foreign_linear(
-    model: nn.Module,
-    exclude: Iterable[Target] = (),
-    layers: Iterable[int] | None = None,
+    model: nn.Module, exclude: Iterable[Target], layers: Iterable[int] | None
 ) -> list[str]:
     """Returns the names of modules that seem to be linear layers, but that "all-linear" leaves out.
 

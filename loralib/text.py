@@ -66,5 +66,5 @@ def first_line(error: BaseException) -> str:
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
     """Returns text like "1 step", "1,000 steps" and "2.5 epochs"."""
-    shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
-    return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"
+    figure = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    return f"{figure} {noun if number == 1 else plural or f'{noun}s'}"
