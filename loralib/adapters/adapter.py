@@ -142,7 +142,7 @@ class Adapter:
 
     @property
     def besides(self) -> dict[str, Tensor]:
-        """Its tensors besides LoRA: those of a head, and biases."""
+        """Its tensors that are not LoRA's, such as those of a head."""
         return {name: tensor for name, tensor in self.tensors.items() if LORA.part not in name}
 
     @property

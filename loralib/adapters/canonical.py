@@ -24,7 +24,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     """
     families = [family for family in registered() if _has_names_of(family, tensors)]
     rename = partial(_newest_name, families=families)
-    return _without_tied(_renamed(tensors, rename, source), source)
+    return _without_tied(renamed(tensors, rename, source), source)
 
 
 def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, 
     """
     if not has_ddp_prefix(tensors):
         return dict(tensors)
-    return _renamed(tensors, lambda name: name.removeprefix(_DDP_PREFIX), source)
+    return renamed(tensors, lambda name: name.removeprefix(_DDP_PREFIX), source)
 
 
 def has_ddp_prefix(names: Collection[str]) -> bool:
@@ -48,16 +48,21 @@ def has_ddp_prefix(names: Collection[str]) -> bool:
     return is_known or len(wrapped) == len(names) > 0
 
 
-def _renamed(
+def renamed(
     tensors: Mapping[str, Tensor], rename: Callable[[str], str], source: str
 ) -> dict[str, Tensor]:
-    renamed: dict[str, Tensor] = {}
+    """Returns tensors under other names.
+
+    Raises:
+        CheckpointError: two tensors get the same name.
+    """
+    found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = rename(name)
-        if new in renamed:
+        if new in found:
             raise CheckpointError(f"{source}: holds {new} under two names")
-        renamed[new] = tensor
-    return renamed
+        found[new] = tensor
+    return found
 
 
 def _has_names_of(family: Family, names: Iterable[str]) -> bool:

@@ -37,7 +37,7 @@ from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
 from .metadata import LoraMetadata
 from .model_settings import lora_settings, takes_dropout
-from .names import are_targets, more_layers
+from .names import more_layers
 from .validation import check_finite
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
             if one != other:
                 where = module if by_module else ""
                 raise SettingsError(adapter.source, what, one, other, where)
-    if not are_targets(theirs.targets, ours.targets):
+    if {*theirs.targets} != {*ours.targets}:
         raise SettingsError(adapter.source, "targets", theirs.targets, ours.targets)
     for setting, said, built in (
         ("variant", theirs.variant, ours.variant),

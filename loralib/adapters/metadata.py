@@ -15,6 +15,9 @@ from ..text import first_line
 _Own = TypeVar("_Own", bound="AdapterMetadata")
 _Value = TypeVar("_Value")
 
+# The fields that are tuples of strings.
+_OF_STRINGS = ("targets", "labels", "text_columns", "trained_with", "embeddings", "stacks")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMetadata:
@@ -63,10 +66,7 @@ class AdapterMetadata:
             return None
         try:
             values = {key: json.loads(metadata[key]) for key in known}
-            names = ("targets", "labels", "text_columns", "trained_with", "embeddings", "stacks")
-            for key in names:
-                if key in values:
-                    values[key] = _strings(values[key])
+            values |= {key: _strings(values[key]) for key in _OF_STRINGS if key in known}
             own = cls(**values)
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{path}: its metadata is damaged ({first_line(error)})"

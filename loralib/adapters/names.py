@@ -23,11 +23,6 @@ def lora_targets(modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({_target(module) for module in modules}))
 
 
-def are_targets(targets: Iterable[str], modules: Iterable[str]) -> bool:
-    """Returns whether targets recorded in a file are exactly the targets of these modules."""
-    return set(targets) == set(lora_targets(modules))
-
-
 def _target(module: str) -> str:
     last = module.rpartition(".")[2]
     return within_layer(module) if last in AMBIGUOUS else last

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..io.tensors import same_tensor
 from ..stacks import layer_of_stack, stack_of_layer
 from ..text import first_line, listed, shown
 from .adapter import LORA, Adapter, Kind, base_biases, lora_metadata
-from .canonical import canonical_names
+from .canonical import canonical_names, renamed
 from .checksums import read_checked
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
@@ -179,12 +180,8 @@ def _as_ours(
     tensors: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Returns the tensors with our names and shapes, and the names of the adapted embeddings."""
-    ours: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        new = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
-        if new in ours:
-            raise CheckpointError(f"{source}: holds {new} under two names")
-        ours[new] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
+    ours = renamed(tensors, partial(re.sub, r"\.lora_embedding_([AB])$", r".lora_\1"), source)
+    ours |= {name: magnitude_of(t) for name, t in ours.items() if name.endswith(MAGNITUDE)}
     embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
     return ours, tuple(sorted(embeddings))
 
@@ -270,9 +267,7 @@ def _stacks_of(owner: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def _check_ranks(
-    config: Mapping[str, Any],
-    pairs: Mapping[str, tuple[Tensor, Tensor]],
-    source: str,
+    config: Mapping[str, Any], pairs: Mapping[str, tuple[Tensor, Tensor]], source: str
 ) -> None:
     """Checks that updates are not stacked and have the ranks that the settings say."""
     for module, (A, B) in pairs.items():

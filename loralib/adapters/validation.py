@@ -15,7 +15,7 @@ from .checks import warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha
-from .names import are_targets, lora_targets
+from .names import lora_targets
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _check_said(
 ) -> None:
     """Checks the metadata against what the tensors show."""
     targets, bias = lora_targets(ranks), bias_of(tensors)
-    if not are_targets(metadata.targets, ranks):
+    if {*metadata.targets} != {*targets}:  # in any order
         raise _contradiction(source, f"targets {in_words(metadata.targets)}", in_words(targets))
     if metadata.bias != bias:
         raise _contradiction(source, f"bias {metadata.bias}", bias)
