@@ -60,15 +60,16 @@ def test_a_graph_of_a_model_with_lora(family, with_gradients):
         assert_close_to_rounding(graph(*given)[0], model(*given)[0], ENCODER_TERMS)
 
 
-LABELS = {"token_classification": ("labels",), "causal_lm": ("labels",)}
+LABELS = {"token_classification": ("labels",), "causal_lm": ("labels",), "mlm": ("labels",)}
 LABELS["question_answering"] = ("start_positions", "end_positions")
+WITH_LOSS = [pair for pair in PAIRS if pair[1] in LABELS] + [(each, "mlm") for each in FAMILIES]
 
 
-@pytest.mark.parametrize(("family", "head"), [pair for pair in PAIRS if pair[1] in LABELS])
+@pytest.mark.parametrize(("family", "head"), WITH_LOSS)
 def test_a_graph_of_losses_ignores_padding(family, head):
     """The graph computes which tokens are padding, so that no loss counts another batch's."""
     names = LABELS[head]
-    model = build(family, head)
+    model = maker.build(family, head) if head == "mlm" else build(family, head)
 
     class Loss(torch.nn.Module):
         def __init__(self):

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# ------------------------------------------------------------------------------------------------
-# Logs
-# ------------------------------------------------------------------------------------------------
+# ---- logs ----
 
 
 def is_tensorboard_available() -> bool:
@@ -201,9 +199,7 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
     return callbacks
 
 
-# ------------------------------------------------------------------------------------------------
-# Searches for hyperparameters
-# ------------------------------------------------------------------------------------------------
+# ---- searches for hyperparameters ----
 
 
 def check_hp_search_backend(backend: str | HPSearchBackend | None) -> None:

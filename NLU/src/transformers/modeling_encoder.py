@@ -30,7 +30,7 @@ from .adaptation_settings import ADAPTER_TYPES
 from .adapters import BottleneckAdapter, projection
 from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
-from .modeling_losses import IGNORED, classification_loss
+from .modeling_losses import IGNORED, classification_loss, mean_loss
 from .modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -288,6 +288,10 @@ class Encoded(NamedTuple):
         """The last two fields of every model's output."""
         return self.hidden_states, self.attentions
 
+    def pack_labels(self, labels: Tensor) -> Tensor:
+        """(batch, length) -> (tokens,); -100 at padding, which traced graphs keep."""
+        return self.rows.hide_padding(self.rows.pack(labels), fill=IGNORED)
+
 
 class EncoderModel(PreTrainedModel):
     """A backbone.
@@ -532,8 +536,8 @@ class EncoderForMaskedLM(PreTrainedModel):
         if labels is None:
             logits = rows.pad(self._logits(hidden))
             return self._as_asked(MaskedLMOutput(None, logits, *encoded.shown), return_dict)
-        labels = rows.pack(labels)
-        targets = rows.targets if packed_rows is None else packed_rows.targets
+        labels = encoded.pack_labels(labels)
+        targets = None if packed_rows is None else packed_rows.targets
         if targets is None:
             targets = (labels != IGNORED).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
@@ -545,8 +549,7 @@ class EncoderForMaskedLM(PreTrainedModel):
         labels = labels[targets]
         if added := len(of_targets) - len(targets):
             labels = F.pad(labels, (0, added), value=IGNORED)
-        loss = F.cross_entropy(of_targets.float(), labels, reduction="sum")
-        loss = loss / max(len(targets), 1)  # a batch may have no target
+        loss = mean_loss(of_targets, labels)
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -47,11 +47,6 @@ def _real(encoded: Encoded) -> Tensor:
     return encoded.rows.pad(torch.ones_like(encoded.last[:, 0]), fill=0) != 0
 
 
-def _labels_of(encoded: Encoded, labels: Tensor) -> Tensor:
-    """Packs labels, (batch, length) -> (tokens,); -100 at padding, which traced graphs keep."""
-    return encoded.rows.hide_padding(encoded.rows.pack(labels), fill=IGNORED)
-
-
 def in_precision_of(layer: nn.Module, x: Tensor) -> Tensor:
     """Casts x to the dtype of a layer's weight, unless quantization has packed that weight."""
     weight = layer.weight
@@ -107,7 +102,7 @@ class EncoderForTokenClassification(PreTrainedModel):
             output_hidden_states=output_hidden_states,
         )
         logits, rows = in_own_precision(self.classifier, self.dropout(encoded.last)), encoded.rows
-        loss = None if labels is None else mean_loss(logits, _labels_of(encoded, labels))
+        loss = None if labels is None else mean_loss(logits, encoded.pack_labels(labels))
         output = TokenClassifierOutput(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
 
@@ -326,7 +321,7 @@ class EncoderForCausalLM(PreTrainedModel):
         loss = None
         if labels is not None:
             targets = _next_of(labels, _real(encoded))
-            loss = mean_loss(logits, _labels_of(encoded, targets))
+            loss = mean_loss(logits, encoded.pack_labels(targets))
         output = CausalLMOutputWithCrossAttentions(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
 

@@ -462,9 +462,7 @@ def _naming_damaged_file(path: Path) -> AbstractContextManager[None]:
     return naming_damaged_file(path, _way_out(path.parent))
 
 
-# ------------------------------------------------------------------------------------------------
-# Checkpoints of an earlier run
-# ------------------------------------------------------------------------------------------------
+# ---- checkpoints of an earlier run ----
 
 
 def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:

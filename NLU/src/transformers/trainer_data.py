@@ -164,9 +164,7 @@ class ExampleSampler(Sampler[int]):
         self.batches.epoch = epoch
 
 
-# ------------------------------------------------------------------------------------------------
-# Passes over the training set
-# ------------------------------------------------------------------------------------------------
+# ---- passes over the training set ----
 
 
 class EpochBatches:
@@ -275,9 +273,7 @@ def _batches_of(loader: Any) -> TrainingBatches | None:
     return sampler.batches if loader.batch_size == sampler.batches.batch_size else None
 
 
-# ------------------------------------------------------------------------------------------------
-# What models, collators and sets have
-# ------------------------------------------------------------------------------------------------
+# ---- what models, collators and sets have ----
 
 
 def takes_packed_rows(model: nn.Module) -> bool:
@@ -334,9 +330,7 @@ def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str])
     return dataset.remove_columns([name for name in dataset.column_names if name not in taken])
 
 
-# ------------------------------------------------------------------------------------------------
-# Lengths
-# ------------------------------------------------------------------------------------------------
+# ---- lengths ----
 
 
 def lengths_of(dataset: Dataset) -> list[int]:

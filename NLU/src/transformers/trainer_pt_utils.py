@@ -27,9 +27,7 @@ from .trainer_utils import is_main_process
 
 logger = logging.getLogger(__name__)
 
-# ------------------------------------------------------------------------------------------------
-# Tensors in lists and tuples
-# ------------------------------------------------------------------------------------------------
+# ---- tensors in lists and tuples ----
 
 
 def _nested(function: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -119,9 +117,7 @@ def _filled_up(part: Tensor, sizes: Sequence[int], padding_index: int) -> Tensor
     return filled
 
 
-# ------------------------------------------------------------------------------------------------
-# Several processes
-# ------------------------------------------------------------------------------------------------
+# ---- several processes ----
 
 
 @contextmanager
@@ -214,9 +210,7 @@ class DistributedTensorGatherer:
         return rows[: self.num_samples]
 
 
-# ------------------------------------------------------------------------------------------------
-# The order of examples
-# ------------------------------------------------------------------------------------------------
+# ---- the order of examples ----
 
 
 def _rank_and_size(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -432,9 +426,7 @@ class IterableDatasetShard(IterableDataset):
             yield from step[own]
 
 
-# ------------------------------------------------------------------------------------------------
-# Losses, predictions and parameters
-# ------------------------------------------------------------------------------------------------
+# ---- losses, predictions and parameters ----
 
 
 def has_targets(inputs: Any) -> bool | Tensor:
@@ -552,9 +544,7 @@ def get_parameter_names(model: nn.Module, forbidden_layer_types: Sequence[type])
     return [*names, *model._parameters]
 
 
-# ------------------------------------------------------------------------------------------------
-# Metrics for people
-# ------------------------------------------------------------------------------------------------
+# ---- metrics for people ----
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
