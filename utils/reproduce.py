@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from loralib.errors import TrainingError
 from loralib.io.command_line import ArgumentParser
 from loralib.io.hub import UNFETCHED, why_out_of_reach
 from loralib.training import process
@@ -164,7 +165,7 @@ def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None
         if show_estimate(tree, run, flags):
             failed.append(run.recipe)
     if failed:
-        raise process.TrainingError(f"no estimate of {', '.join(failed)}: see above")
+        raise TrainingError(f"no estimate of {', '.join(failed)}: see above")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(report_now())
     missing = [run for tree, run in runs if tree.figures(run) is None]
     if missing:
-        raise process.TrainingError(
+        raise TrainingError(
             f"{len(missing)} of {len(runs)} runs are not finished: see {out / RESULTS_NAME}"
         )
 

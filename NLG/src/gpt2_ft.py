@@ -59,7 +59,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
-from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches, rate_of
+from loralib.training.estimate import Estimate, Plan, estimate, notable_batches, rate_of
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
 from loralib.training.precision import (
@@ -72,6 +72,7 @@ from loralib.training.precision import (
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.restarts import find_launch
 from loralib.training.resume import Stateful
+from loralib.training.step_cost import Training
 from metrics_log import MetricsLog
 from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler

@@ -12,7 +12,7 @@ from paths import ROOT
 
 import gpt2_ft
 from data_utils import Row, collate
-from loralib.training.estimate import cost_of_batch
+from loralib.training.step_cost import cost_of_batch
 from model import GPT2Config, GPT2LMModel
 
 # Steps on fake tensors take a second each.

@@ -8,7 +8,7 @@ from glue_runs import LORA, common, failure
 from measured_memory import measured_peak
 from simulated_gpu import SimulatedGpu
 
-from loralib.training.estimate import cost_of_batch
+from loralib.training.step_cost import cost_of_batch
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,

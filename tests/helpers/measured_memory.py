@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from loralib.training.estimate import Training
+from loralib.training.step_cost import Training
 
 
 def measured_peak(training: Training, batch: Any, folder: Path) -> int:

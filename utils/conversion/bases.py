@@ -143,23 +143,19 @@ def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter:
 
 
 def _settings_of(adapter: Adapter) -> dict[str, object]:
-    """Returns the settings that the model takes from the adapter: its labels, and is_decoder."""
-    said = adapter.metadata is not None and adapter.metadata.is_decoder
-    return {**({"is_decoder": True} if said else {}), **_labels(adapter)}
-
-
-def _labels(adapter: Adapter) -> dict[str, object]:
-    """Returns the setting for the labels of the adapter's head; empty if it has no head."""
-    count = adapter.outputs
-    if count is None:
-        return {}
-    known = adapter.metadata.labels if adapter.metadata else None
+    """Returns the settings that the model takes from the adapter: is_decoder, its head's labels."""
+    said = adapter.metadata
+    settings: dict[str, object] = {"is_decoder": True} if said and said.is_decoder else {}
+    count, known = adapter.outputs, said.labels if said else None
+    if count is None:  # it has no head
+        return settings
     if known and len(known) != count:
         raise CheckpointError(
             f"{adapter.source}: names {counted(len(known), 'label')}, but its head has "
             f"{counted(count, 'output')}"
         )
-    return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
+    labels = {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
+    return {**settings, **labels}
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:

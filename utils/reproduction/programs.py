@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from loralib.training import process
+from loralib.errors import TrainingError
 from reproduction.runs import ROOT, Run, Tree
 
 # One thread, because models this small are not faster on several.
@@ -150,4 +150,4 @@ def make(script: str, *arguments: object) -> None:
         errors="replace",
     )
     if done.returncode:
-        raise process.TrainingError(last_error(done.stderr) or f"{script} failed")
+        raise TrainingError(last_error(done.stderr) or f"{script} failed")

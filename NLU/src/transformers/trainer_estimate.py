@@ -1,6 +1,6 @@
 """`--estimate`: counts what a run of the Trainer takes before it begins.
 
-It counts the Trainer's own steps (see loralib.training.estimate). No weights are read, because a
+It counts the Trainer's own steps (see loralib.training.step_cost). No weights are read, because a
 model's settings define its shapes. The settings of the paper's models are in this package.
 """
 
@@ -18,13 +18,13 @@ from loralib.training.estimate import (
     SETTINGS,
     Estimate,
     Plan,
-    Training,
     check_settings,
     estimate,
     notable_batches,
     rate_of,
 )
 from loralib.training.precision import Precision, estimate_precision
+from loralib.training.step_cost import Training
 
 from .configuration_utils import PretrainedConfig
 from .hf_argparser import flag

@@ -11,18 +11,15 @@ from loralib.training import estimate as module
 from loralib.training.estimate import (
     LAYERS_TIMED,
     Estimate,
-    LiveBytes,
-    Memory,
     Plan,
     Rows,
-    Training,
-    cost_of_batch,
     estimate,
     measure_rate,
     notable_batches,
     rate_of,
 )
 from loralib.training.optimizer import AdamW
+from loralib.training.step_cost import LiveBytes, Memory, Training, cost_of_batch
 
 CPU = torch.device("cpu")
 ROWS, WIDE, INNER, OUT = 32, 64, 128, 10
