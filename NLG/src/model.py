@@ -498,7 +498,8 @@ class _HeadLoss(torch.autograd.Function):
             logits = product(hidden[part], weight)
             given = logits, targets[part, None], mask[part, None].float()
             for few in _parts(len(logits), _few_targets(logits)):
-                total += _cross_entropy(*(x[few] for x in given), label_smooth, scale)
+                # What PyTorch 2.11 compiles has no gradients if this writes to its own output.
+                total = total + _cross_entropy(*(x[few] for x in given), label_smooth, scale)
             # From here on, `logits` holds their gradient.
             if need_hidden:
                 grad_hidden[part] = product(logits, weight.t())
