@@ -74,6 +74,16 @@ class Inherits(Reads):
     pass
 
 
+def forward_that_reads(model: Any, x: Tensor) -> Tensor:
+    return model.other(F.linear(x, model.proj.weight))
+
+
+class ReadsInAFunction(Net):
+    """Its forward is a function of the module, as that of a class that was patched."""
+
+    forward = forward_that_reads
+
+
 # ---- models that call it, or may call it ----
 
 
@@ -130,7 +140,10 @@ class SharesIt(nn.Module):
         return F.linear(self.part(x), self.proj.weight)
 
 
-NEVER_CALLED = [Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits]
+NEVER_CALLED = [
+    *(Reads, ReadsAView, ReadsDtypeToo, ReadsInAnotherMethod, ReadsDecorated, Inherits),
+    ReadsInAFunction,
+]
 CALLED = [
     *(Net, CallsAndReads, CallsForward, CallsInParent, CallsByName),
     *(CallsByProperty, CallsChildren, SharesIt),
@@ -157,6 +170,7 @@ def test_it_warns_exactly_where_an_update_gets_no_gradient(kind: type[nn.Module]
     model(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert bool(warnings) == (kind in NEVER_CALLED)
     assert bool(warnings) == (model.proj.lora_B.grad is None)
+    assert not warnings_of(kind(), caplog, what="unless merged")  # only said of embeddings
 
 
 def test_the_warning_names_each_class_once_and_the_layers_to_leave_out(caplog):
@@ -241,7 +255,12 @@ def test_no_warning_where_only_attributes_of_a_weight_are_read(kind: type[Net], 
     assert kind()(torch.randn(3, 4)).shape == (3, 4)
 
 
-@pytest.mark.parametrize("kind", [ConvertsTheWeight, ComputesInAnArgument])
+class ComputesWithAComparison(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x @ (self.proj.weight > 0).to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [ConvertsTheWeight, ComputesInAnArgument, ComputesWithAComparison])
 def test_it_warns_where_a_weight_is_converted_or_computed_with(kind: type[Net], caplog):
     assert warnings_of(kind(), caplog)
     assert not warnings_of(kind(), caplog, "other")
@@ -380,6 +399,11 @@ class HandsOnItsWeight(nn.Module):
         return self.inner(ids) @ self.inner.words.weight.t()
 
 
+class NeverCalled(Tied):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.proj(F.embedding(ids, self.words.weight)), self.words.weight)
+
+
 class Untied(Tied):
     def forward(self, ids: Tensor) -> Tensor:
         mask = self.words.weight.new_ones(4)
@@ -413,6 +437,8 @@ def test_what_to_do_about_an_embedding_that_is_read(caplog):
         "which lack the update unless merged: leave out '0.words', '1.words', or name them in "
         "modules_to_train instead"
     ]
+    assert not warnings_of(NeverCalled(), caplog, "words", "unless merged")
+    assert warnings_of(NeverCalled(), caplog, "words")
     lora.remove_lora(model)
     lora.add_lora(model, "proj", r=2, modules_to_train=["words"])
     assert model[0].words.weight.requires_grad

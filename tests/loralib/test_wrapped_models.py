@@ -141,6 +141,8 @@ def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
         replica_of_copy = copied.a._replicate_for_data_parallel()
         replica_of_copy.weight, replica_of_copy.bias = replica.weight, replica.bias
         pool.submit(replica_of_copy, x).result()
+    with pytest.raises(KeyError), bank.use("a0"):
+        raise KeyError  # it ends the block as well
     close(replica(x), base.a(x))
     lora.AdapterBank(pickle.loads(pickle.dumps(base)))
 

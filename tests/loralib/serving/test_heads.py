@@ -21,14 +21,17 @@ WIDTH = 4
 
 
 class WritesIntoItsInput(nn.Module):
-    """Replaces its input in the mapping that holds it, as heads of sentence-transformers do."""
+    """Replaces its input in the mapping that holds it, as heads of sentence-transformers do.
+
+    It also changes that input.
+    """
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, features):
-        features["x"] = self.linear(features["x"])
+        features["x"] = self.linear(features["x"].tanh_())
         return features
 
 
@@ -70,6 +73,22 @@ class OfList(OfTensor):
         return self.head([self.up(x), (x.clone(), None)])
 
 
+class OfTuple(OfTensor):
+    """Its head is given a tensor, but returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), Split())
+
+    def forward(self, x):
+        return torch.cat(self.head(self.up(x)), -1)
+
+
+class Split(nn.Module):
+    def forward(self, x):
+        return x.split(2, -1)
+
+
 class Joined(nn.Module):
     def forward(self, parts):
         first, (second, _) = parts
@@ -89,9 +108,9 @@ class Hooked(OfTensor):
         return self.head(self.up(x))
 
 
-def trained(plain):
+def trained(plain, head="head"):
     model = copy.deepcopy(plain)
-    lora.add_lora(model, "up", r=2, modules_to_train="head")
+    lora.add_lora(model, "up", r=2, modules_to_train=head)
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter)
@@ -137,10 +156,11 @@ def tanh_first(layer, input):
 
 
 TAKE_TENSORS = (OfTensor, Hooked, OfLinear, HookedLinear, OfChangedLinear)
+OTHERS = {OfMapping: "dict", OfUserDict: "UserDict", OfList: "list", OfTuple: "tuple"}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", [OfMapping, OfUserDict, OfList, *TAKE_TENSORS])
+@pytest.mark.parametrize("kind", [*OTHERS, *TAKE_TENSORS])
 def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
     """Also if that changes its input in place."""
     plain, x = kind().eval(), torch.randn(3, WIDTH)
@@ -160,8 +180,8 @@ def test_a_head_is_given_what_the_model_s_head_is_given(kind, mode):
                 mixed = torch.cat([expected["a"][:1], expected["b"][1:]])
                 torch.testing.assert_close(plain(x), mixed, rtol=1e-4, atol=1e-5)
             else:
-                given = "list" if kind is OfList else kind.kind.__name__
-                message = rf"^head is given or returns a {given}, whose rows .* one adapter at"
+                other = OTHERS[kind]
+                message = rf"^head is given or returns a {other}, whose rows .* one adapter at"
                 with pytest.raises(ValueError, match=message):
                     plain(x)
         bank.close()
@@ -191,8 +211,8 @@ class OfSeveral(OfTensor):
 
     def __init__(self):
         super().__init__()
-        self.head = nn.ModuleList([nn.Linear(WIDTH, 3), nn.ModuleDict({"b": nn.Linear(WIDTH, 2)})])
-        self.head.append(nn.Tanh())
+        first = nn.Sequential(nn.Linear(WIDTH, 3))
+        self.head = nn.ModuleList([first, nn.ModuleDict({"b": nn.Linear(WIDTH, 2)}), nn.Tanh()])
 
     def forward(self, x):
         first, others, last = self.head
@@ -303,6 +323,15 @@ class ReadsInItsHead(OfTensor):
         self.head = ReadsItself()
 
 
+class ReadsAnother(OfTensor):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.head(F.linear(self.up(x), self.other.weight))
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -310,6 +339,7 @@ class ReadsInItsHead(OfTensor):
         (ReadsABias, "trains head, whose parameters the source of ReadsABias reads directly"),
         (ReadsAParameter, "trains head, which is never called"),
         (ReadsInItsHead, None),
+        (ReadsAnother, None),
     ],
 )
 def test_a_head_whose_parameters_the_model_reads_is_refused(kind, message):
@@ -362,6 +392,18 @@ class SharesALayer(OfTensor):
         return self.again(self.head(self.up(x)))
 
 
+class SharesAFrozenLayer(OfTensor):
+    """A layer of its head that adapters do not train is also called elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.again = nn.Sequential(self.head[0], nn.Tanh())
+
+    def forward(self, x):
+        return self.again(self.head(self.up(x)))
+
+
 class SharesItsHead(OfTensor):
     def __init__(self):
         super().__init__()
@@ -371,12 +413,14 @@ class SharesItsHead(OfTensor):
         return self.again(self.head(self.up(x)))
 
 
-def test_a_head_may_have_several_places_but_not_a_part_of_it():
+def test_a_head_may_have_several_places_but_not_a_trained_part_of_it():
     shared, plain, x = SharesALayer().eval(), SharesItsHead().eval(), torch.randn(3, WIDTH)
     message = r"trains head\.1, which the model also has outside of head; merge it into its base$"
     with pytest.raises(NeedsMergingError, match=message):
         lora.AdapterBank(shared).add("a", adapter_of(trained(shared)))
     with_adapter(plain, trained(plain), x)
+    plain = SharesAFrozenLayer().eval()
+    with_adapter(plain, trained(plain, "head.1"), x)
 
 
 # ---- calls of heads ----
@@ -405,6 +449,13 @@ def test_rows_of_one_adapter_may_be_given_to_any_head(kind):
             plain(x)
         with bank.use(["a", "b", "b"]), pytest.raises(ValueError, match=r"one adapter at a time$"):
             plain(x)
+
+
+def test_rows_of_one_adapter_are_counted_where_a_head_is_given_a_tensor():
+    plain, x = OfTwoTensors().eval(), torch.randn(2, WIDTH)
+    bank = with_adapter(plain, trained(plain), x)
+    with bank.use(["a"] * 3), pytest.raises(ValueError, match="given for 3 rows, but a layer"):
+        plain.head(x, x)
 
 
 class OfItself(nn.Module):

@@ -215,6 +215,14 @@ def test_on_windows_the_owner_is_not_sent_a_signal(tmp_path, monkeypatch):
     assert message.endswith(f"if it is gone, remove {tmp_path / LOCK_NAME} and {OWNER_NAME}")
 
 
+def test_a_process_of_another_user_has_not_ended(monkeypatch):
+    def refuse(pid, number):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not Owner.this_process().is_gone
+
+
 def test_other_errors_of_locking_are_raised(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"), sole_use(tmp_path / "file"):
