@@ -135,7 +135,7 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     if steps > _PATIENCE:
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    frozen = [p for p in held if _BENEATH in vars(p) and not p.requires_grad]
+    frozen = [p for p in held if not p.requires_grad]
     updates = [p for weight in frozen for p in _updates_above(weight) if p.requires_grad]
     is_known = {id(p) for p in held} & {id(p) for p in updates}
     if not updates or is_known or any(_STEPPED in vars(p) for p in updates):

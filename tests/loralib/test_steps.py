@@ -186,10 +186,21 @@ def test_parameters_of_lora_that_were_replaced_are_recognized(caplog, change):
     assert not caplog.records
 
 
-def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced():
-    model = HEAD.adapted().requires_grad_(True)
+def renewed(model):
     for layer in model.layers:
         set_new_parameters(layer["out"])
+    return model
+
+
+def emptied(model):
+    state = model.state_dict()
+    model.to("meta").to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("change", [renewed, emptied, copy.deepcopy])
+def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced(change):
+    model = change(HEAD.adapted().requires_grad_(True))
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), count=2)
     base = {name for name, p in model.named_parameters() if "lora_" not in name}
     assert trained_along(model).keys() == base
@@ -227,6 +238,7 @@ def test_lora_without_gradients_is_warned_of_once(caplog, is_copied):
     lora.add_lora(model, ["body", "head"], r=2)
     if is_copied:
         model = copy.deepcopy(model)
+    copy.copy(model.head)  # has the same weight, but not for long
     optimizer = trained_for(9, model)
     optimizer.step()  # without any gradients, so it does not count
     assert not caplog.records
@@ -350,13 +362,16 @@ def test_a_part_that_no_longer_has_lora_is_not_recorded(undo):
 
 
 def test_parameters_that_lora_does_not_update_are_not_recorded():
-    """Even after such a parameter of a layer with LoRA was replaced."""
+    """Even after such a parameter of a layer with LoRA was replaced, or a layer of r = 0 copied."""
     model = HEAD.adapted()
     layer = model.layers[0]["out"]
     layer.bias = nn.Parameter(layer.bias.detach().clone())
     layer.register_parameter("lora_extra", None)
     steps(model, torch.optim.SGD([layer.bias, model.score.weight], lr=0.1), count=1)
     assert not trained_along(model)
+    plain = copy.deepcopy(lora.Linear(8, 8))
+    trained_for(1, plain)
+    assert not trained_along(plain)
 
 
 @pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0)])

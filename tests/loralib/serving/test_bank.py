@@ -274,6 +274,31 @@ def test_segments_that_are_not_contiguous_in_memory():
     close(mixed, plain + signs * (x @ A.T @ B.T))
 
 
+class Calls(nn.Module):
+    """Calls its layer with all that it is given."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)
+
+
+def test_other_modules_of_an_adapted_one_s_name_may_be_of_any_kind():
+    """They get hooks, too, for Dynamo."""
+    layers = [nn.Linear(4, 4), nn.Bilinear(4, 4, 2), nn.Identity()]
+    model, x = nn.ModuleList(map(Calls, layers)), torch.randn(3, 4)
+    bank = lora.AdapterBank(model)
+    tensors = {"0.layer.lora_A": torch.ones(2, 4), "0.layer.lora_B": torch.ones(4, 2)}
+    bank.add("a", Adapter(tensors, LoraMetadata(rank=2, alpha=2.0, targets=("layer",))))
+    assert all(len(module.layer._forward_hooks) == 1 for module in model)
+    expected = model[1](x, x)
+    with bank.use(["a"] * 3):
+        assert torch.equal(model[1](x, x), expected)
+        assert model[2](None) is None
+
+
 # ---- the base ----
 
 
