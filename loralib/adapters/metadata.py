@@ -123,7 +123,7 @@ class LoraMetadata(AdapterMetadata):
         bias: which of the base's biases were trained and are held as well, as a value of `bias` in
             `loralib`'s `mark_only_lora_as_trainable`.
         positions: whether the update reaches the positions that share an adapted projection, see
-            loralib/nn/positions.py. None if no projection is shared.
+            loralib/positions.py. None if no projection is shared.
         variant: the update's variant, a name in `loralib.functional.VARIANTS`. None for the
             paper's.
         rank_pattern: the ranks that differ from `rank`, by the modules' full names.
