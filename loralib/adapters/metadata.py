@@ -102,6 +102,11 @@ def are_text_columns(names: object) -> bool:
     return 1 <= len({*names}) == len(names) <= 2
 
 
+def default_labels(count: int) -> tuple[str, ...]:
+    """Returns the names of a head's labels if nobody has named them: ``LABEL_0``, …"""
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
 def _strings(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{value!r} is not a list of names")

@@ -10,7 +10,7 @@ from typing import Any
 
 from loralib.adapters import peft
 from loralib.adapters.adapter import LORA
-from loralib.adapters.metadata import are_text_columns
+from loralib.adapters.metadata import are_text_columns, default_labels
 from loralib.errors import AdapterAsModelError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
@@ -274,8 +274,13 @@ class PretrainedConfig:
 
     @num_labels.setter
     def num_labels(self, count: int) -> None:
-        self.id2label = {index: f"LABEL_{index}" for index in range(count)}
+        self.id2label = dict(enumerate(default_labels(count)))
         self.label2id = {label: index for index, label in self.id2label.items()}
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels of a classification head, in the order of its outputs."""
+        return tuple(name for _, name in sorted(self.id2label.items()))
 
     @classmethod
     def get_config_dict(
