@@ -16,7 +16,7 @@ from .initialization import initializes, start_is_deferred
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_there, check_whole, weights_with_updates
-from .nn.positions import lora_reaches_positions, unshare_positions
+from .positions import lora_reaches_positions, unshare_positions
 from .quantized_layers import QuantizedLayer, check_unpacked, not_merged
 from .steps import forget_steps
 from .tensor_kinds import is_fake, is_sharded

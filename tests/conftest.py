@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from file_server import FileServer
 from hub_server import HubServer
 
 # They need an environment with upstream's transformers: bash tests/interop/run.sh
@@ -172,6 +173,15 @@ def fake_gpu_rng(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[-1])
     monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
     return states
+
+
+@pytest.fixture
+def file_server(monkeypatch):
+    """A server of files, which downloads try to reach again without waiting."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("loralib.io.downloads.FIRST_WAIT", 0.0)
+    with FileServer() as server:
+        yield server
 
 
 @pytest.fixture

@@ -12,23 +12,17 @@ import logging
 import os
 import re
 import shutil
-import ssl
 import sys
-import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
-from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
-from urllib.request import Request, urlopen
-
-from tqdm import tqdm
 
 from loralib.io.archives import ZIP_ERRORS
 from loralib.io.atomic import sync_file
 from loralib.io.command_line import ArgumentParser
+from loralib.io.downloads import download
 from loralib.training.process import error_in_words, run
 from transformers.data.processors.glue import GlueTask, glue_task, iterate_glue_split
 from transformers.data.processors.utils import read_tsv
@@ -42,12 +36,6 @@ MRPC_TEST = "msr_paraphrase_test.txt"
 MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 MRPC_IDS = ("#1 ID", "#2 ID")
 MRPC_COLUMNS = ("Quality", *MRPC_IDS, "#1 String", "#2 String")
-
-ATTEMPTS = 5
-FIRST_WAIT = 1.0  # seconds before the second attempt; doubled before each further one
-TIMEOUT = 30.0  # seconds without a byte
-CHUNK = 1 << 16  # bytes
-NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
 
 
 @dataclass(frozen=True)
@@ -175,7 +163,13 @@ def _download(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Pat
         if path.exists():
             by_hand.append(path)
         else:
-            _fetch_source(urljoin(f"{base_url}/", file), path)
+            way_out = f"run again, or put the file at {path} yourself"
+            if name == MRPC_DEV_IDS:
+                way_out += (
+                    f"; MRPC's dev split needs this list: put it, with {MRPC_TRAIN} and "
+                    f"{MRPC_TEST}, into a folder and name that with --path_to_mrpc"
+                )
+            download(urljoin(f"{base_url}/", file), path, way_out)
             fetched.append(path)
     try:
         assemble(task, release.rows, sources, data_dir)
@@ -202,18 +196,6 @@ def _own_files(folder: Path) -> dict[str, Path]:
         if (folder / name).is_file():
             files.setdefault(MRPC_DEV_IDS, folder / name)
     return files
-
-
-def _fetch_source(url: str, target: Path) -> None:
-    try:
-        fetch(url, target)
-    except OSError as error:
-        if target.name != MRPC_DEV_IDS:
-            raise
-        raise type(error)(
-            f"{error}; MRPC's dev split needs this list: put it, with {MRPC_TRAIN} and "
-            f"{MRPC_TEST}, into a folder and name that with --path_to_mrpc"
-        ) from error
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -297,107 +279,6 @@ def convert_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
         lines["test.tsv"].append("\t".join((str(index), *fields)))
     for file, content in lines.items():
         (folder / file).write_text("\n".join(content) + "\n", encoding="utf-8", newline="\n")
-
-
-def fetch(url: str, target: Path) -> None:
-    """Downloads a file, continuing an earlier partial download of it.
-
-    A partial download is `target`.part, and what identifies its file (the server's ETag or date) is
-    in `target`.part.etag. An existing `target` is kept as it is.
-
-    Raises:
-        ConnectionError: the network failed `ATTEMPTS` times.
-        OSError: the server does not give the file, or the disk failed.
-    """
-    if target.exists():
-        return
-    part = target.with_name(f"{target.name}.part")
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            _fetch_rest(url, part)
-            break
-        except NETWORK_ERRORS as error:
-            reason = _reason(error)
-            if attempt == ATTEMPTS or not _may_pass(error):
-                kind = OSError if isinstance(error, HTTPError) else ConnectionError
-                raise kind(
-                    f"{url}: {reason}; run again, or put the file at {target} yourself"
-                ) from error
-            wait = FIRST_WAIT * 2 ** (attempt - 1)
-            logger.warning("%s: %s; trying again in %g s", url, reason, wait)
-            time.sleep(wait)
-    os.replace(part, target)
-    _etag_file(part).unlink(missing_ok=True)
-
-
-def _fetch_rest(url: str, part: Path) -> None:
-    """Requests the bytes that `part` still lacks, and appends them.
-
-    If the file has changed since `part` was begun, If-Range makes the server send all of it.
-    """
-    etag = _etag_file(part).read_text("utf-8") if _etag_file(part).exists() else ""
-    start = part.stat().st_size if etag and part.exists() else 0
-    headers = {"Range": f"bytes={start}-", "If-Range": etag} if start else {}
-    try:
-        with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
-            _append(response, part, start)
-    except HTTPError as error:
-        if error.code == 416:  # the file is not longer than `part`, so start over
-            part.unlink(missing_ok=True)
-        raise
-
-
-def _append(response: HTTPResponse, part: Path, start: int) -> None:
-    if response.status == 206:
-        sent = response.headers.get("Content-Range", "")
-        if not sent.startswith(f"bytes {start}-"):
-            _etag_file(part).unlink()  # the next attempt starts over
-            raise ConnectionError(f"asked for the bytes from {start:,} on, but was sent {sent!r}")
-    else:
-        start = 0
-    length = response.headers.get("Content-Length")
-    total = None if length is None else start + int(length)
-    with (
-        open(part, "ab" if start else "wb") as file,
-        tqdm(
-            desc=part.stem,
-            initial=start,
-            total=total,
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=None,  # disabled if there is no terminal
-        ) as bar,
-    ):
-        # Only after `part` is opened, which truncates it if start is 0: an ETag next to the bytes
-        # of an older file would claim that they are the new file's.
-        _etag_file(part).write_text(_identity(response), "utf-8")
-        while chunk := response.read(CHUNK):
-            file.write(chunk)
-            bar.update(len(chunk))
-        size = file.tell()
-    if total not in (None, size):
-        raise ConnectionError(f"the connection closed after {size:,} of {total:,} bytes")
-
-
-def _etag_file(part: Path) -> Path:
-    return part.with_name(f"{part.name}.etag")
-
-
-def _identity(response: HTTPResponse) -> str:
-    """Returns a value for If-Range: a strong ETag, else the date of change, else nothing."""
-    etag = response.headers.get("ETag", "")
-    return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
-
-
-def _may_pass(error: Exception) -> bool:
-    return not isinstance(error, HTTPError) or error.code in (408, 416, 429) or error.code >= 500
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, HTTPError):
-        return f"HTTP {error.code} {error.reason}"
-    return str(getattr(error, "reason", "") or error or type(error).__name__)
 
 
 def _url(text: str) -> str:

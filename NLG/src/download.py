@@ -3,11 +3,11 @@
     python src/download.py vocab e2e webnlg dart gpt2 gpt2-medium gpt2-large
 
 Files are written atomically, under the names that the other scripts expect; existing ones are kept.
-The corpora and the vocabulary come from the addresses where they are published, the checkpoints
-from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
+A download that stops is kept as FILE.part, and continued by the next run. The corpora
+and the vocabulary come from the addresses where they are published, the checkpoints from the
+Hugging Face hub (``HF_ENDPOINT`` names a mirror).
 """
 
-import json
 import logging
 import os
 import tempfile
@@ -15,18 +15,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
-from urllib.request import urlopen
-
-from tqdm.auto import tqdm
 
 from format_converting_e2e import as_lines
 from hub import hub_files
 from json_lines import write_lines
 from loralib.io.archives import ZIP_ERRORS
-from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
+from loralib.io.downloads import download
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.training.process import error_in_words
 from script import run
@@ -38,9 +34,6 @@ E2E_URL = "https://github.com/tuetschek/e2e-dataset/releases/download/v1.0.0/e2e
 # WebNLG publishes its challenge of 2017 as XML, the release has it as JSON.
 WEBNLG_URL = "https://raw.githubusercontent.com/microsoft/LoRA/main/NLG/data/webnlg_challenge_2017"
 DART_URL = "https://raw.githubusercontent.com/Yale-LILY/dart/master/data/v1.1.1"
-
-TIMEOUT = 30.0  # seconds without a byte
-CHUNK = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -90,48 +83,6 @@ E2E_SPLITS = (
 CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
 
 
-def fetch(url: str, path: Path, size: int | None = None, by_hand: Path | None = None) -> None:
-    """Downloads a file, atomically.
-
-    Args:
-        url: the file's address.
-        path: the path to write; its folder must exist.
-        size: the size in bytes, if known; the server's Content-Length is checked as well.
-        by_hand: where the error says that the user can put the file; None for `path`.
-
-    Raises:
-        OSError: the download failed or has the wrong size, or `path` ends in ``.json`` and the file
-            is not JSON. `path` is untouched then.
-    """
-    try:
-        with atomic_write(path) as temporary:
-            received, announced = _receive(url, temporary)
-            for expected in (announced, size):
-                if expected not in (None, received):
-                    raise OSError(f"got {received:,} bytes, not {expected:,}")
-            # If no size is known, this detects an HTML page sent instead of the file.
-            if path.suffix == ".json":
-                json.loads(temporary.read_bytes())
-    except (OSError, HTTPException, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise OSError(
-            f"{url}: {reason}; try again, or put the file at {by_hand or path} yourself"
-        ) from error
-
-
-def _receive(url: str, path: Path) -> tuple[int, int | None]:
-    """Downloads to a path; returns the number of bytes received, and the number announced."""
-    with urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
-        length = response.headers.get("Content-Length")
-        announced = None if length is None else int(length)
-        name = url.rsplit("/", 1)[1]
-        with tqdm(desc=name, total=announced, unit="B", unit_scale=True, disable=None) as bar:
-            while chunk := response.read(CHUNK):
-                file.write(chunk)
-                bar.update(len(chunk))
-            return file.tell(), announced
-
-
 def fetch_files(files: tuple[File, ...], root: Path) -> None:
     """Downloads files below `root`, except those that exist.
 
@@ -142,14 +93,18 @@ def fetch_files(files: tuple[File, ...], root: Path) -> None:
     for file in files:
         path = root / file.path
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fetch(file.url, path, file.size)
+            _fetch(file.url, path, file.size)
         elif file.size not in (None, path.stat().st_size):
             raise ValueError(
                 f"{path} has {path.stat().st_size:,} bytes, not {file.size:,}; "
                 "move it away and run again"
             )
         logger.info("%s exists", path)
+
+
+def _fetch(url: str, path: Path, size: int | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    download(url, path, f"try again, or put the file at {path} yourself", size)
 
 
 def fetch_e2e(root: Path) -> None:
@@ -161,19 +116,21 @@ def fetch_e2e(root: Path) -> None:
     """
     wanted = [split for split in E2E_SPLITS if not (root / split[1]).exists()]
     if wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            own = archive = root / E2E_ARCHIVE
-            if not own.exists():
-                archive = Path(folder, own.name)
-                fetch(E2E_URL, archive, by_hand=own)
-            try:
-                _unpack_e2e(archive, Path(folder), wanted, root)
-            except (OSError, ValueError) as error:
-                if archive != own:
-                    raise
-                raise ValueError(
-                    f"{error}; remove it to download it again, or put the published file there"
-                ) from error
+        archive = root / E2E_ARCHIVE
+        is_own = archive.exists()
+        if not is_own:
+            _fetch(E2E_URL, archive)
+        try:
+            _unpack_e2e(archive, str(archive) if is_own else E2E_URL, wanted, root)
+        except (OSError, ValueError) as error:
+            if not is_own:
+                raise
+            raise ValueError(
+                f"{error}; remove it to download it again, or put the published file there"
+            ) from error
+        finally:
+            if not is_own:
+                archive.unlink()
     for _, target, rows in E2E_SPLITS:
         found = (root / target).read_bytes().count(b"\n")
         if found != rows:
@@ -183,29 +140,28 @@ def fetch_e2e(root: Path) -> None:
         logger.info("%s exists", root / target)
 
 
-def _unpack_e2e(
-    archive: Path, scratch: Path, splits: list[tuple[str, str, int]], root: Path
-) -> None:
-    source = E2E_URL if archive.parent == scratch else archive
-    for name, target, rows in splits:
-        table = scratch / name
-        try:
-            with zipfile.ZipFile(archive) as file:
-                content = file.read(f"e2e-dataset/{name}")
-        except (KeyError, ValueError, *ZIP_ERRORS) as error:
-            reason = str(error) or "it is truncated"
-            raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
-        except OSError as error:
-            raise OSError(error_in_words(error)) from error
-        table.write_bytes(content)
-        try:
-            lines = as_lines(table)
-        except ValueError as error:
-            reason = str(error).removeprefix(f"{scratch}{os.sep}")
-            raise ValueError(f"{source}: {reason}") from error
-        if len(lines) != rows:
-            raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
-        write_lines(root / target, lines)
+def _unpack_e2e(archive: Path, source: str, splits: list[tuple[str, str, int]], root: Path) -> None:
+    """Converts splits in E2E's archive, which errors call `source`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, target, rows in splits:
+            table = Path(scratch, name)
+            try:
+                with zipfile.ZipFile(archive) as file:
+                    content = file.read(f"e2e-dataset/{name}")
+            except (KeyError, ValueError, *ZIP_ERRORS) as error:
+                reason = str(error) or "it is truncated"
+                raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
+            except OSError as error:
+                raise OSError(error_in_words(error)) from error
+            table.write_bytes(content)
+            try:
+                lines = as_lines(table)
+            except ValueError as error:
+                reason = str(error).removeprefix(f"{scratch}{os.sep}")
+                raise ValueError(f"{source}: {reason}") from error
+            if len(lines) != rows:
+                raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
+            write_lines(root / target, lines)
 
 
 def fetch_checkpoint(name: str, root: Path) -> None:

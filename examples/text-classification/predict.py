@@ -441,7 +441,6 @@ def fill_bank(
             of the same name.
     """
     bank = AdapterBank(model)
-    own = tuple(model.config.id2label[index] for index in sorted(model.config.id2label))
     labels = {}
     for name, adapter in adapters.items():
         bank.add(name, adapter)
@@ -451,7 +450,7 @@ def fill_bank(
                 f"{adapter.source}: has no {min(untrained)}, and {base} has no trained one: "
                 "there is nothing to predict with"
             )
-        labels[name] = bank.labels(name) or own
+        labels[name] = bank.labels(name) or model.config.label_names
         twice = [label for label in labels[name] if labels[name].count(label) > 1]
         if twice:
             raise ValueError(f"{adapter.source}: has two labels named {twice[0]}")

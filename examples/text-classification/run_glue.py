@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from loralib.adapters.adapter import Adapter
+from loralib.adapters.metadata import default_labels
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,
@@ -244,7 +245,7 @@ def prepare(
     tokenizer = open_tokenizer(model_args, config)
     is_pair = len(data.text_keys) == 2
     data_args.max_seq_length = choose_length(data_args.max_seq_length, config, tokenizer, is_pair)
-    names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
+    names = dict(enumerate(data.labels or default_labels(1)))
     settings: dict[str, Any] = {
         "id2label": names,
         "finetuning_task": data_args.task_name,

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     begin()
 
 from loralib.adapters.adapter import Adapter
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForTokenClassification,
@@ -282,9 +282,8 @@ def predict(trainer: Trainer, prepared: PreparedWords, each_type: bool) -> None:
     report(trainer, "test", output.metrics, rows)
     tags = tags_of_words(output.predictions, prepared.firsts["test"], prepared.labels)
     if trainer.is_world_process_zero():
-        with atomic_write(Path(trainer.args.output_dir, "test_predictions.txt")) as temporary:
-            lines = "".join(" ".join(row) + "\n" for row in tags)
-            temporary.write_text(lines, encoding="utf-8")
+        lines = "".join(" ".join(row) + "\n" for row in tags)
+        atomic_write_text(Path(trainer.args.output_dir, "test_predictions.txt"), lines)
 
 
 def fine_tune(

@@ -27,7 +27,7 @@ from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
 from ..layer_kinds import is_linear
 from ..model_checks import check_there
-from ..nn.positions import shared_projections, unshare_positions
+from ..positions import shared_projections, unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
 from ..stacks import matrices, stack_of_layer, stacked_weights, stacks_in
 from ..targets import first_names, first_names_of_targets, other_places
@@ -410,7 +410,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     weight's dtype. The adapter's head and biases replace the model's. All that changes gets new
     tensors, so that the old ones, which may be mapped from a file, keep their bits. If a delta does
     not reach the positions that share its weight, the positions first get projections of their own,
-    see nn/positions.py.
+    see positions.py.
 
     Args:
         model: the base, with a head of the adapter's shape and without LoRA layers.

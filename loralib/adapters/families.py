@@ -76,7 +76,7 @@ class Family:
             -> which of these projections have LoRA in the release, and in an adapter that does not
             record it.
         shared_with_positions: projections of a layer that positions may share with contents, see
-            `loralib.nn.positions`.
+            `loralib.positions`.
         tied: names of tensors that are tied to another one, so that files need not hold them -> the
             other tensor's name.
         may_untie: whether some models have separate tensors in place of tied ones.

@@ -21,7 +21,7 @@ from ..inject import adapt
 from ..io.tensors import same_when_rounded
 from ..lora_layer import LoRALayer, lora_layers
 from ..model_checks import check_no_peft_layers, check_there, check_whole, tensors_of
-from ..nn.positions import shared_projections
+from ..positions import shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
 from ..stacks import stack_of_layer, stacked_weights
 from ..text import counted, listed

@@ -102,6 +102,11 @@ def are_text_columns(names: object) -> bool:
     return 1 <= len({*names}) == len(names) <= 2
 
 
+def default_labels(count: int) -> tuple[str, ...]:
+    """Returns the names of a head's labels if nobody has named them: ``LABEL_0``, …"""
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
 def _strings(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{value!r} is not a list of names")
@@ -123,7 +128,7 @@ class LoraMetadata(AdapterMetadata):
         bias: which of the base's biases were trained and are held as well, as a value of `bias` in
             `loralib`'s `mark_only_lora_as_trainable`.
         positions: whether the update reaches the positions that share an adapted projection, see
-            loralib/nn/positions.py. None if no projection is shared.
+            loralib/positions.py. None if no projection is shared.
         variant: the update's variant, a name in `loralib.functional.VARIANTS`. None for the
             paper's.
         rank_pattern: the ranks that differ from `rank`, by the modules' full names.

@@ -13,7 +13,7 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
-from ..nn.positions import lora_reaches_positions
+from ..positions import lora_reaches_positions
 from ..stacks import layer_of_stack, stacked_weights
 from .families import enabled_slices
 from .metadata import usual

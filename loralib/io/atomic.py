@@ -55,7 +55,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     if _is_written_through(path):
         with tempfile.TemporaryDirectory() as folder:
             temporary = Path(folder, path.name)
-            with _errors_of(path, temporary):
+            with errors_of(path, temporary):
                 yield temporary
             _write_through(path, temporary)
         return
@@ -69,7 +69,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        with _errors_of(path, temporary):
+        with errors_of(path, temporary):
             yield temporary
             sync_file(temporary)
         # mkstemp makes files for their owner alone.
@@ -209,8 +209,11 @@ def _check_replaceable(path: Path) -> Path:
 
 
 @contextmanager
-def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
-    """Makes errors of writing `temporary` name `path`, and say how much space was needed."""
+def errors_of(path: Path, temporary: Path) -> Iterator[None]:
+    """Makes errors of writing `temporary` name `path`, and say how much space was needed.
+
+    If there was not enough, `temporary` is removed.
+    """
     try:
         yield
     except DiskFullError as error:
@@ -261,7 +264,7 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
     lock = _lock(temporary)
     try:
-        with _errors_of(path, temporary):
+        with errors_of(path, temporary):
             yield temporary
             for file in temporary.iterdir():
                 sync_file(file)
@@ -347,7 +350,7 @@ def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with _errors_of(path, temporary):
+        with errors_of(path, temporary):
             yield
         _replace_folder(temporary, path)
     finally:

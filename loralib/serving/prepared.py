@@ -12,6 +12,7 @@ from ..adapters.checks import check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
+from ..adapters.metadata import default_labels
 from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
@@ -253,7 +254,7 @@ def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
     if projection is None:
         return ()
     outputs = len(projection)
-    labels = adapter.lora.labels or tuple(f"LABEL_{index}" for index in range(outputs))
+    labels = adapter.lora.labels or default_labels(outputs)
     if len(labels) != outputs:
         raise CheckpointError(
             f"{adapter.source}: names {len(labels)} labels, but its head has {outputs} outputs"

@@ -73,16 +73,11 @@ def set_dropout_seed(seed: int, process: int) -> None:
     torch.manual_seed(seed + process)
 
 
-def _uses_gpu(device: torch.device | None) -> bool:
-    return torch.cuda.is_available() if device is None else device.type == "cuda"
-
-
-def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+def rng_state(device: torch.device) -> dict[str, Any]:
     """Returns the state of all generators that `set_seed` seeds, in a form for weights-only loads.
 
     Args:
-        device: where the run computes, by default on a GPU if there is one. A run on the CPU
-            includes no state of a GPU's generator.
+        device: where the run computes. A run on the CPU includes no state of a GPU's generator.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
@@ -91,12 +86,12 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
     }
-    if _uses_gpu(device):
+    if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restores the generators to a state that `rng_state` returned.
 
     A run on a CPU has no state of a GPU's generator. If a run resumes on the other kind of device
@@ -111,7 +106,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    on_gpu = _uses_gpu(device)
+    on_gpu = device.type == "cuda"
     if on_gpu and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     elif on_gpu != ("cuda" in state) and rank() == 0:

@@ -104,6 +104,9 @@ def test_loading_a_head_sets_the_model_s_labels_and_text_columns(build_adapted):
     others = replace(adapter.metadata, labels=("a", "b", "c"), text_columns=("text",))
     fresh.load_adapters([replace(adapter, tensors=headless, metadata=others)])
     assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
+    similar = replace(adapter.metadata, labels=("LABEL_no", "LABEL_maybe", "LABEL_yes"))
+    fresh.load_adapters([replace(adapter, metadata=similar)])
+    assert fresh.config.label_names == similar.labels
     # With a new head, as for another task, the model keeps its own.
     other = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])
     other.load_adapters([adapter], new_head=True)

@@ -22,7 +22,7 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.lora_layer import lora_layers
-from loralib.nn.positions import lora_reaches_positions, shared_projections, unshare_positions
+from loralib.positions import lora_reaches_positions, shared_projections, unshare_positions
 
 pytestmark = pytest.mark.slow
 

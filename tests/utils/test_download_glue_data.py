@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
+from loralib.io.downloads import ATTEMPTS
 from transformers.data.processors.glue import glue_task, load_glue_split
 
 SCRIPT = Path(__file__).parents[2] / "utils" / "download_glue_data.py"
@@ -26,71 +25,13 @@ def script(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "FIRST_WAIT", 0.0)
     return module
 
 
-class Mirror:
-    """A server of `files` ({path: bytes}) that records requests and fails as told.
-
-    Attributes:
-        cuts: {path: [how many bytes to send before hanging up, for each of the next requests]}.
-        errors: {path: status to answer with}.
-        etags: {path: ETag}; a file without one is sent without.
-        ranges: whether Range is obeyed.
-        log: (path, Range header, If-Range header) of each request.
-    """
-
-    def __init__(self):
-        self.files, self.cuts, self.errors, self.etags = {}, {}, {}, {}
-        self.ranges = True
-        self.log = []
-
-    def paths(self):
-        return [path for path, _, _ in self.log]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        mirror = self.server.mirror
-        wanted, if_range = self.headers.get("Range"), self.headers.get("If-Range")
-        mirror.log.append((self.path, wanted, if_range))
-        status = mirror.errors.get(self.path, 200 if self.path in mirror.files else 404)
-        if status != 200:
-            return self.send_error(status)
-        content, start = mirror.files[self.path], 0
-        if wanted and mirror.ranges and if_range == mirror.etags.get(self.path):
-            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
-            if start >= len(content):
-                return self.send_error(416)
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        else:
-            self.send_response(200)
-        if self.path in mirror.etags:
-            self.send_header("ETag", mirror.etags[self.path])
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
-        cuts = mirror.cuts.get(self.path)
-        end = start + cuts.pop(0) if cuts else len(content)
-        self.wfile.write(content[start:end])
-
-
 @pytest.fixture
-def mirror(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    mirror = Mirror()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.mirror = mirror
-    mirror.url = f"http://127.0.0.1:{server.server_address[1]}/glue/data"
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield mirror
-    server.shutdown()
-    server.server_close()
+def mirror(file_server):
+    file_server.url += "/glue/data"
+    return file_server
 
 
 def make_zip(members: dict[str, str], compression=zipfile.ZIP_DEFLATED) -> bytes:
@@ -149,23 +90,9 @@ def test_base_url_may_end_in_a_slash(script, wnli, tmp_path):
     assert run(script, wnli, tmp_path) == 0
 
 
-def test_cut_connection_is_continued(script, wnli, tmp_path):
-    path = "/glue/data/WNLI.zip"
-    content = wnli.files[path]
-    wnli.cuts[path] = [1000, 500]
-    script.fetch(f"{wnli.url}/WNLI.zip", tmp_path / "WNLI.zip")
-    assert (tmp_path / "WNLI.zip").read_bytes() == content
-    assert wnli.log == [
-        (path, None, None),
-        (path, "bytes=1000-", '"one"'),
-        (path, "bytes=1500-", '"one"'),
-    ]
-    assert names(tmp_path) == ["WNLI.zip"]
-
-
 def test_next_run_continues_where_the_last_gave_up(script, wnli, tmp_path, caplog):
     path = "/glue/data/WNLI.zip"
-    wnli.cuts[path] = [100] * script.ATTEMPTS
+    wnli.cuts[path] = [100] * ATTEMPTS
     assert run(script, wnli, tmp_path) == 1
     assert "closed after 500 of" in caplog.records[-1].message
     assert names(tmp_path) == ["WNLI.zip.part", "WNLI.zip.part.etag"]
@@ -175,30 +102,6 @@ def test_next_run_continues_where_the_last_gave_up(script, wnli, tmp_path, caplo
     assert run(script, wnli, tmp_path) == 0
     assert wnli.log == [(path, "bytes=500-", '"one"')]
     assert names(tmp_path) == ["WNLI"]
-
-
-@pytest.mark.parametrize("change", ["content", "no_ranges", "no_etag"])
-def test_part_that_cannot_be_continued_starts_over(script, wnli, tmp_path, change):
-    path, target = "/glue/data/WNLI.zip", tmp_path / "WNLI.zip"
-    if change == "no_etag":
-        del wnli.etags[path]
-    wnli.cuts[path] = [100] * script.ATTEMPTS
-    if change == "no_ranges":
-        wnli.ranges = False
-    with pytest.raises(OSError, match="the connection closed"):
-        script.fetch(f"{wnli.url}/WNLI.zip", target)
-    if change == "content":
-        wnli.files[path] = make_zip(wnli_files(), zipfile.ZIP_STORED)
-        wnli.etags[path] = '"two"'
-    script.fetch(f"{wnli.url}/WNLI.zip", target)
-    assert target.read_bytes() == wnli.files[path]
-
-
-def test_part_longer_than_the_file_starts_over(script, wnli, tmp_path):
-    (tmp_path / "WNLI.zip.part").write_bytes(b"x" * len(wnli.files["/glue/data/WNLI.zip"]))
-    (tmp_path / "WNLI.zip.part.etag").write_text('"one"')
-    script.fetch(f"{wnli.url}/WNLI.zip", tmp_path / "WNLI.zip")
-    assert (tmp_path / "WNLI.zip").read_bytes() == wnli.files["/glue/data/WNLI.zip"]
 
 
 @pytest.mark.parametrize(("status", "requests"), [(404, 1), (503, 5)])
@@ -215,7 +118,7 @@ def test_no_server_is_one_line(script, wnli, tmp_path, caplog):
         closed.bind(("127.0.0.1", 0))
         wnli.url = f"http://127.0.0.1:{closed.getsockname()[1]}/glue/data"
         assert run(script, wnli, tmp_path, "WNLI,RTE") == 1
-    assert len(caplog.records) == script.ATTEMPTS  # the second task is not tried
+    assert len(caplog.records) == ATTEMPTS  # the second task is not tried
     assert "refused" in caplog.records[-1].message
     assert "\n" not in caplog.records[-1].message
 

@@ -15,7 +15,7 @@ from loralib.adapters.deltas import adapted_modules, lora_pairs
 from loralib.adapters.families import Family, family_of, registered
 from loralib.adapters.fingerprint import has_float16
 from loralib.errors import CheckpointError
-from loralib.nn.positions import shared_projections
+from loralib.positions import shared_projections
 from loralib.text import counted
 from transformers import PretrainedConfig
 from transformers.adapter_kinds import KINDS

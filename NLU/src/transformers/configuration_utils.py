@@ -10,11 +10,11 @@ from typing import Any
 
 from loralib.adapters import peft
 from loralib.adapters.adapter import LORA
-from loralib.adapters.metadata import are_text_columns
+from loralib.adapters.metadata import are_text_columns, default_labels
 from loralib.errors import AdapterAsModelError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.hub import resolve_file
 from loralib.io.settings import (
     Count,
@@ -274,8 +274,13 @@ class PretrainedConfig:
 
     @num_labels.setter
     def num_labels(self, count: int) -> None:
-        self.id2label = {index: f"LABEL_{index}" for index in range(count)}
+        self.id2label = dict(enumerate(default_labels(count)))
         self.label2id = {label: index for index, label in self.id2label.items()}
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels of a classification head, in the order of its outputs."""
+        return tuple(name for _, name in sorted(self.id2label.items()))
 
     @classmethod
     def get_config_dict(
@@ -497,8 +502,7 @@ class PretrainedConfig:
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """Writes `to_json_string` to a file."""
-        with atomic_write(Path(json_file_path)) as path:
-            path.write_text(self.to_json_string(use_diff), encoding="utf-8")
+        atomic_write_text(json_file_path, self.to_json_string(use_diff))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes ``config.json`` into `folder`."""
@@ -525,8 +529,7 @@ def _refuse_adapter(name: str, where: Mapping[str, Any]) -> None:
 
 def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> None:
     """Writes settings as a folder's ``config.json``."""
-    with atomic_write(Path(folder, CONFIG_NAME)) as path:
-        path.write_text(_as_json(settings), encoding="utf-8")
+    atomic_write_text(Path(folder, CONFIG_NAME), _as_json(settings))
 
 
 def _as_json(settings: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from .adaptation_settings import ADAPTER_TYPES
 from .adapters import BottleneckAdapter, projection
 from .configuration_utils import PretrainedConfig
 from .lora_placement import Placed
-from .modeling_losses import IGNORED, classification_loss, mean_loss
+from .modeling_losses import IGNORED_LABEL, classification_loss, mean_loss
 from .modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -290,7 +290,7 @@ class Encoded(NamedTuple):
 
     def pack_labels(self, labels: Tensor) -> Tensor:
         """(batch, length) -> (tokens,); -100 at padding, which traced graphs keep."""
-        return self.rows.hide_padding(self.rows.pack(labels), fill=IGNORED)
+        return self.rows.hide_padding(self.rows.pack(labels), fill=IGNORED_LABEL)
 
 
 class EncoderModel(PreTrainedModel):
@@ -539,7 +539,7 @@ class EncoderForMaskedLM(PreTrainedModel):
         labels = encoded.pack_labels(labels)
         targets = None if packed_rows is None else packed_rows.targets
         if targets is None:
-            targets = (labels != IGNORED).nonzero().squeeze(1)
+            targets = (labels != IGNORED_LABEL).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
             of_targets = self._filled_logits(hidden.index_select(0, targets))
             logits = of_targets[: len(targets)]
@@ -548,7 +548,7 @@ class EncoderForMaskedLM(PreTrainedModel):
             logits, of_targets = rows.pad(of_all), of_all[targets]
         labels = labels[targets]
         if added := len(of_targets) - len(targets):
-            labels = F.pad(labels, (0, added), value=IGNORED)
+            labels = F.pad(labels, (0, added), value=IGNORED_LABEL)
         loss = mean_loss(of_targets, labels)
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 

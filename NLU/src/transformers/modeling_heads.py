@@ -23,7 +23,7 @@ from loralib.nn.products import Linear
 
 from .configuration_utils import PretrainedConfig
 from .modeling_encoder import Encoded
-from .modeling_losses import IGNORED, mean_loss
+from .modeling_losses import IGNORED_LABEL, mean_loss
 from .modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MultipleChoiceModelOutput,
@@ -186,7 +186,7 @@ def _loss_of(logits: Tensor, positions: Tensor, real: Tensor) -> Tensor:
     # One more column, which holds no token, for positions beyond the batch.
     is_token = F.pad(real, (0, 1))
     is_there = is_token.gather(1, columns[:, None])[:, 0]
-    return mean_loss(logits, columns.masked_fill(~is_there, IGNORED))
+    return mean_loss(logits, columns.masked_fill(~is_there, IGNORED_LABEL))
 
 
 class EncoderForMultipleChoice(PreTrainedModel):
@@ -332,7 +332,7 @@ class EncoderForCausalLM(PreTrainedModel):
 
 def _next_of(labels: Tensor, real: Tensor) -> Tensor:
     """Returns, for each column, the label of the next one; -100 if that is not a token."""
-    return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels.masked_fill(~real, IGNORED_LABEL)[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _refuse(**given: Any) -> None:

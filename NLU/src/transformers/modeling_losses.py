@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-# The label of what a loss ignores.
-IGNORED = -100
+# The label of what a loss ignores; torch's cross-entropy skips it.
+IGNORED_LABEL = -100
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -27,5 +27,5 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (rows, classes).
         labels: (rows,).
     """
-    loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-    return loss / (labels != IGNORED).sum().clamp(min=1)
+    loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return loss / (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -15,6 +15,7 @@ from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.families import in_backbone
 from loralib.adapters.loading import load_into
+from loralib.adapters.metadata import default_labels
 from loralib.adapters.model_settings import lora_settings
 from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
@@ -215,8 +216,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         heads = SUPPORTED[self.config.model_type].family.heads
         if self.head is None or not heads[self.head].labelled:
             return None
-        names = self.config.id2label
-        return tuple(names[index] for index in sorted(names))
+        return self.config.label_names
 
     def _text_columns(self) -> tuple[str, ...] | None:
         """Returns the text columns that a classifier of sequences was trained on, else None."""
@@ -273,7 +273,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         if not prefix or all(name.startswith(prefix) for name in adapter.tensors):
             return
         labels = adapter.metadata.labels if adapter.metadata else None
-        if labels and not labels[0].startswith("LABEL_"):
+        if labels and labels != default_labels(len(labels)):
             self.config.id2label = dict(enumerate(labels))
             self.config.label2id = {label: index for index, label in enumerate(labels)}
         columns = adapter.metadata.text_columns if adapter.metadata else None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tokenizers import AddedToken
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.hub import resolve_file
 
 from .file_utils import read_json_object
@@ -232,8 +232,7 @@ def prefixed(folder: str | os.PathLike, filename: str, prefix: str | None) -> Pa
 
 def write_json(path: Path, content: Any, **format: Any) -> None:
     """Writes a JSON file in UTF-8, atomically; `format` goes to `json.dumps`."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, ensure_ascii=False, **format) + "\n", "utf-8")
+    atomic_write_text(path, json.dumps(content, ensure_ascii=False, **format) + "\n")
 
 
 def _read_json(path: Path | None) -> dict[str, Any]:

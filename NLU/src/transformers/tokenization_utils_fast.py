@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 
 from .batch_encoding import Encoding
 from .special_tokens import ADDITIONAL, ROLES, Token, as_special, text_of
@@ -224,9 +224,8 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         if legacy_format and written:
             return written
         path = prefixed(folder, TOKENIZER_FILE, prefix)
-        with atomic_write(path) as temporary:
-            # Not by its own `save`, which does not raise OSError when the disk is full.
-            temporary.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
+        # Not by its own `save`, which does not raise OSError when the disk is full.
+        atomic_write_text(path, self._tokenizer.to_str(pretty=True))
         return (*written, str(path))
 
     def save_vocabulary(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from loralib.errors import CheckpointError
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.console import Pace, in_words
 from loralib.io.structure import check_structure
 
@@ -62,9 +62,7 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | os.PathLike) -> None:
         """Writes the state to a JSON file."""
-        with atomic_write(json_path) as temporary:
-            text = json.dumps(asdict(self), indent=2, sort_keys=True)
-            temporary.write_text(f"{text}\n", encoding="utf-8")
+        atomic_write_text(json_path, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike) -> "TrainerState":

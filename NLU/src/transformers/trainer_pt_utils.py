@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from loralib.errors import TrainingError
 
-from .data.data_collator import IGNORED_LABEL
+from .modeling_losses import IGNORED_LABEL
 from .trainer_utils import is_main_process
 
 logger = logging.getLogger(__name__)

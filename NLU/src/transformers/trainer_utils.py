@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.structure import check_structure
 from loralib.training.determinism import set_seed  # noqa: F401 - upstream has it here
 
@@ -185,9 +185,7 @@ def save_metrics(
 
 
 def _write_results(path: Path, results: dict[str, float]) -> None:
-    with atomic_write(path) as temporary:
-        text = json.dumps(results, indent=4, sort_keys=True)
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    atomic_write_text(path, json.dumps(results, indent=4, sort_keys=True) + "\n")
 
 
 def _read_results(path: Path) -> dict[str, float]:

@@ -61,7 +61,7 @@ def test_a_failed_save_leaves_the_old_files(tokenizer, folder, monkeypatch):
     tokenizer.save_pretrained(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "write_text", fail)

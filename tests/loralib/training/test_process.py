@@ -24,6 +24,7 @@ from loralib.training.launcher_env import rank
 from loralib.training.process import HEAD_START, run, without_collector
 
 ROOT = Path(__file__).resolve().parents[3]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def draw():
@@ -62,11 +63,11 @@ def test_rng_state_can_be_loaded_from_a_file_weights_only(draws_before):
     for _ in range(draws_before):
         draw()
     file = io.BytesIO()
-    torch.save(rng_state(), file)
+    torch.save(rng_state(CPU), file)
     expected = [draw() for _ in range(3)]
     set_seed(99)
     file.seek(0)
-    set_rng_state(torch.load(file, weights_only=True))
+    set_rng_state(torch.load(file, weights_only=True), CPU)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -74,11 +75,8 @@ def test_reading_rng_state_draws_nothing():
     set_seed(5)
     expected = draw()
     set_seed(5)
-    rng_state()
+    rng_state(CPU)
     assert draw() == expected
-
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("before", "now"), [(CPU, CPU), (GPU, GPU), (CPU, GPU), (GPU, CPU)])
@@ -110,14 +108,6 @@ def test_only_the_main_process_warns(fake_gpu_rng, monkeypatch, caplog):
         monkeypatch.setenv("RANK", process)
         set_rng_state(state, GPU)
         assert len(caplog.messages) == messages
-
-
-def test_without_a_device_rng_state_is_that_of_a_gpu_if_there_is_one(fake_gpu_rng, caplog):
-    assert "cuda" in rng_state()
-    set_rng_state(rng_state())
-    assert not caplog.messages
-    set_rng_state(rng_state(CPU))
-    assert len(caplog.messages) == 1
 
 
 # ---- the device ----

@@ -119,5 +119,6 @@ def test_a_run_with_other_settings_is_refused(tmp_path):
 
 
 def test_the_example_of_an_rng_state_has_no_gpu_generator(fake_gpu_rng):
-    assert "cuda" in rng_state()
-    assert like_rng_state().keys() == rng_state().keys() - {"cuda"}
+    on_gpu = rng_state(torch.device("cuda", 0))
+    assert "cuda" in on_gpu
+    assert like_rng_state().keys() == on_gpu.keys() - {"cuda"}

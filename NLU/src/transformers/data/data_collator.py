@@ -15,11 +15,10 @@ from torch import Tensor
 
 from loralib.nn.packing import PackedRows
 
+from ..modeling_losses import IGNORED_LABEL
 from ..tokenization_padding import padded_rows
 from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase, to_tensor
 
-# The label of a token that a loss ignores; torch's cross-entropy skips it.
-IGNORED_LABEL = -100
 # The prefixes of tokens that start a word, in a byte-level BPE and in SentencePiece; and of tokens
 # that continue one, in WordPiece.
 _WORD_STARTS, _WORD_GOES_ON = ("Ġ", "▁"), "##"

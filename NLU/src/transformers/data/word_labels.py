@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .data_collator import IGNORED_LABEL
+from ..modeling_losses import IGNORED_LABEL
 
 # Stands in predictions for a word that the model has not seen: it was cut off, or has no tokens.
 UNSEEN = "_"

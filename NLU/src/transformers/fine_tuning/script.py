@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 from loralib.io.console import devices_in_words
 
 from ..configuration_utils import PretrainedConfig
@@ -202,9 +202,8 @@ def report(trainer: Trainer, stage: str, metrics: dict[str, float], examples: Si
 
 def write_predictions(path: Path, predictions: Iterable[Any]) -> None:
     """Writes a line for each row, with its index and its prediction."""
-    with atomic_write(path) as temporary:
-        lines = ["index\tprediction", *(f"{row}\t{each}" for row, each in enumerate(predictions))]
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = ["index\tprediction", *(f"{row}\t{each}" for row, each in enumerate(predictions))]
+    atomic_write_text(path, "\n".join(lines) + "\n")
 
 
 def begin_estimate(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loralib.adapters.adapter import Adapter
+from loralib.adapters.metadata import default_labels
 from loralib.text import in_short
 
 from ..configuration_utils import PretrainedConfig
@@ -138,13 +139,11 @@ def starting_point_of(
 ) -> StartingPoint:
     """Returns what a run starts from: the first adapter or, without one, the model."""
     info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
-    names = tuple(config.id2label[number] for number in sorted(config.id2label))
-    if info is not None and info.labels:
-        names = info.labels
+    names = info.labels if info is not None and info.labels else config.label_names
     texts = info.text_columns if info else config.text_columns
     return StartingPoint(
         source=adapters[0].source if adapters else model_args.model_name_or_path,
-        labels=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
+        labels=() if names == default_labels(len(names)) else names,
         task=info.task if info else config.finetuning_task,
         texts=tuple(texts or ()),
         is_adapter=bool(adapters),

@@ -20,6 +20,7 @@ from loralib.nn.packing import PackedRows
 from loralib.nn.routing import is_by_row
 
 from ..file_utils import ModelOutput
+from ..modeling_losses import IGNORED_LABEL
 from ..modeling_utils import PreTrainedModel
 from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
 from ..utils import logging
@@ -200,7 +201,7 @@ class Pipeline(ABC):
         return self.by_row(output, lengths)
 
     # The values of the padding.
-    _FILL: ClassVar[dict[str, int]] = {"token_type_ids": 0, "labels": -100}
+    _FILL: ClassVar[dict[str, int]] = {"token_type_ids": 0, "labels": IGNORED_LABEL}
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
         """Returns a batch's logits, row by row."""

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..modeling_losses import IGNORED_LABEL
 from ..utils import logging
 from .base import ArgumentHandler, Pipeline, as_list, rows_of, softmax
 
@@ -62,7 +63,9 @@ class FillMaskPipeline(Pipeline):
         rows = rows_of(self.encode(as_list(inputs, "input")))
         for row in rows:
             self.ensure_exactly_one_mask_token(row["input_ids"])
-            row["labels"] = [0 if self._is_mask(index) else -100 for index in row["input_ids"]]
+            row["labels"] = [
+                0 if self._is_mask(index) else IGNORED_LABEL for index in row["input_ids"]
+            ]
         wanted = None if targets is None else self._target_ids(targets)
         count = self.top_k if top_k is None else top_k
         answers = [

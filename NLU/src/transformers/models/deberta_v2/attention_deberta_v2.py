@@ -137,7 +137,7 @@ class DisentangledSelfAttention(nn.Module):
     "p2c" term, `key_proj` for "c2p". LoRA then changes the contents only, as in the release, and
     distances are projected by the frozen weight. With `config.lora_positions`, LoRA changes both,
     as in PEFT. In a batch with several such adapters, each segment then has distances of its own,
-    and attention is computed segment by segment. See loralib/nn/positions.py.
+    and attention is computed segment by segment. See loralib/positions.py.
 
     Attributes:
         shared_with_positions: names of the projections that also project distances.

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write_text
 
 from ...batch_encoding import BatchEncoding
 from ...special_tokens import Token
@@ -170,9 +170,8 @@ class RobertaBackend(TokenizersBackend):
         merges_path = prefixed(save_directory, MERGES_FILE, filename_prefix)
         model = json.loads(self._tokenizer.to_str())["model"]
         write_json(vocab_path, model["vocab"])
-        with atomic_write(merges_path) as temporary:
-            lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
-            temporary.write_text("\n".join(lines) + "\n", "utf-8")
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+        atomic_write_text(merges_path, "\n".join(lines) + "\n")
         return str(vocab_path), str(merges_path)
 
 

@@ -1,0 +1,117 @@
+"""Tests downloads from a local server that can misbehave."""
+
+import errno
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from loralib.errors import DiskFullError
+from loralib.io import downloads
+from loralib.io.downloads import ATTEMPTS, download
+
+PATH = "/some/file.zip"
+CONTENT = bytes(range(256)) * 16
+WAY_OUT = "ask a friend"
+
+
+@pytest.fixture
+def server(file_server):
+    file_server.files[PATH] = CONTENT
+    file_server.etags[PATH] = '"one"'
+    return file_server
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_cut_connection_is_continued(server, tmp_path):
+    server.cuts[PATH] = [1000, 500]
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip").read_bytes() == CONTENT
+    assert server.log == [
+        (PATH, None, None),
+        (PATH, "bytes=1000-", '"one"'),
+        (PATH, "bytes=1500-", '"one"'),
+    ]
+    assert names(tmp_path) == ["file.zip"]
+
+
+@pytest.mark.parametrize("change", ["nothing", "content", "no_ranges", "no_etag"])
+def test_next_call_continues_or_starts_over(server, tmp_path, change):
+    target = tmp_path / "file.zip"
+    if change == "no_etag":
+        del server.etags[PATH]
+    server.cuts[PATH] = [100] * ATTEMPTS
+    if change == "no_ranges":
+        server.ranges = False
+    with pytest.raises(ConnectionError, match=f"{PATH}: the connection closed.*; {WAY_OUT}$"):
+        download(server.url + PATH, target, WAY_OUT)
+    assert names(tmp_path) == ["file.zip.part", "file.zip.part.etag"]
+    if change == "content":
+        server.files[PATH], server.etags[PATH] = CONTENT[::-1], '"two"'
+    download(server.url + PATH, target, WAY_OUT)
+    assert target.read_bytes() == server.files[PATH]
+    assert names(tmp_path) == ["file.zip"]
+
+
+def test_part_longer_than_the_file_starts_over(server, tmp_path):
+    (tmp_path / "file.zip.part").write_bytes(b"x" * len(CONTENT))
+    (tmp_path / "file.zip.part.etag").write_text('"one"')
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(("status", "requests"), [(404, 1), (503, ATTEMPTS)])
+def test_an_answer_that_is_an_error(server, tmp_path, status, requests):
+    server.errors[PATH] = status
+    with pytest.raises(OSError, match=f"{PATH}: HTTP {status} .+; {WAY_OUT}$") as caught:
+        download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert not isinstance(caught.value, ConnectionError)
+    assert len(server.log) == requests
+    assert names(tmp_path) == []
+
+
+def test_no_server(file_server, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"/a.txt: .*refused.*; {WAY_OUT}$"):
+        download(f"http://127.0.0.1:{port}/a.txt", tmp_path / "a.txt", WAY_OUT)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("file.zip", len(CONTENT) + 1, "got 4,096 bytes, not 4,097"),
+        ("file.json", None, "can't decode|Expecting value"),
+    ],
+)
+def test_wrong_content_is_not_kept(server, tmp_path, name, size, message):
+    with pytest.raises(OSError, match=f"{PATH}: .*({message}).*; {WAY_OUT}$"):
+        download(server.url + PATH, tmp_path / name, WAY_OUT, size)
+    assert len(server.log) == 1
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk(server, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(downloads, "_append", full)
+    with pytest.raises(DiskFullError, match=f"^{tmp_path}/file.zip: the disk is full"):
+        download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert names(tmp_path) == []
+
+
+def test_a_missing_folder_is_an_error_before_anything_is_requested(server, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        download(server.url + PATH, tmp_path / "missing" / "file.zip", WAY_OUT)
+    assert server.log == []
+
+
+def test_the_library_does_not_import_it():
+    code = "import sys, loralib; sys.exit('loralib.io.downloads' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
