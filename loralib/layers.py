@@ -175,8 +175,8 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         """Returns an `nn.Linear` with the update merged into its weight, always (out, in)."""
         layer = nn.Linear(self.in_features, self.out_features, device="meta")
         layer.weight = self._merged_parameter()
-        if self.fan_in_fan_out:
-            matrix = layer.weight.detach().t().contiguous()
+        if self.r > 0 or self.fan_in_fan_out:
+            matrix = self._as_matrix(layer.weight.detach()).contiguous()
             layer.weight = nn.Parameter(matrix, self.weight.requires_grad)
         layer.bias = self.bias
         return layer.train(self.training)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import processor
-from .fast_paths import are_eager_paths_on, are_fast_paths_off, is_transformed
+from .fast_paths import are_eager_paths_on, are_fast_paths_off
 from .linear_methods import METHODS, METHODS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, out), in x's dtype or autocast's.
     """
-    if not _is_ordinary(x, weight):
+    if not _is_ordinary(x, weight, bias):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
@@ -117,9 +117,7 @@ def _is_slow_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     is_float32 = x.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     if not is_float32 or not _is_onednn_faster() or weight.dtype is not x.dtype:
         return False
-    if bias is not None and (
-        bias.shape != weight.shape[:1] or bias.dtype is not x.dtype or is_transformed(bias)
-    ):
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not x.dtype):
         return False
     are_strided = x.layout is weight.layout is torch.strided and not x.is_nested
     return are_strided and weight.dim() == 2 and x.numel() > 0
@@ -214,24 +212,26 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (rows, out).
     """
-    if not _is_ordinary(x, weight) or not _has_methods(x, weight):
+    if not _is_ordinary(x, weight, bias) or not _has_methods(x, weight):
         return small_product(x, weight, bias)
     method = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
     return METHODS[method](x, weight, bias)
 
 
-def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
+def _is_ordinary(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Returns whether fast methods are on and support these tensors.
 
-    These are on a CPU, of no subclass, and not part of a compiled or traced graph.
+    These are on a CPU, of no subclass, not part of a compiled or traced graph, and without a
+    forward derivative, which the methods would lose.
     """
     is_plain = x.device.type == "cpu" and {type(x), type(weight)} <= _PLAIN
-    return is_plain and are_eager_paths_on(x, weight)
+    return is_plain and are_eager_paths_on(*((x, weight) if bias is None else (x, weight, bias)))
 
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `product` without a choice of methods: for few rows, or with a thin matrix."""
-    if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not processor.is_emulated(x):
+    is_ordinary = x.dtype is torch.bfloat16 and _is_ordinary(x, weight, bias)
+    if not is_ordinary or not processor.is_emulated(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return in_float32(x, weight, bias)

@@ -75,6 +75,13 @@ def test_an_update_that_is_in_the_weight_is_not_merged_again():
         assert_close_to_rounding(lora.Linear.merged_layer(layer.train(mode))(x), expected, 4 * 6)
 
 
+def test_a_merged_layer_has_a_contiguous_weight_which_safetensors_can_save():
+    layer = OwnMerging(6, 4, r=2)
+    layer.weight = nn.Parameter(torch.randn(6, 4).t(), requires_grad=False)
+    for mode in (True, False):
+        assert lora.Linear.merged_layer(layer.train(mode)).weight.is_contiguous()
+
+
 def test_train_unmerges_a_weight_that_was_merged_by_hand():
     torch.manual_seed(0)
     layer, x = OwnForward(6, 4, r=2), torch.randn(3, 6)

@@ -336,6 +336,17 @@ def test_arguments_that_onednn_cannot_take_give_f_linears_results(onednn_is_fast
         products.linear(x, weight, bias.double())
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_method_loses_the_forward_derivative_of_a_bias(one_method, recorded):
+    x, weight, bias = make(SIZES[1], torch.float32, True)
+    direction = torch.randn_like(bias)
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        dual = forward_ad.make_dual(bias, direction)
+        for multiply in (products.linear, products.product):
+            tangent = forward_ad.unpack_dual(multiply(x, weight, dual)).tangent
+            assert torch.equal(tangent, direction.expand(len(x), -1))
+
+
 def test_unusual_gradients_are_right(onednn_is_faster):
     """Of few rows, of a sum (one row, repeated), and of gradients."""
     layer = products.Linear(1024, 832)
