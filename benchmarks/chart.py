@@ -57,10 +57,10 @@ def draw(title: str, bars: Sequence[Bar], footer: str) -> Figure:
     figure = import_figure()(figsize=(10, 1.6 + 0.32 * len(bars)), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     panel = figure.subplots()
-    for is_ours, name, colour in ((True, "this project", OURS), (False, "others", OTHERS)):
+    for is_ours, name, color in ((True, "this project", OURS), (False, "others", OTHERS)):
         places = [place for place, bar in enumerate(bars) if bar.is_ours is is_ours]
         if places:
-            panel.barh(places, [lengths[place] for place in places], color=colour, label=name)
+            panel.barh(places, [lengths[place] for place in places], color=color, label=name)
     panel.axvline(1, color="#1f2328", linewidth=1)
     panel.invert_yaxis()
     if max(lengths) > WIDE * min(lengths):

@@ -63,14 +63,14 @@ class Method:
         name: its name in the table and in the plot.
         learning_rate: the peak learning rate; None for LoRA, whose run already exists.
         rates: the learning rates to choose from.
-        colour: the color of its curve.
+        color: the color of its curve.
         settings: the model's settings.
     """
 
     name: str
     learning_rate: float | None
     rates: Sequence[float]
-    colour: str
+    color: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -229,7 +229,7 @@ def draw(curves: Mapping[Method, Curve]) -> Figure:
     for method, curve in curves.items():
         label = f"{method.name}: {curve.last:.1f} %, {curve.parameters:,} parameters trained"
         epochs, accuracies = zip(*sorted(curve.accuracies.items()), strict=True)
-        panel.plot(epochs, accuracies, "o-", color=method.colour, linewidth=2, label=label)
+        panel.plot(epochs, accuracies, "o-", color=method.color, linewidth=2, label=label)
     panel.set_xlabel("epoch")
     panel.set_ylabel("accuracy on the development set, %")
     panel.spines[["top", "right"]].set_visible(False)

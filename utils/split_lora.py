@@ -152,7 +152,7 @@ def _labels(
 ) -> tuple[str, ...] | None:
     """Returns the labels of a checkpoint's head; None if its outputs are not labels."""
     family = family_of(checkpoint.tensors)
-    if family and head and not family.heads[head].labelled:
+    if family and head and not family.heads[head].labeled:
         return None
     names = checkpoint.config.get("id2label") or {}
     outputs = Adapter(dict(part), None).outputs

@@ -54,7 +54,7 @@ from transformers.fine_tuning.adapted_model import (
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
-from transformers.fine_tuning.labelled_texts import TextData, load_own_files
+from transformers.fine_tuning.labeled_texts import TextData, load_own_files
 from transformers.fine_tuning.lengths import (
     CUT,
     DEFAULT_LENGTH,
@@ -361,8 +361,8 @@ def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
 def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> None:
     """Writes ``test_results_<task>.txt`` for every test split."""
     for split in (name for name in splits if name.startswith("test")):
-        unlabelled = splits[split].remove_columns({"label"} & set(splits[split].column_names))
-        values = _predictions(trainer.predict(unlabelled).predictions, data)
+        unlabeled = splits[split].remove_columns({"label"} & set(splits[split].column_names))
+        values = _predictions(trainer.predict(unlabeled).predictions, data)
         words = [f"{v:.3f}" if data.is_regression else data.labels[v] for v in values]
         task = data.task.name if data.task else "None"
         task += "-mm" if split.endswith("_mismatched") else ""

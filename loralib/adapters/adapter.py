@@ -161,7 +161,7 @@ class Adapter:
         """The number of labels of its head. None if it has no head with labels."""
         family = family_of(self.tensors)
         head = family.heads.get(self.head or "") if family else None
-        logits = self.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
+        logits = self.tensors.get(f"{head.logits}.weight") if head and head.labeled else None
         return None if logits is None else len(logits)
 
 

@@ -10,7 +10,7 @@ A package with a model of its own registers the model's family, in one place nex
             layers="roberta.encoder.layer.",
             heads={
                 "sequence_classification": Head(
-                    ("classifier",), "classifier.out_proj", labelled=True
+                    ("classifier",), "classifier.out_proj", labeled=True
                 ),
             },
         )
@@ -37,12 +37,12 @@ class Head:
         modules: its modules, by full name. They are outside the backbone, except modules such as a
             pooler that no other head uses.
         logits: the module that computes the logits. None if its weight is tied to the backbone's.
-        labelled: whether the task names its labels, with one logit for each.
+        labeled: whether the task names its labels, with one logit for each.
     """
 
     modules: tuple[str, ...]
     logits: str | None = None
-    labelled: bool = False
+    labeled: bool = False
 
     def holds(self, name: str) -> bool:
         """Returns whether a tensor of this name belongs to it."""

@@ -34,7 +34,7 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
     write(tmp_path / "null.json", [*rows, {**rows[0], "review": None}])
     write(tmp_path / "score.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": ""}])
-    write(tmp_path / "unlabelled.csv", [{"review": "a"}, {"review": "b"}])
+    write(tmp_path / "unlabeled.csv", [{"review": "a"}, {"review": "b"}])
     write(tmp_path / "other.csv", [{"text": "a", "label": "yes"}])
     write(tmp_path / "textless.csv", [{"number": 1, "label": "yes"}])
     write(tmp_path / "three.csv", [{"a": "x", "b": "y", "c": "z", "label": 1}])
@@ -387,7 +387,7 @@ BAD = {
         "ragged.csv: row 2: has 4 fields, the header names 2 columns: a text that holds a comma",
     ),
     "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: line 2: is not JSON"),
-    "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
+    "own: no label column": (f"{TRAIN_OWN}/unlabeled.csv", "has no column 'label'"),
     "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (number is of int64)"),
     "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),
     "own: other columns": (

@@ -229,23 +229,23 @@ def test_a_text_column_of_few_values_gives_a_warning(tmp_path, caplog, values, i
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labeled", [True, False])
 def test_a_missing_label_column_is_reported_instead_of_warnings_about_texts(
-    tmp_path, caplog, labelled
+    tmp_path, caplog, labeled
 ):
     """One of the columns may be the label; a file to predict needs no label."""
     path = tmp_path / "rows.csv"
     rows = [f"a film of {n} minutes,{('bad', 'good')[n % 2]}\n" for n in range(40)]
     path.write_text("".join(["review,verdict\n", *rows]))
     data = read_table(str(path))
-    if labelled:
+    if labeled:
         with pytest.raises(
             ValueError, match=r"has no column 'label'; its columns are 'review', 'verdict': --l"
         ):
-            choose_columns(data, str(path), labelled=True)
+            choose_columns(data, str(path), labeled=True)
     else:
         choose_columns(data, str(path))
-    assert ("verdict is taken for text" in caplog.text) is not labelled
+    assert ("verdict is taken for text" in caplog.text) is not labeled
 
 
 def test_one_json_object_of_many_texts_needs_text_columns(tmp_path):
@@ -256,7 +256,7 @@ def test_one_json_object_of_many_texts_needs_text_columns(tmp_path):
     with pytest.raises(ValueError, match=r"is one row, name its texts with --text_columns$"):
         choose_columns(data, str(path))
     columns = choose_columns(data, str(path), texts=["n3"])
-    assert list(take_columns(data, str(path), columns, labelled=False)) == [{"text": "text 3"}]
+    assert list(take_columns(data, str(path), columns, labeled=False)) == [{"text": "text 3"}]
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,16 @@ def test_predictions_are_in_order_and_need_no_labels(make_trainer, settings):
         per_device_eval_batch_size=2,
         **settings,
     )
-    labelled = trainer.predict(make_data(9), metric_key_prefix="test")
-    assert labelled.predictions.shape == (9, 2)
-    assert labelled.label_ids.tolist() == [row["label"] for row in make_data(9)]
-    assert labelled.metrics["test_rows"] == 9
-    assert "test_loss" in labelled.metrics
+    labeled = trainer.predict(make_data(9), metric_key_prefix="test")
+    assert labeled.predictions.shape == (9, 2)
+    assert labeled.label_ids.tolist() == [row["label"] for row in make_data(9)]
+    assert labeled.metrics["test_rows"] == 9
+    assert "test_loss" in labeled.metrics
     bare = [{n: v for n, v in row.items() if n != "label"} for row in make_data(9)]
-    unlabelled = trainer.predict(bare)
-    assert unlabelled.label_ids is None
-    assert not {"eval_loss", "eval_rows"} & unlabelled.metrics.keys()
-    np.testing.assert_array_equal(unlabelled.predictions, labelled.predictions)
+    unlabeled = trainer.predict(bare)
+    assert unlabeled.label_ids is None
+    assert not {"eval_loss", "eval_rows"} & unlabeled.metrics.keys()
+    np.testing.assert_array_equal(unlabeled.predictions, labeled.predictions)
 
 
 def test_prediction_loss_only_returns_no_predictions(make_trainer):

@@ -121,7 +121,7 @@ class Drawing:
                 piece.set("font-style", "italic")
             piece.text = text
 
-    def arrow(self, *corners: Point, colour: str = SOFT) -> None:
+    def arrow(self, *corners: Point, color: str = SOFT) -> None:
         """Adds a line from corner to corner, with an arrowhead at its end."""
         *before, (x, y) = corners
         (from_x, from_y) = before[-1]
@@ -133,7 +133,7 @@ class Drawing:
             "polyline",
             points=points,
             fill="none",
-            stroke=colour,
+            stroke=color,
             stroke_width=2,
             stroke_linejoin="round",
         )
@@ -141,7 +141,7 @@ class Drawing:
         self.add(
             "polygon",
             points=" ".join(f"{a:g},{b:g}" for a, b in [(x, y), *sides]),
-            fill=colour,
+            fill=color,
         )
 
 
@@ -207,7 +207,7 @@ def _draw_lock(drawing: Drawing, x: float, y: float) -> None:
 def _draw_low_rank_path(drawing: Drawing) -> None:
     left, middle, right = 228, 372, 398
     wide, narrow = 58, 20
-    drawing.arrow((FORK, MIDDLE), (FORK, LOWER), (left, LOWER), colour=TRAINED_EDGE)
+    drawing.arrow((FORK, MIDDLE), (FORK, LOWER), (left, LOWER), color=TRAINED_EDGE)
     drawing.shape(
         [
             (left, LOWER - wide),
@@ -220,7 +220,7 @@ def _draw_low_rank_path(drawing: Drawing) -> None:
     )
     drawing.text(left + 62, LOWER + 2, [("math", "A")], size=28)
     drawing.text(left + 62, LOWER + 23, [("math", f"r {TIMES} in")], size=16, fill=SOFT)
-    drawing.arrow((middle, LOWER), (right + 12, LOWER), colour=TRAINED_EDGE)
+    drawing.arrow((middle, LOWER), (right + 12, LOWER), color=TRAINED_EDGE)
     drawing.text((middle + right) / 2 + 6, LOWER - 30, [("math", "r")], size=18, fill=TRAINED_EDGE)
     start, end = right + 12, right + 156
     drawing.shape(
@@ -238,11 +238,11 @@ def _draw_low_rank_path(drawing: Drawing) -> None:
     drawing.text(left + 62, LOWER + 78, "starts random", size=13, fill=TRAINED_EDGE)
     drawing.text(end - 62, LOWER + 78, "starts at zero", size=13, fill=TRAINED_EDGE)
     drawing.text((left + end) / 2, LOWER + 78, "trained", size=13, fill=TRAINED_EDGE, weight="600")
-    drawing.arrow((end, LOWER), (594, LOWER), colour=TRAINED_EDGE)
+    drawing.arrow((end, LOWER), (594, LOWER), color=TRAINED_EDGE)
     scaling = [("plain", f"{TIMES} "), ("math", ALPHA), ("plain", " / "), ("math", "r")]
     drawing.box(595, LOWER - 19, 76, 38, CARD, TRAINED_EDGE, 19)
     drawing.text(633, LOWER + 6, scaling, size=17)
-    drawing.arrow((671, LOWER), (SUM, LOWER), (SUM, MIDDLE + 17), colour=TRAINED_EDGE)
+    drawing.arrow((671, LOWER), (SUM, LOWER), (SUM, MIDDLE + 17), color=TRAINED_EDGE)
 
 
 def _draw_formula(drawing: Drawing) -> None:

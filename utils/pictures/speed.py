@@ -138,10 +138,10 @@ def draw(speeds: Speeds) -> Figure:
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     panel = figure.subplots()
     height = 0.36
-    for number, (precision, colour) in enumerate(PRECISIONS.items()):
+    for number, (precision, color) in enumerate(PRECISIONS.items()):
         places = [place + (number - 0.5) * height for place in range(len(speeds.ratios))]
         values = [of_work[precision] for of_work in speeds.ratios.values()]
-        bars = panel.barh(places, values, height * 0.92, color=colour, label=precision)
+        bars = panel.barh(places, values, height * 0.92, color=color, label=precision)
         panel.bar_label(
             bars, [f"{value:.2f}\N{MULTIPLICATION SIGN}" for value in values], padding=4
         )

@@ -214,7 +214,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
     def _labels(self) -> tuple[str, ...] | None:
         """Returns the labels of the head's outputs; None if these stand for something else."""
         heads = SUPPORTED[self.config.model_type].family.heads
-        if self.head is None or not heads[self.head].labelled:
+        if self.head is None or not heads[self.head].labeled:
             return None
         return self.config.label_names
 

@@ -157,7 +157,7 @@ def with_heads(unregistered):
             backbone="model.",
             layers="model.layers.",
             heads={
-                "labels": Head(("out",), "out", labelled=True),
+                "labels": Head(("out",), "out", labeled=True),
                 "pooled": Head(("out", "model.pool"), "out"),
                 "words": Head(("lm",)),
             },

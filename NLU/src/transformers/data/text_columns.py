@@ -63,7 +63,7 @@ def choose_columns(
     label: str = LABEL,
     known_texts: Sequence[str] = (),
     known_labels: Sequence[str] = (),
-    labelled: bool = False,
+    labeled: bool = False,
 ) -> Columns:
     """Returns the columns of texts: those asked for, or those that can be nothing else.
 
@@ -78,7 +78,7 @@ def choose_columns(
         label: the label's column.
         known_texts: the text columns that the model was already trained on, if it records them.
         known_labels: the classes that it was trained on.
-        labelled: whether `take_columns` will take the label as well.
+        labeled: whether `take_columns` will take the label as well.
 
     Raises:
         ValueError: a column asked for is missing or asked for twice; the choice is ambiguous; or
@@ -107,7 +107,7 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
-    if labelled:  # first, as one of these texts may be the label
+    if labeled:  # first, as one of these texts may be the label
         _check_has_label(data, path, Columns(tuple(found), label))
     words = [] if found == _PAIR else [n for n in of_texts if _is_of_words(data, n)]
     for name in of_texts:
@@ -298,14 +298,14 @@ def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
     )
 
 
-def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = True) -> Dataset:
+def take_columns(data: Dataset, path: str, columns: Columns, labeled: bool = True) -> Dataset:
     """Returns a run's columns under this module's names, after checking that each row has them.
 
     Args:
         data: the rows of a file.
         path: its name.
         columns: the columns to return.
-        labelled: take the label as well.
+        labeled: take the label as well.
 
     Raises:
         ValueError: a column is missing; a row has no value, or one that is not a text or a label.
@@ -317,7 +317,7 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         texts[name] = _as_written(data, path, name)
         _check_texts(texts[name], path, name)
     warn_of_empty_texts(path, texts)
-    if labelled:
+    if labeled:
         names[columns.label] = LABEL
         _check_has_label(data, path, columns)
         _check_labels(data, path, columns.label)

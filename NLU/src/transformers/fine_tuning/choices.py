@@ -67,27 +67,27 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
     endings = _endings(first)
     checked = {}
     for split, table in tables.items():
-        labelled = split != "test" or _is_labelled(table)
+        labeled = split != "test" or _is_labeled(table)
         others = _endings(table)
         if others != endings:
             raise ValueError(
                 f"{table.source}: has {len(others)} endings, but {first.source} has {len(endings)}"
             )
-        label = [LABEL] if labelled else []
+        label = [LABEL] if labeled else []
         table.check_columns([CONTEXT, BEGINNING, *label])
         _check_endings(table, endings)
         for name in (*endings, CONTEXT, BEGINNING):
             table.check_strings(name)
         # `BEGINNING` may be empty: endings need not share their first words.
         warn_of_empty_texts(table.source, {CONTEXT: table.column(CONTEXT)})
-        if labelled:
+        if labeled:
             table = _with_numbers(table, len(endings))
         names = (CONTEXT, BEGINNING, *endings, *label)
         checked[split] = table.taking({name: name for name in names})
     return Choices(checked, endings)
 
 
-def _is_labelled(table: Table) -> bool:
+def _is_labeled(table: Table) -> bool:
     """Returns whether a test set has labels, rather than none or the hub's -1."""
     if LABEL not in table.rows.column_names:
         return False

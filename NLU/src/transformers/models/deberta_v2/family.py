@@ -11,8 +11,8 @@ DEBERTA_V2 = register_family(
         backbone="deberta.",
         layers="deberta.encoder.layer.",
         heads={
-            "sequence_classification": Head(("classifier", "pooler"), "classifier", labelled=True),
-            "token_classification": Head(("classifier",), "classifier", labelled=True),
+            "sequence_classification": Head(("classifier", "pooler"), "classifier", labeled=True),
+            "token_classification": Head(("classifier",), "classifier", labeled=True),
             "question_answering": Head(("qa_outputs",), "qa_outputs"),
             "masked_lm": Head(("cls",)),
         },

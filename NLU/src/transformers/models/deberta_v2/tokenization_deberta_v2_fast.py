@@ -122,10 +122,8 @@ class DebertaV2TokenizerFast(DebertaV2Tokenizer):
                 else:
                     found = self._pieces_of_chunk(chunk)
                 pieces += [
-                    each._replace(
-                        start=start + each.start, end=start + each.end, word=word + 1 + each.word
-                    )
-                    for each in found
+                    Piece(id, token, start + first, start + end, word + 1 + own)
+                    for id, token, first, end, own in found
                 ]
                 start += len(chunk)
                 word = pieces[-1].word if pieces else word

@@ -11,8 +11,8 @@ ROBERTA = register_family(
         backbone="roberta.",
         layers="roberta.encoder.layer.",
         heads={
-            "sequence_classification": Head(("classifier",), "classifier.out_proj", labelled=True),
-            "token_classification": Head(("classifier",), "classifier", labelled=True),
+            "sequence_classification": Head(("classifier",), "classifier.out_proj", labeled=True),
+            "token_classification": Head(("classifier",), "classifier", labeled=True),
             "question_answering": Head(("qa_outputs",), "qa_outputs"),
             "multiple_choice": Head(("classifier", "roberta.pooler"), "classifier"),
             "masked_lm": Head(("lm_head",)),

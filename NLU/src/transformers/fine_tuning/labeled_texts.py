@@ -103,30 +103,30 @@ def load_own_files(
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)
         # A test set's labels, if any, are not used.
-        return take_columns(table, files[split], columns, labelled=split != "test")
+        return take_columns(table, files[split], columns, labeled=split != "test")
 
     sets = {split: read(split) for split in splits}
-    labelled = {split: data for split, data in sets.items() if split != "test"}
+    labeled = {split: data for split, data in sets.items() if split != "test"}
     if "train" not in sets and not origin.labels and files["train"] is not None:
         # The model does not name its classes, so their order is taken from its training set.
-        labelled["train"] = read("train")
+        labeled["train"] = read("train")
     if "train" in sets:
         check_not_empty(sets["train"], columns, files["train"])
         check_varied(sets["train"], files["train"])
-    numbered, labels = _numbered(labelled, files, columns, origin, is_training="train" in sets)
+    numbered, labels = _numbered(labeled, files, columns, origin, is_training="train" in sets)
     sets |= {split: data for split, data in numbered.items() if split in sets}
     what = f"classes {in_short(labels)}" if labels else "scores"
     logger.info(
         "%s: texts from %s%s",
         first,
         " and ".join(columns.texts),
-        f"; labels from {label}: {what}" if labelled else "",
+        f"; labels from {label}: {what}" if labeled else "",
     )
     return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
 
 
 def _numbered(
-    labelled: dict[str, Dataset],
+    labeled: dict[str, Dataset],
     files: Mapping[str, str],
     columns: Columns,
     origin: StartingPoint,
@@ -135,7 +135,7 @@ def _numbered(
     """Returns the labeled splits with numbers as labels, and the classes' names (none for scores).
 
     Args:
-        labelled: the splits with labels by name, as they were read.
+        labeled: the splits with labels by name, as they were read.
         files: the splits' files.
         columns: the files' columns that were read.
         origin: the adapter or model that the run starts from.
@@ -148,9 +148,9 @@ def _numbered(
             `check_classes`).
     """
     if not is_training and origin.outputs == 1:
-        return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
-    scores = {split: is_score(data) for split, data in labelled.items()}
-    whole = _whole_numbers(data for data in labelled.values() if is_score(data))
+        return {split: as_scores(data, files[split]) for split, data in labeled.items()}, ()
+    scores = {split: is_score(data) for split, data in labeled.items()}
+    whole = _whole_numbers(data for data in labeled.values() if is_score(data))
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
@@ -165,13 +165,13 @@ def _numbered(
             )
         if origin.outputs != 1:  # a head with one output was already trained for scores
             _tell_whole_scores(whole, files["train"])
-        return labelled, ()
-    labels = label_names(labelled.get("train"), origin.labels)
+        return labeled, ()
+    labels = label_names(labeled.get("train"), origin.labels)
     if not labels:
         origin.check_named()
     if is_training and labels != origin.labels:  # skipped if the head was trained for these
-        check_classes(labelled["train"], labels, columns, files["train"])
-    numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
+        check_classes(labeled["train"], labels, columns, files["train"])
+    numbered = {s: number_labels(data, labels, files[s]) for s, data in labeled.items()}
     return numbered, labels
 
 
