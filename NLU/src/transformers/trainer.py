@@ -60,7 +60,7 @@ from .trainer_checkpoint import (
     checkpoint_identities,
     outdated_checkpoints,
 )
-from .trainer_checks import check_data, check_hooks, check_model
+from .trainer_checks import check_evaluation_set, check_hooks, check_model, check_training_set
 from .trainer_data import (
     EpochBatches,
     collator_settings,
@@ -160,7 +160,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         smoothing = args.label_smoothing_factor
         self.label_smoother = LabelSmoother(smoothing) if smoothing else None
         check_hooks(type(self))
-        check_data(train_dataset, eval_dataset, args)
+        if train_dataset is not None:
+            check_training_set(train_dataset, args)
+        if eval_dataset is not None:
+            check_evaluation_set(eval_dataset)
         self.model_init = model_init
         self.callback_handler = CallbackHandler(
             [*DEFAULT_CALLBACKS, *reporting_callbacks(args), *(callbacks or [])],

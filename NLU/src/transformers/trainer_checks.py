@@ -42,22 +42,25 @@ def check_hooks(trainer_class: type) -> None:
         )
 
 
-def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
-    """Refuses datasets that lack a length or an index where one is needed.
-
-    Args:
-        train: the training set, or None.
-        evaluated: the evaluation set, or None.
-        args: the settings.
+def check_training_set(dataset: Any, args: TrainingArguments) -> None:
+    """Refuses a training set that lacks a length or an index where the settings need one.
 
     Raises:
-        ValueError: a set lacks one.
+        ValueError: it lacks one.
     """
-    if train is not None and length_of(train) is None and args.max_steps <= 0:
+    if length_of(dataset) is None and args.max_steps <= 0:
         raise ValueError("the train_dataset has no length: give --max_steps")
-    if train is not None and args.group_by_length and is_iterable_only(train):
+    if args.group_by_length and is_iterable_only(dataset):
         raise ValueError("--group_by_length needs a map-style train_dataset, not an iterable one")
-    if evaluated is not None and length_of(evaluated) is None:
+
+
+def check_evaluation_set(dataset: Any) -> None:
+    """Refuses a set to evaluate that has no length.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if length_of(dataset) is None:
         raise ValueError("the set to evaluate has no length: give one that has, such as a list")
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from loralib.nn.packing import PackedRows
 
 from .trainer_callback import TrainerState
-from .trainer_checks import check_data
+from .trainer_checks import check_evaluation_set
 from .trainer_data import (
     EvaluationBatches,
     ExampleSampler,
@@ -150,7 +150,7 @@ class TrainerLoaders:
         """
         if dataset is None:
             raise ValueError("Trainer: evaluating needs an eval_dataset")
-        check_data(None, dataset, self.args)
+        check_evaluation_set(dataset)
         if len(dataset) == 0:
             raise ValueError("the set to evaluate is empty")
         return list(dataset) if is_iterable_only(dataset) else dataset

@@ -1,6 +1,6 @@
 """PyTorch helpers of the Trainer, under transformers' names, for users' own training loops.
 
-They handle nested tensors, gathering from all processes, the order of examples, label smoothing,
+They handle nested tensors, gathering from all processes, the order of examples, losses, predictions
 and readable metrics.
 """
 
