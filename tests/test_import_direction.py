@@ -85,7 +85,7 @@ MODULES = {
         "wrappers",
     },
     "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
-    "layer_kinds": {"in_place", "wrappers"},
+    "layer_kinds": {"in_place", "quantized_layers", "wrappers"},
     "targets": {"experts", "layer_kinds", "stacks", "text"},
     "adaptation": {
         "adapted_layers",

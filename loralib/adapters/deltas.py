@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..experts import merge_stack
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
-from ..layer_kinds import is_linear
+from ..layer_kinds import is_linear, out_in, out_in_sizes
 from ..model_checks import check_there
 from ..nn.positions import shared_projections, unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
@@ -193,11 +193,8 @@ class AdaptedWeight:
         """The weight's shape in the delta's layout: (out, in), a kernel's or a stack's shape."""
         if self.is_stack:
             return tuple(matrices(self.module, self.weight).shape)
-        if is_quantized_linear(self.module):  # its weight may be packed
-            layer: Any = self.module
-            return layer.out_features, layer.in_features
         is_kernel = self.weight.dim() > 2
-        return tuple((self.weight if is_kernel else out_in(self.module, self.weight)).shape)
+        return tuple(self.weight.shape) if is_kernel else out_in_sizes(self.module, self.weight)
 
     def shape_of_delta(self, A: Tensor) -> tuple[int, ...]:
         """Returns the delta's shape in the same layout. A is the adapter's, not flattened."""
@@ -328,20 +325,6 @@ def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, s
             continue
         return module, weight or ("in_proj_weight" if is_attention else "weight")
     return None, ""
-
-
-def out_in(module: nn.Module, weight: Tensor) -> Tensor:
-    """Returns a view of a module's weight as (out, in).
-
-    Embeddings hold their weight as (in, out), and so do modules with `fan_in_fan_out` and
-    upstream's Conv1D, which is not an `nn.Linear`. For a convolution, `in` is the product of all
-    dimensions after the first.
-    """
-    if weight.dim() > 2:
-        return weight.flatten(1)
-    is_out_in = isinstance(module, nn.Linear | nn.MultiheadAttention)
-    held_in_out = not is_out_in or getattr(module, "fan_in_fan_out", False)
-    return weight.t() if held_in_out else weight
 
 
 def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeight]:

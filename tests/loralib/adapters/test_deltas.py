@@ -17,11 +17,11 @@ from loralib.adapters.deltas import (
     deltas_of,
     lora_pairs,
     merge_into,
-    out_in,
     rank_of,
 )
 from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
+from loralib.layer_kinds import out_in
 
 RANK, ALPHA = 2, 3
 INFO = LoraMetadata(rank=RANK, alpha=ALPHA, targets=("query",))
