@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapted_layers import convolved_update, times_scale
-from ..adapters.deltas import AdaptedWeight
+from ..adapters.adapted_weights import AdaptedWeight
 from ..functional import Delta
 from ..layer_kinds import out_in, scales_rows
 from ..model_checks import check_there

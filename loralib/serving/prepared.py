@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..adapters.adapted_weights import AdaptedWeight, adapted_modules
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_possible_base
-from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
+from ..adapters.deltas import PARTS, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
 from ..adapters.validation import check_finite
