@@ -54,34 +54,34 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "alpha": alpha,
         "targets": lora_targets(layers),
         "positions": lora_reaches_positions(model),
-        "variant": _common(layers, "variant", "lora"),
+        "variant": _common(layers, "variant"),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "initialization": _initialization(layers),
-        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
+        "freeze_A": all(layer.freeze_A for layer in layers.values()) or None,
         "embeddings": embeddings,
         "slices": _own_slices(layers),
         "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
     }
 
 
-def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
+def _common(layers: Mapping[str, LoRALayer], setting: str) -> object | None:
     """Returns the value of a setting that all layers must have in common, None for the default."""
-    values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
+    values = {name: getattr(layer, setting) for name, layer in layers.items()}
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
             f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
             f"{setting} {value}, others have {common}; merge the model, and save it"
         )
-    return None if common == default else common
+    return None if common == getattr(LoRALayer, setting) else common
 
 
 def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
     """Returns the layers' initialization, or None if they differ and no update depends on it."""
-    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
+    values = {layer.initialization for layer in layers.values()}
     if len(values) == 1 or any(map(starts_from_weight, values)):
-        return _common(layers, "initialization", "default")
+        return _common(layers, "initialization")
     return None
 
 

@@ -190,7 +190,7 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
 
 def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
     """Returns a warning if A is frozen in some of the layers only, which files cannot record."""
-    frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
+    frozen = {layer.freeze_A for layer in lora_layers(model).values()}
     if len(frozen) < 2:
         return None
     return (
