@@ -1,4 +1,4 @@
-"""Reads the settings of a model's LoRA layers, as an adapter's metadata record them."""
+"""Reads a model's settings: those of its LoRA layers, as metadata record them, and its config's."""
 
 import math
 from collections.abc import Mapping
@@ -114,3 +114,14 @@ def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
 def dropout_of(layer: LoRALayer) -> float:
     """Returns a layer's probability of dropout. Embeddings and attentions have none."""
     return getattr(layer.lora_dropout, "p", 0.0)
+
+
+def setting_of(config: Any, name: str) -> Any:
+    """Returns a setting of a model's config, or None if it has none of this name.
+
+    A config may be of any class. One whose attributes are its items raises KeyError for others.
+    """
+    try:
+        return getattr(config, name, None)
+    except LookupError:
+        return None

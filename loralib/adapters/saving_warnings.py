@@ -15,8 +15,7 @@ from ..steps import trained_along
 from ..text import counted, in_short, module_label
 from ..trained import is_never_frozen, noted
 from .adapter import LORA, Adapter
-from .configs import setting_of
-from .model_settings import dropout_of, takes_dropout
+from .model_settings import dropout_of, setting_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
 
 # How errors tell users to save a whole model. A pickled module would break when a class is renamed.
