@@ -74,7 +74,6 @@ MODULES = {
     },
     "bypassed": {"in_place", "stacks", "targets", "wrappers"},
     "stacks": set(),
-    "low_rank_sum": {"functional"},
     "quantized_layers": {
         "functional",
         "initialization",
@@ -84,7 +83,7 @@ MODULES = {
         "text",
         "wrappers",
     },
-    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
+    "experts": {"adapted_layers", "functional", "nn", "stacks", "wrappers"},
     "layer_kinds": {"in_place", "quantized_layers", "wrappers"},
     "targets": {"experts", "layer_kinds", "stacks", "text"},
     "adaptation": {
