@@ -51,6 +51,19 @@ def out_in(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if held_in_out else weight
 
 
+def unknown_layout(module: nn.Module, weight: Tensor) -> str | None:
+    """Returns why `out_in` cannot be relied on for a weight, for an error, or None if it can.
+
+    It takes the weight of an unknown class for (in, out), which its shape shows only if the weight
+    is not square.
+    """
+    kind = unparametrized_class(module).__name__
+    is_known = isinstance(module, nn.Embedding) or is_linear(module) or kind == "Conv1D"
+    if is_known or weight.dim() != 2 or weight.shape[0] != weight.shape[1]:
+        return None
+    return f"a {kind}, whose square weight may be (out, in) or (in, out): make it an nn.Linear"
+
+
 def out_in_sizes(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """Returns the sizes of a module's weight as (out, in), even if the weight is quantized."""
     if is_quantized_linear(module):  # its weight may be packed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..experts import merge_stack
 from ..functional import merge
-from ..layer_kinds import out_in
+from ..layer_kinds import out_in, unknown_layout
 from ..nn.positions import unshare_positions
 from ..quantized_layers import is_quantized_linear, not_merged
 from ..targets import first_names
@@ -40,6 +40,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     for name, adapted in modules.items():
         if is_quantized_linear(adapted.module):
             raise CheckpointError(f"{adapter.source}: {not_merged(name)}")
+        if reason := unknown_layout(adapted.module, adapted.weight):
+            raise CheckpointError(f"{adapter.source}: {name} is {reason}")
     others, base = adapter.besides, _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():

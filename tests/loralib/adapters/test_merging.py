@@ -35,6 +35,14 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
+class OwnLinear(nn.Module):
+    """A linear layer that is not an `nn.Linear`, with its weight as (out, in)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+
 def in_out(inputs: int, outputs: int) -> nn.Module:
     return lora.MergedLinear(inputs, outputs, r=0, fan_in_fan_out=True)
 
@@ -310,6 +318,10 @@ FAILING = {
     "another height": (with_query(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
     "turned": (with_query(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
     "turned Conv1D": (with_query(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
+    "an unknown class": (
+        with_query(**named("own")),
+        ["own is a OwnLinear, whose square weight may be (out, in) or (in, out)"],
+    ),
     "another rank": (
         with_query(**named("value", rank=1)),
         ["value has rank 1, but its metadata says 2"],
@@ -353,6 +365,7 @@ def model_of_all() -> nn.Module:
             "value": nn.Linear(4, 4),
             "wide": nn.Linear(6, 4),
             "conv1d": Conv1D(4, 6),
+            "own": OwnLinear(4, 4),
             "norm": nn.LayerNorm(4),
             "batch": nn.BatchNorm1d(4),
             "words": nn.Embedding(9, 4),
