@@ -180,7 +180,7 @@ class MissingPartError(CheckpointError):
 class NeedsMergingError(CheckpointError):
     """An adapter that a format, a model's layers or a bank cannot express.
 
-    Merged into its base with `loralib.adapters.deltas.merge_into`, it computes what was trained.
+    Merged into its base with `loralib.adapters.merging.merge_into`, it computes what was trained.
 
     Args:
         source: the adapter.

@@ -3,7 +3,7 @@
     the module's own forward reads     self.gate_up_proj          (experts, out, in)
     and gets, while it runs            W + s · B A, a `LowRankSum`, of each expert
 
-The sum is not computed: see low_rank_sum.py.
+The sum is not computed: see nn/low_rank_sum.py.
 
 The module's class changes to one derived from its own. For each adapted parameter it has a child,
 an `AdaptedStack`, with A and B. The parameter has its update only while the module's own forward
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from .adapted_layers import AdaptedProjection
 from .functional import Delta, merge
-from .low_rank_sum import LowRankSum
+from .nn.low_rank_sum import LowRankSum
 from .stacks import is_transposed, layer_of_stack, matrices
 from .wrappers import contains, without_checkpoint
 

@@ -23,7 +23,6 @@ differently (`scale`), and multiply the rows of the result by a gain g (`gain`):
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -273,17 +272,10 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
     weight, own_A, own_B = weight.detach(), block.A.detach(), block.B.detach()
     A, B = own_A.to(wide), own_B.to(wide)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
-    with without_autocast(weight.device.type):
+    with products.without_autocast(weight.device.type):
         across = products.small_product(weight, own_A.to(weight.dtype)).to(wide)
         across = torch.addmm(2 * scaling * across, B, A @ A.t(), alpha=scaling**2)
     return (squares + (across * B).sum(1)).clamp(min=0).sqrt()
-
-
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """Returns a context without autocast, in which products have the dtype of their operands."""
-    if not products.has_autocast(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 class RankStabilizedDelta(Delta):

@@ -1,8 +1,6 @@
 """Checks that a model and its modules can be adapted. Errors are one line; most name the module."""
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import can_be_converted, is_in_place, unparametrized_class
 from .initialization import initializes
-from .layer_kinds import added_attributes, is_conv1d, is_linear
+from .layer_kinds import added_attributes, is_conv1d, is_linear, out_in, out_in_sizes
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .nn.products import Linear
@@ -145,7 +143,7 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
             _check_quantized(what, module, settings)
         else:
             _check_dtype(what, weight)
-        _check_settings(name, module, weight, settings)
+        _check_settings(name, module, out_in_sizes(module, weight)[0], settings)
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
         _check_attention(name, owner, module)
@@ -213,8 +211,8 @@ def _check_quantized(what: str, layer: nn.Module, settings: LayerSettings) -> No
         )
 
 
-def _check_settings(name: str, module: nn.Module, weight: Tensor, settings: LayerSettings) -> None:
-    out, _ = _out_in(module, weight)
+def _check_settings(name: str, module: nn.Module, out: int, settings: LayerSettings) -> None:
+    """Checks that a module with this number of outputs can be adapted with these settings."""
     slices = len(settings.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
@@ -297,7 +295,7 @@ def check_stack(name: str, stack: Stack, settings: LayerSettings) -> None:
                 f"{name} is a stack of matrices, whose update cannot have {what}: {way_out}, or "
                 f"{_LEAVE_OUT}"
             )
-    _check_settings(name, owner, matrices(owner, stack.weight)[0], settings)
+    _check_settings(name, owner, matrices(owner, stack.weight).shape[1], settings)
 
 
 def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
@@ -308,11 +306,10 @@ def check_rows(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """
     if not variant_of(settings.variant).has_magnitude:
         return
-    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
     for part, weight in _weights(module).items():
         if weight.is_meta or is_fake(weight) or is_partitioned(weight):
             continue
-        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
+        rows = out_in(module, weight.detach())
         wide = torch.promote_types(weight.dtype, torch.float32)
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
         slices = norms.chunk(len(settings.enable_lora))
@@ -368,7 +365,7 @@ def _largest_rank(model: nn.Module, name: str, settings: LayerSettings) -> int |
     module, stack = _holder(model, name)
     if stack is not None:
         return min(stack.shape[1:])
-    sizes = [_out_in(module, weight) for weight in _weights(module).values()]
+    sizes = [out_in_sizes(module, weight) for weight in _weights(module).values()]
     slices = len(settings.enable_lora)
     return min((min(out // slices, inner) for out, inner in sizes), default=None)
 
@@ -409,12 +406,3 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters that are a module's weights, by name."""
     own = module._parameters
     return {n: weight for n in weight_names(module) if (weight := own.get(n)) is not None}
-
-
-def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """Returns the sizes of a weight as a matrix (out, in)."""
-    if is_quantized_linear(module):  # its weight may be packed
-        layer: Any = module
-        return layer.out_features, layer.in_features
-    out, inner = weight.shape[0], math.prod(weight.shape[1:])
-    return (inner, out) if is_conv1d(module) else (out, inner)

@@ -1,8 +1,14 @@
-"""Recognizes which of PyTorch's layers a module computes like, whichever package it is from."""
+"""Recognizes which of PyTorch's layers a module computes like, whichever package it is from.
 
-from torch import nn
+From that follows how the module holds its weight: as (out, in), or as (in, out).
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
 
 from .in_place import unparametrized_class
+from .quantized_layers import is_quantized_linear
 from .wrappers import package_and_name
 
 # Subclasses of `nn.Linear` and `nn.Conv1d` whose own forward computes the same, by package and
@@ -29,6 +35,42 @@ def is_linear(module: nn.Module) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Returns whether this is Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
     return unparametrized_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def out_in(module: nn.Module, weight: Tensor) -> Tensor:
+    """Returns a view of a module's weight as (out, in).
+
+    Embeddings hold their weight as (in, out), and so do modules with `fan_in_fan_out` and
+    upstream's Conv1D, which is not an `nn.Linear`. For a convolution, `in` is the product of all
+    dimensions after the first.
+    """
+    if weight.dim() > 2:
+        return weight.flatten(1)
+    is_out_in = isinstance(module, nn.Linear | nn.MultiheadAttention)
+    held_in_out = not is_out_in or getattr(module, "fan_in_fan_out", False)
+    return weight.t() if held_in_out else weight
+
+
+def unknown_layout(module: nn.Module, weight: Tensor) -> str | None:
+    """Returns why `out_in` cannot be relied on for a weight, for an error, or None if it can.
+
+    It takes the weight of an unknown class for (in, out), which its shape shows only if the weight
+    is not square.
+    """
+    kind = unparametrized_class(module).__name__
+    is_known = isinstance(module, nn.Embedding) or is_linear(module) or kind == "Conv1D"
+    if is_known or weight.dim() != 2 or weight.shape[0] != weight.shape[1]:
+        return None
+    return f"a {kind}, whose square weight may be (out, in) or (in, out): make it an nn.Linear"
+
+
+def out_in_sizes(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """Returns the sizes of a module's weight as (out, in), even if the weight is quantized."""
+    if is_quantized_linear(module):  # its weight may be packed
+        layer: Any = module
+        return layer.out_features, layer.in_features
+    out, inner = out_in(module, weight.detach()).shape
+    return out, inner
 
 
 def scales_rows(embedding: nn.Module) -> bool:

@@ -14,9 +14,9 @@ from families import FAMILIES, PEFT, TERMS
 from torch.func import functional_call
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers
 from loralib.training.precision import cast_frozen

@@ -75,7 +75,6 @@ MODULES = {
     },
     "bypassed": {"in_place", "stacks", "targets", "wrappers"},
     "stacks": set(),
-    "low_rank_sum": {"functional"},
     "quantized_layers": {
         "functional",
         "initialization",
@@ -85,8 +84,8 @@ MODULES = {
         "text",
         "wrappers",
     },
-    "experts": {"adapted_layers", "functional", "low_rank_sum", "stacks", "wrappers"},
-    "layer_kinds": {"in_place", "wrappers"},
+    "experts": {"adapted_layers", "functional", "nn", "stacks", "wrappers"},
+    "layer_kinds": {"in_place", "quantized_layers", "wrappers"},
     "targets": {"experts", "layer_kinds", "stacks", "text"},
     "adaptation": {
         "adapted_layers",

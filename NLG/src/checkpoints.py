@@ -16,10 +16,10 @@ from family import GPT2
 from lora_flags import FLAGS, check_patterns, patterns_of, set_lora, targets_of_adapter, trains
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_base
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
+from loralib.adapters.merging import merge_into
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.model_settings import lora_settings
 from loralib.errors import CheckpointError

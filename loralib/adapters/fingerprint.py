@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from ..tensor_kinds import is_dense, is_packed, unreadable
 from ..zero3 import is_partitioned
-from .configs import setting_of
 from .families import backbone_prefixes, in_known_backbone
+from .model_settings import setting_of
 
 # Tensors with these parts in their names may have been trained, or are missing in some models.
 # Files record fingerprints, so this can never change.

@@ -29,12 +29,14 @@ from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers
 from ..zero3 import check_not_copied
+from .adapted_weights import AdaptedWeight, adapted_modules, base_to_give
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, lora_modules
 from .checks import check_base, check_positions, check_possible_base
-from .deltas import AdaptedWeight, adapted_modules, base_to_give, has_slices, slices_in, untied_by
+from .deltas import has_slices, slices_in
 from .families import backbone_prefixes, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter_for
+from .merging import untied_by
 from .metadata import LoraMetadata
 from .model_settings import lora_settings, takes_dropout
 from .names import more_layers

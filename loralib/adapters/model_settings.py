@@ -1,4 +1,4 @@
-"""Reads the settings of a model's LoRA layers, as an adapter's metadata record them."""
+"""Reads a model's settings: those of its LoRA layers, as metadata record them, and its config's."""
 
 import math
 from collections.abc import Mapping
@@ -54,34 +54,34 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         "alpha": alpha,
         "targets": lora_targets(layers),
         "positions": lora_reaches_positions(model),
-        "variant": _common(layers, "variant", "lora"),
+        "variant": _common(layers, "variant"),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "initialization": _initialization(layers),
-        "freeze_A": all(getattr(layer, "freeze_A", False) for layer in layers.values()) or None,
+        "freeze_A": all(layer.freeze_A for layer in layers.values()) or None,
         "embeddings": embeddings,
         "slices": _own_slices(layers),
         "stacks": tuple(n for n in of_stacks if isinstance(layers.get(n), AdaptedStack)),
     }
 
 
-def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
+def _common(layers: Mapping[str, LoRALayer], setting: str) -> object | None:
     """Returns the value of a setting that all layers must have in common, None for the default."""
-    values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
+    values = {name: getattr(layer, setting) for name, layer in layers.items()}
     common, others = usual(values)
     for name, value in others.items():
         raise CheckpointError(
             f"the model's LoRA is of several kinds, but an adapter records only one: {name} has "
             f"{setting} {value}, others have {common}; merge the model, and save it"
         )
-    return None if common == default else common
+    return None if common == getattr(LoRALayer, setting) else common
 
 
 def _initialization(layers: Mapping[str, LoRALayer]) -> object | None:
     """Returns the layers' initialization, or None if they differ and no update depends on it."""
-    values = {getattr(layer, "initialization", "default") for layer in layers.values()}
+    values = {layer.initialization for layer in layers.values()}
     if len(values) == 1 or any(map(starts_from_weight, values)):
-        return _common(layers, "initialization", "default")
+        return _common(layers, "initialization")
     return None
 
 
@@ -114,3 +114,14 @@ def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
 def dropout_of(layer: LoRALayer) -> float:
     """Returns a layer's probability of dropout. Embeddings and attentions have none."""
     return getattr(layer.lora_dropout, "p", 0.0)
+
+
+def setting_of(config: Any, name: str) -> Any:
+    """Returns a setting of a model's config, or None if it has none of this name.
+
+    A config may be of any class. One whose attributes are its items raises KeyError for others.
+    """
+    try:
+        return getattr(config, name, None)
+    except LookupError:
+        return None

@@ -32,12 +32,11 @@ from ..trained import noted, untied_from
 from ..wrappers import without_wrappers
 from ..zero3 import check_gathered, with_shapes
 from .adapter import LORA, Adapter, base_biases, bias_of
-from .configs import setting_of
 from .families import in_known_backbone
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .metadata import LoraMetadata
-from .model_settings import dropout_of, lora_settings
+from .model_settings import dropout_of, lora_settings, setting_of
 from .peft import peft_difference
 from .saving_warnings import SAVED_WHOLE, saving_warnings
 

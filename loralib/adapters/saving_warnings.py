@@ -15,8 +15,7 @@ from ..steps import trained_along
 from ..text import counted, in_short, module_label
 from ..trained import is_never_frozen, noted
 from .adapter import LORA, Adapter
-from .configs import setting_of
-from .model_settings import dropout_of, takes_dropout
+from .model_settings import dropout_of, setting_of, takes_dropout
 from .peft import NAMES_OF_EXPERTS, REFUSED_IN, REFUSED_NAMES
 
 # How errors tell users to save a whole model. A pickled module would break when a class is renamed.
@@ -190,7 +189,7 @@ def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
 
 def _of_frozen_and_trained_A(model: nn.Module, adapter: Adapter) -> str | None:
     """Returns a warning if A is frozen in some of the layers only, which files cannot record."""
-    frozen = {getattr(layer, "freeze_A", False) for layer in lora_layers(model).values()}
+    frozen = {layer.freeze_A for layer in lora_layers(model).values()}
     if len(frozen) < 2:
         return None
     return (

@@ -21,6 +21,7 @@ measured for trained weights.
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,13 @@ def has_autocast(device: str) -> bool:
     """
     # PyTorch 2.9's function breaks a compiled graph, and nothing is compiled for other devices.
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Returns a context without autocast, in which products have the dtype of their operands."""
+    if not has_autocast(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

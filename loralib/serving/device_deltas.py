@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapted_layers import convolved_update, times_scale
-from ..adapters.deltas import AdaptedWeight, out_in
+from ..adapters.adapted_weights import AdaptedWeight
 from ..functional import Delta
-from ..layer_kinds import scales_rows
+from ..layer_kinds import out_in, scales_rows
 from ..model_checks import check_there
 
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..adapters.adapted_weights import AdaptedWeight, adapted_modules
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_possible_base
-from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs
+from ..adapters.deltas import PARTS, lora_pairs
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import last_projection, possible_fingerprints
 from ..adapters.metadata import default_labels
 from ..adapters.validation import check_finite
 from ..bypassed import read_from_outside
 from ..errors import CheckpointError, NeedsMergingError
-from ..layer_kinds import computes_like, scales_rows
+from ..layer_kinds import computes_like, scales_rows, unknown_layout
 from ..model_checks import check_there, tensors_of
 from ..quantized_layers import is_quantized_linear
 from ..stacks import stack_of_layer
@@ -89,6 +90,9 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
                 f"{source}: has DoRA on {name}, which needs the weight, but that is quantized: "
                 "load the base in float16 or bfloat16"
             )
+        reason = unknown_layout(adapted.module, adapted.weight)
+        if reason and adapted.delta.has_magnitude:
+            raise CheckpointError(f"{source}: has DoRA on {name}, {reason}")
         kind = type(adapted.module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
             if not issubclass(kind, plain):

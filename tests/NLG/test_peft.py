@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import checkpoints
 import lora_flags
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
 from loralib.lora_layer import lora_layers

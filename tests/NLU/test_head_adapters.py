@@ -22,8 +22,8 @@ from head_cases import (
 from two_predictions import make_mlm
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, NeedsMergingError
 from loralib.serving.prepared import prepare
 from transformers.adapter_kinds import BITFIT, BOTTLENECK

@@ -17,8 +17,8 @@ from glue_runs import common, failure, on_rte, results
 
 import loralib as lora
 from loralib.adapters.adapter import lora_metadata
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.lora_layer import lora_layers

@@ -13,8 +13,8 @@ from compare import assert_close_to_rounding, assert_same_bits
 from encoder_options import ENCODER_TERMS
 from safetensors.torch import load_file, save_file
 
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError

@@ -131,6 +131,10 @@ WRONG_TYPES = {
         "enable_lora of q_proj .* list .* got 2",
     ),
     "no slice": ({"enable_lora": {"q_proj": []}}, r"enable_lora \[\] does not fit layers\.0"),
+    "no slice of an embedding": (
+        {"targets": "embed", "enable_lora": {"embed": [False]}},
+        r"enable_lora \[False\] does not fit embed: .* divide 8, the number of outputs",
+    ),
     "a matrix": ({"enable_lora": {"q_proj": numpy.ones((1, 2))}}, "each of .* got array"),
     "ranks as one": ({"r": torch.tensor([1, 2])}, "an integer of at least 1, got tensor"),
     "alphas as one": ({"lora_alpha": torch.ones(2)}, "lora_alpha has to be a number above 0, got"),

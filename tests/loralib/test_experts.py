@@ -46,7 +46,7 @@ import loralib as lora
 from loralib.errors import UnsupportedLayerError
 from loralib.experts import AdaptedStack
 from loralib.functional import variant_of
-from loralib.low_rank_sum import LowRankSum
+from loralib.nn.low_rank_sum import LowRankSum
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adaptation import LayerSettings
-from loralib.adapters.deltas import merge_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
 from loralib.inject import adapt
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, UnsupportedLayerError
 from loralib.in_place import merged_copy
 from loralib.quantized_layers import QuantizedLayer

@@ -9,9 +9,10 @@ from torch import nn
 
 from conversion.adapters import DEFAULT_HEAD, FULL, with_metadata
 from conversion.gpt2_folder import GPT2, check_trained_on_card, read_gpt2
+from loralib.adapters.adapted_weights import adapted_modules
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_possible_base
-from loralib.adapters.deltas import adapted_modules, lora_pairs
+from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.families import Family, family_of, registered
 from loralib.adapters.fingerprint import has_float16
 from loralib.errors import CheckpointError

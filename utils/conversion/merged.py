@@ -8,7 +8,7 @@ from conversion.bases import Base
 from conversion.dtypes import check_range, name_of
 from conversion.gpt2_folder import GPT2, read_gpt2, write_gpt2
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.deltas import merge_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
 from loralib.io.atomic import atomic_write_folder
 from loralib.io.hub import resolve_file

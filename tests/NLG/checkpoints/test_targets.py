@@ -12,9 +12,9 @@ import loralib as lora
 from checkpoints import open_model, save_model
 from family import TARGETS, enabled_slices, in_order, targets_of
 from gpt2_ft_arguments import parse_args
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, NeedsMergingError
 from model import GPT2LMModel
 

@@ -14,8 +14,8 @@ import lora_flags
 import loralib as lora
 from checkpoints import open_model, save_model
 from family import TARGETS, enabled_slices
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 from loralib.errors import NeedsMergingError
 from loralib.lora_layer import lora_layers
 from model import GPT2LMModel

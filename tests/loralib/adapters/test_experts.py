@@ -23,7 +23,7 @@ from stacked_experts import (
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError
 
 KINDS = [

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter
+from loralib.adapters.merging import merge_into
 from loralib.adapters.peft import is_targeted
 from loralib.errors import CheckpointError, NeedsMergingError
 

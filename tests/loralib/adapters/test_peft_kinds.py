@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.merging import merge_into
 
 PREFIX, WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 

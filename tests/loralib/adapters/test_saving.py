@@ -10,7 +10,7 @@ from compare import assert_same_bits
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.deltas import merge_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, NeedsMergingError, WrongBaseError
 from loralib.text import counted
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter, lora_metadata
-from loralib.adapters.deltas import merge_into
 from loralib.adapters.loading import load_into
+from loralib.adapters.merging import merge_into
 from loralib.errors import CheckpointError, NeedsMergingError
 
 RANK, ALPHA = 4, 6

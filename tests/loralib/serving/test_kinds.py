@@ -10,7 +10,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
-from loralib.errors import NeedsMergingError
+from loralib.errors import CheckpointError, NeedsMergingError
 
 KINDS = ("linear", "patterns", "embedding", "head", "slices", "a slice", "kernels", "groups")
 
@@ -77,6 +77,38 @@ def test_the_gain_of_dora_is_computed_for_the_bank_s_base(tmp_path):
     layer = model.layers[0]["out"]
     gain = layer._delta().gain(layer.weight).detach()
     torch.testing.assert_close(delta._delta.known_gain, gain)
+
+
+class OwnLinear(nn.Module):
+    """A linear layer that is not an `nn.Linear`, with its weight as (out, in)."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+def test_dora_on_a_square_weight_of_an_unknown_class_is_refused():
+    """Its norms are those of outputs, and the weight may be (out, in) or (in, out)."""
+    plain = nn.Sequential(nn.Linear(4, 4, bias=False))
+    bank = lora.AdapterBank(nn.Sequential(OwnLinear(plain[0].weight.detach().clone())))
+    lora.add_lora(plain, "0", r=2, variant="dora")
+    with pytest.raises(CheckpointError, match="has DoRA on 0, a OwnLinear, whose square weight"):
+        bank.add("a", adapter_of(plain))
+
+
+def test_lora_on_a_square_weight_of_an_unknown_class_is_computed():
+    plain = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(OwnLinear(plain[0].weight.detach().clone()))
+    bank = lora.AdapterBank(model)
+    lora.add_lora(plain, "0", r=2)
+    nn.init.normal_(plain[0].lora_B)
+    bank.add("a", adapter_of(plain))
+    x = torch.randn(3, 4)
+    with bank.use("a"), torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
 
 
 def offload(model):

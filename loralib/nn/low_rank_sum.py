@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import without_autocast
+from .products import without_autocast
 
 # Attributes that are read from the weight, because the sum has the same.
 _OF_WEIGHT = {"shape", "dtype", "device", "ndim", "size", "dim", "is_cuda", "is_meta"}
