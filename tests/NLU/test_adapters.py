@@ -1,8 +1,11 @@
 """Bottleneck adapters and BitFit: the formulas, and which parameters are trained."""
 
+import pickle
+
 import pytest
 import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
+from compare import assert_same_bits
 from encoder_options import ENCODER_TERMS
 from half_products import choose_processor, step_and_evaluate
 
@@ -13,6 +16,7 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
+from transformers.modeling_encoder import Intermediate, SubLayerOutput
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -236,3 +240,16 @@ def test_frozen_weights_in_bfloat16(build_adapted, batch, family, names):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
         assert parameter.grad is None or parameter.grad.dtype == torch.float32
+
+
+# ---- files of older versions ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_an_older_version_pickled_is_loaded(build_adapted, family, monkeypatch):
+    model = build_adapted(family, ["lora"])
+    for kind in (Intermediate, SubLayerOutput):
+        monkeypatch.setattr(kind, "__module__", "transformers.adapters")
+    content = pickle.dumps(model)
+    assert b"transformers.adapters" in content
+    assert_same_bits(pickle.loads(content).state_dict(), model.state_dict())

@@ -14,6 +14,7 @@ Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,3 +91,13 @@ class BottleneckAdapter(nn.Module):
         """
         seen = norm(h + residual) if self.sees_residual else h
         return h + self.adapter_B(self.activation(self.adapter_A(seen)))
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """Returns a part of an encoder layer, for models that an older version pickled.
+
+    Their pickles name this module for classes that are in modeling_encoder.py, which imports it.
+    """
+    if name in ("Intermediate", "SubLayerOutput"):
+        return getattr(import_module(f"{__package__}.modeling_encoder"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
