@@ -53,7 +53,7 @@ from transformers.fine_tuning.adapted_model import (
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
 from transformers.fine_tuning.data_sets import first_rows, load_data_set
-from transformers.fine_tuning.labelled_texts import TextData, load_own_files
+from transformers.fine_tuning.labeled_texts import TextData, load_own_files
 from transformers.fine_tuning.lengths import (
     CUT,
     DEFAULT_LENGTH,
