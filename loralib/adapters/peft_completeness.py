@@ -31,7 +31,8 @@ def check_complete(model: nn.Module, adapter: Adapter, adapted: Collection[str])
             raise CheckpointError(
                 f"{adapter.source}: lacks {missing}, which {CONFIG_NAME} says is trained"
             )
-        if _is_meant(name, adapter) and not {name, first.get(name)} & {*adapted}:
+        is_adapted = name in adapted or first.get(name) in adapted
+        if not is_adapted and _is_meant(name, adapter):
             raise CheckpointError(
                 f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
             )
