@@ -17,7 +17,7 @@ from reproduction.tables import CONFIDENCE, half_width, markdown_table
 RESULTS_NAME, PICTURE_NAME = "results.md", "learning_curves.png"
 
 
-def with_interval(values: Sequence[float]) -> str:
+def median_with_interval(values: Sequence[float]) -> str:
     """Formats the median and, for two or more values, half of their mean's confidence interval."""
     text = f"{statistics.median(values):.1f}"
     return text if len(values) == 1 else f"{text}±{half_width(values):.1f}"
@@ -41,7 +41,7 @@ class Cell:
     def result(self) -> str:
         """The medians with their intervals, or why there are none."""
         if self.figures:
-            return "/".join(with_interval(values) for values in zip(*self.figures, strict=True))
+            return "/".join(map(median_with_interval, zip(*self.figures, strict=True)))
         words = ("failed", "unfinished", "not run")
         return next(w for w in words if any(p.startswith(w) for p in self.problems.values()))
 

@@ -17,7 +17,7 @@ from reproduction.runs import run_of
     ],
 )
 def test_median_and_interval(values, expected):
-    assert report.with_interval(values) == expected
+    assert report.median_with_interval(values) == expected
 
 
 def test_a_cell_of_every_kind(rows, out, glue):
