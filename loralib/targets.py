@@ -18,7 +18,7 @@ import fnmatch
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -39,9 +39,13 @@ def matches(name: str, target: Target) -> bool:
     """Returns whether a target other than "all-linear" matches a module's name."""
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
-    if any(character in target for character in "*?["):
+    if _is_glob(target):
         return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")
     return name == target or name.endswith(f".{target}")
+
+
+def _is_glob(target: str) -> bool:
+    return any(character in target for character in "*?[")
 
 
 def means(name: str, target: Target, stacks: Collection[str]) -> bool:
@@ -56,6 +60,34 @@ def means(name: str, target: Target, stacks: Collection[str]) -> bool:
         return matches(name, target)
     layer = layer_of_stack(name)
     return layer not in stacks and matches(layer, target)
+
+
+class Names:
+    """Names of modules and stacks, among which targets are looked up.
+
+    Args:
+        names: the names.
+        stacks: which of them are those of stacks.
+    """
+
+    def __init__(self, names: Iterable[str], stacks: Collection[str] = ()):
+        self._names, self.stacks = list(names), stacks
+        # There may be thousands of targets, each a module's name.
+        self._by_end: dict[str, list[str]] = {}
+        for name in self._names:
+            layer = layer_of_stack(name)
+            has_layer = name in stacks and layer not in stacks
+            for end in [*_all_ends(name), *(_all_ends(layer) if has_layer else ())]:
+                self._by_end.setdefault(end, []).append(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def meant_by(self, target: Target) -> list[str]:
+        """Returns those that a target other than "all-linear" means (see `means`), in order."""
+        if isinstance(target, str) and not _is_glob(target):
+            return self._by_end.get(target, [])
+        return [name for name in self if means(name, target, self.stacks)]
 
 
 def text_of(target: Target) -> str:
@@ -205,8 +237,8 @@ def find(
     if not with_stacks:
         stacks = {}
     first = modules | stacks
-    names = list(first)
-    left_out = _left_out(names, stacks, as_targets(exclude, "exclude"), layers)
+    names = Names(first, stacks)
+    left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
     for target in as_targets(targets):
         if target == ALL_LINEAR:
@@ -215,36 +247,34 @@ def find(
             if not found:
                 raise ValueError(_no_linear_layer(linear, guessed_head(model)))
         else:
-            named = _named(model, modules, stacks, target)
+            named = _named(model, names, target)
             found = named - left_out
             if named and not found:
-                others = _matched(stacks, target, stacks) - left_out
+                others = {*names.meant_by(target)} & ({*stacks} - left_out)
                 raise ValueError(_all_left_out(target, named, modules, others))
             if not found:
                 linear = all_linear(model) if with_stacks else []
                 likely = [name for name in stacks if is_suggested(model, name)]
-                names = [*modules, *likely]
-                raise ValueError(_means_nothing(model, target, names, linear, likely))
+                raise ValueError(_means_nothing(model, target, [*modules, *likely], linear, likely))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
     _check_names_agree(first, meant, left_out)
     firsts = {first[name] for name in meant}
-    return [name for name in names if name in firsts]
+    return [name for name in first if name in firsts]
 
 
-def _named(
-    model: nn.Module, modules: Iterable[str], stacks: Collection[str], target: Target
-) -> set[str]:
+def _named(model: nn.Module, names: Names, target: Target) -> set[str]:
     """Returns the names that a target means: those of modules, or else of stacks.
 
     It may mean stacks even if it matches modules without parameters of their own, such as the
     activation next to the experts in Hugging Face's models.
     """
-    named = _matched(modules, target, stacks)
-    if any(model.get_submodule(name)._parameters for name in named):
-        return named
-    return _matched(stacks, target, stacks) or named
+    matched = names.meant_by(target)
+    stacks = {name for name in matched if name in names.stacks}
+    modules = {*matched} - stacks
+    has_own = any(model.get_submodule(name)._parameters for name in modules)
+    return modules if has_own else stacks or modules
 
 
 def matched_stacks(
@@ -265,14 +295,15 @@ def matched_stacks(
     modules, stacks = _modules_and_stacks(model)
     if not stacks:
         return []
-    left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    names = Names([*modules, *stacks], stacks)
+    left_out = _left_out(names, exclude, layers)
     found = {*stacks} if ALL_LINEAR in targets else set[str]()
     if not found:
-        named = {target: _named(model, modules, stacks, target) for target in targets}
-        meant = set[str]().union(*named.values()) - left_out
-        for target, names in named.items():
-            matched = _matched(stacks, target, stacks)
-            if matched and matched != names and _are_among_all_beside(model, names, meant):
+        by_target = {target: _named(model, names, target) for target in targets}
+        meant = set[str]().union(*by_target.values()) - left_out
+        for target, named in by_target.items():
+            matched = {name for name in names.meant_by(target) if name in stacks}
+            if matched and matched != named and _are_among_all_beside(model, named, meant):
                 owners = {_owner(name) for name in matched - left_out}
                 matched = {name for name in stacks if _owner(name) in owners}
             found |= matched
@@ -294,11 +325,6 @@ def _are_among_all_beside(model: nn.Module, named: Iterable[str], meant: Collect
         if len(beside) > 1 and all(name in meant for name in beside):
             return True
     return False
-
-
-def _matched(names: Iterable[str], target: Target, stacks: Collection[str]) -> set[str]:
-    """Returns those of some names that a target means, see `means`."""
-    return {name for name in names if means(name, target, stacks)}
 
 
 def _check_names_agree(
@@ -329,17 +355,23 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
     """
     modules, stacks = _modules_and_stacks(model)
     first = modules | stacks
+    names, targeted = Names(first, stacks), set(meant)
+    inside = {around: name for name in reversed([*meant]) for around in _owners(name)}
     for target in exclude:
-        found = _matched(first, target, stacks)
-        if {first[name] for name in found} & set(meant):
-            continue
-        for inner in meant:
-            if any(inner.startswith(f"{name}.") for name in found):
-                text = text_of(target)
-                raise ValueError(
-                    f"exclude '{text}' matches none of the targets, only a module around {inner}: "
-                    f"use '{text}.*'"
-                )
+        found = names.meant_by(target)
+        blocks = [name for name in found if name in inside]
+        if blocks and targeted.isdisjoint(first[name] for name in found):
+            text = text_of(target)
+            raise ValueError(
+                f"exclude '{text}' matches none of the targets, only a module around "
+                f"{inside[blocks[0]]}: use '{text}.*'"
+            )
+
+
+def _owners(name: str) -> list[str]:
+    """Returns the names of the modules around one, the largest first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def all_linear(model: nn.Module) -> list[str]:
@@ -373,7 +405,7 @@ def foreign_linear(
     """
     modules, stacks = _modules_and_stacks(model)
     with_stacks = {stack.rpartition(".")[0] for stack in stacks.values()}
-    left_out = _left_out([*modules, *stacks], stacks, exclude, layers)
+    left_out = _left_out(Names([*modules, *stacks], stacks), exclude, layers)
     excluded = {modules[name] for name in left_out if name in modules}
     is_layered = any(map(_is_within_layer, _linear_names(model)))
     return [
@@ -418,37 +450,34 @@ def by_pattern(
     Raises:
         ValueError: a pattern matches none of the names, or patterns is not a dict by target.
     """
-    names = list(names)
+    every = Names(names, stacks)
     if not isinstance(patterns, Mapping):
         raise ValueError(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
             f"{shown(patterns)}"
         )
-    for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
-        if not any(means(name, pattern, stacks) for name in names):
+    values: dict[str, _Value] = {}
+    keys = as_targets(tuple(patterns), "each key of values by pattern")
+    for pattern, value in zip(keys, patterns.values(), strict=True):
+        found = every.meant_by(pattern)
+        if not found:
             raise ValueError(
                 f"the pattern '{text_of(pattern)}' matches none of the adapted modules: "
-                f"{listed(names, at_most=8)}"
+                f"{listed(every, at_most=8)}"
             )
-    return {
-        name: next((v for each, v in patterns.items() if means(name, each, stacks)), default)
-        for name in names
-    }
+        for name in found:
+            values.setdefault(name, value)
+    return {name: values.get(name, default) for name in every}
 
 
-def _left_out(
-    names: Collection[str],
-    stacks: Collection[str],
-    exclude: Iterable[Target],
-    layers: Iterable[int] | None,
-) -> set[str]:
+def _left_out(names: Names, exclude: Iterable[Target], layers: Iterable[int] | None) -> set[str]:
     """Returns the names that exclusions match, and those outside of the layers to keep to."""
     left_out: set[str] = set()
     for target in exclude:
-        found = _matched(names, target, stacks)
+        found = names.meant_by(target)
         if not found:
-            raise ValueError(_nothing_matches(target, names) + _way_out(target, names))
-        left_out |= found
+            raise ValueError(_nothing_matches(target, [*names]) + _way_out(target, names))
+        left_out.update(found)
     if layers is not None:
         layers = as_layers(layers)
         numbers = {number for name in names if (number := layer_of(name)) is not None}

@@ -5,6 +5,7 @@ so that no test depends on time.
 """
 
 import gc
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,15 @@ def adapted(number: int) -> nn.Module:
     model = blocks(number)
     lora.add_lora(model, "all-linear", r=1)
     return model
+
+
+def linear_names(number: int) -> list[str]:
+    """Returns the names of the linear layers in the blocks."""
+    return [f"layers.{index}.{part}" for index in range(number) for part in (0, 1)]
+
+
+def second_names(number: int) -> list[str]:
+    return [f"layers.{index}.1" for index in range(number)]
 
 
 def adding(number: int, **settings) -> Callable[[], object]:
@@ -75,6 +85,14 @@ def switching(file: Path, number: int) -> Callable[[], object]:
 # For a number of blocks and a folder, each returns the function whose calls are counted.
 WORK: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "add_lora": lambda n, _: adding(n, targets="all-linear"),
+    "targets by name": lambda n, _: adding(n, targets=linear_names(n)),
+    "exclusions by name": lambda n, _: adding(n, targets="all-linear", exclude=linear_names(n)[1:]),
+    "exclusions of others": lambda n, _: adding(
+        n, targets=re.compile(r".*\d\.0|head"), exclude=second_names(n)
+    ),
+    "ranks by name": lambda n, _: adding(
+        n, targets="all-linear", rank_pattern=dict.fromkeys(linear_names(n), 1)
+    ),
     "a glob": lambda n, _: adding(n, targets="layers.*.1", modules_to_train="head"),
     "parameter_groups": lambda n, _: to_adapted(lambda m: lora.parameter_groups(m, lr=0.1), n),
     "first steps": lambda n, _: first_steps(n),
