@@ -11,20 +11,11 @@ runs. Whatever else reads it gets the frozen one: the module's parent, another o
 another thread. So does a checkpointed part of the forward when it is recomputed, which is an error.
 """
 
-import itertools
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial, update_wrapper
-from types import GeneratorType, MappingProxyType
+from functools import update_wrapper
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -120,20 +111,6 @@ _running: ContextVar[Mapping[nn.Module, Mapping[str, Any]]] = ContextVar(
 )
 
 
-class _WithItems:
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-# Python's built-in iterators, which compute each item when it is asked for. Two have no name: that
-# of a function which is called until it returns a sentinel, and that of a class with `__getitem__`.
-_LAZY: set[Any] = {
-    *(GeneratorType, map, filter, zip, enumerate, reversed),
-    *(type(iter(int, 1)), type(iter(_WithItems()))),
-    *(k for k in vars(itertools).values() if isinstance(k, type) and issubclass(k, Iterator)),
-}
-
-
 class _WithStacks(nn.Module):
     """The base of the classes that modules with adapted parameters get, see `with_stacks`."""
 
@@ -143,56 +120,35 @@ class _WithStacks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward, in which the parameters have their updates.
 
-        They also have them in the steps of a generator that it returns, or of a built-in iterator,
-        such as a `map`. Other objects are returned unchanged: what they compute later, such as a
-        generator in a tuple or the `__next__` of a user's iterator, reads the frozen parameters.
+        What the forward returns inside of a container, such as a generator in a tuple, is not
+        checked: it would compute with the frozen parameters.
 
         Raises:
-            RuntimeError: it returns a coroutine or an async generator, which would read the frozen
-                parameters.
+            RuntimeError: it returns an iterator or a coroutine, which computes later.
         """
         in_effect = {
             name: _in_effect(self, own_value(self, name), layer)
             for name, layer in adapted_stacks(self).items()
         }
-        out = _run(self, in_effect, partial(self._kind.forward, self, *args, **kwargs))
-        if isinstance(out, Coroutine | AsyncGenerator):
+        token = _running.set({**_running.get(), self: in_effect})
+        try:
+            out = self._kind.forward(self, *args, **kwargs)
+        finally:
+            _running.reset(token)
+        if isinstance(out, Iterator | Coroutine | AsyncGenerator):
             if isinstance(out, Coroutine):
                 out.close()
             raise RuntimeError(
-                f"the forward of {self._kind.__qualname__} returns a coroutine or async generator "
-                f"({type(out).__name__}), which would run without LoRA: compute everything before "
-                "it returns, without async, or call lora.merge first"
+                f"the forward of {self._kind.__qualname__} returns what would compute later, "
+                f"without LoRA ({type(out).__name__}): compute everything before it returns, or call "
+                "lora.merge first"
             )
-        return _each_step(self, in_effect, out) if type(out) in _LAZY else out
+        return out
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickles and copies how to make the module's class, which exists only at run time."""
         reduced: Any = self._kind.__reduce_ex__(self, protocol)
         return _new, (self._kind, self._stacks), reduced[2]
-
-
-def _run(module: nn.Module, in_effect: Mapping[str, Any], call: Callable[[], Any]) -> Any:
-    """Calls a function in which a module's adapted parameters read as the values in `in_effect`."""
-    token = _running.set({**_running.get(), module: in_effect})
-    try:
-        return call()
-    finally:
-        _running.reset(token)
-
-
-def _each_step(
-    module: nn.Module, in_effect: Mapping[str, Any], steps: Any
-) -> Generator[Any, Any, Any]:
-    """Yields an iterator's steps, each computed with the values that the forward itself read."""
-    sent = None
-    while True:
-        call = partial(next, steps) if sent is None else partial(steps.send, sent)
-        try:
-            step = _run(module, in_effect, call)
-        except StopIteration as end:
-            return end.value
-        sent = yield step
 
 
 def adapted_stacks(owner: Any) -> dict[str, nn.Module]:
