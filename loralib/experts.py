@@ -140,8 +140,8 @@ class _WithStacks(nn.Module):
                 out.close()
             raise RuntimeError(
                 f"the forward of {self._kind.__qualname__} returns what would compute later, "
-                f"without LoRA ({type(out).__name__}): compute everything before it returns, or call "
-                "lora.merge first"
+                f"without LoRA ({type(out).__name__}): compute everything before it returns, or "
+                "call lora.merge first"
             )
         return out
 

@@ -1,9 +1,9 @@
-"""Base class of all LoRA layers: the update's settings and parameters, and the merged copy."""
+"""Base class of all LoRA layers: the update's settings and parameters."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,12 @@ from .initialization import (
     start_is_deferred,
     starts_from_weight,
 )
-from .nn.bits import bits_of
+from .merged_copy import MergedCopy, up_to_date
 from .nn.dropout import Dropout
-from .nn.fast_paths import has_mode, is_transformed
-from .steps import latest_step, mark_layer, mark_update
+from .steps import mark_layer, mark_update
 from .tensor_kinds import is_sharded
-from .wrappers import has_own_forward, is_managed
-from .zero3 import check_gathered, is_of_zero3
-
-
-class _MergedCopy(NamedTuple):
-    """The merged copy of a layer's weight, and what it was computed from.
-
-    Args:
-        stamp: what `_stamp` returned when the copy was made.
-        alias: an alias of the weight, so that no other tensor can get the weight's address.
-        update: the update's tensors at that time: copies of those on a CPU, aliases of the others.
-        weight: the merged copy.
-    """
-
-    stamp: tuple
-    alias: Tensor
-    update: list[Tensor]
-    weight: Tensor
+from .wrappers import has_own_forward
+from .zero3 import check_gathered
 
 
 class LoRALayer:
@@ -136,7 +119,7 @@ class LoRALayer:
         self.lora_dropout = _unchanged if p == 0 else Dropout(p)
         self.merge_weights = as_flag("merge_weights", merge_weights)
         self._in_effect = False
-        self._merged_copy: _MergedCopy | None = None
+        self._merged_copy: MergedCopy | None = None
 
     # ---- the frozen weight ----
 
@@ -475,64 +458,9 @@ class LoRALayer:
             return self.frozen_weight
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
-        weight, update = self.frozen_weight, self._update_tensors()
-        tensors = weight, *update
-        if (
-            not self._can_keep_copy(weight, update)
-            or is_transformed(*tensors)  # they have derivatives, which a copy would not have
-            or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-            or any(t.is_inference() for t in tensors)
-        ):
-            self._merged_copy = None
-            return None
-        stamp, kept = self._stamp(weight, update), self._merged_copy
-        if kept is None or kept.stamp != stamp or not _are_same(kept.update, update):
-            with torch.inference_mode(False), torch.no_grad():
-                was = [t.clone() if t.is_cpu else t.detach() for t in update]
-                kept = self._merged_copy = _MergedCopy(stamp, weight.detach(), was, self._merge())
-        return kept.weight
-
-    def _update_tensors(self) -> list[Tensor]:
-        """Returns the tensors of the update, except those that a parametrization computes."""
-        held = (*self._parameters.items(), *self._buffers.items())
-        scaling: Any = self.scaling
-        own = [scaling] if isinstance(scaling, Tensor) else []
-        return own + [tensor for name, tensor in held if name.startswith("lora_")]
-
-    def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
-        """Returns whether every change of the weight and the update can be noticed between calls.
-
-        Changes are missed in tensors that are computed or replaced for each call: by FSDP, by
-        ZeRO 3, by hooks that offload them, or by a parametrization. The answer is also no for
-        tensor subclasses, and while a `TorchDispatchMode` is active, which may make such tensors.
-        """
-        own = self._parameters
-        return (
-            {type(weight), *map(type, update)} <= _PLAIN
-            and isinstance(weight, nn.Parameter)
-            and not is_of_zero3(weight)
-            and isinstance(own.get("lora_A"), nn.Parameter)
-            and isinstance(own.get("lora_B"), nn.Parameter)
-            and not has_mode()
-            and not has_own_forward(self)
-            and not is_managed(self)
-        )
-
-    def _stamp(self, weight: Tensor, update: list[Tensor]) -> tuple:
-        """Returns what tells whether a merged copy is still valid, besides the update's values.
-
-        Writes through `.data`, as weight averaging makes them, change no version. On a CPU, the
-        update's values are compared, because they are few. On other devices that would synchronize:
-        there, everything that an optimizer's step may have changed counts as changed. So does the
-        weight, which is too large to compare, except in a layer on a CPU that is entirely frozen.
-        """
-        tensors = [weight, *(t for t in update if not t.is_cpu)]
-        is_seen = weight.is_cpu and len(tensors) == 1
-        is_trained = any(t.requires_grad for t in (weight, *update))
-        step = latest_step() if is_trained or not is_seen else None
-        kinds = [(t.dtype, t.device) for t in update]
-        scaling = None if isinstance(self.scaling, Tensor) else self.scaling
-        return scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+        weight = self.frozen_weight
+        self._merged_copy = up_to_date(self._merged_copy, self, weight, self._merge)
+        return None if self._merged_copy is None else self._merged_copy.weight
 
     # ---- moving, copying and pickling ----
 
@@ -601,16 +529,6 @@ def _is_from_here(function: Callable[..., Any]) -> bool:
 
 _FACTORS = ("lora_A", "lora_B")
 _UPDATE = (*_FACTORS, "lora_magnitude_vector")
-_PLAIN = {Tensor, nn.Parameter}
-
-
-def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
-    """Returns whether an update's tensors on a CPU have the same values; `_stamp` covers others.
-
-    Bits are compared only if values differ, as NaN does from itself.
-    """
-    pairs = ((was, t.detach()) for was, t in zip(kept, update, strict=True) if t.is_cpu)
-    return all(torch.equal(was, t) or torch.equal(bits_of(was), bits_of(t)) for was, t in pairs)
 
 
 @torch.no_grad()
@@ -636,7 +554,7 @@ def _is_alias(given: object, tensor: Tensor) -> bool:
     """
     if given is tensor:
         return True
-    if not (isinstance(given, Tensor) and {type(given), type(tensor)} <= _PLAIN):
+    if not (isinstance(given, Tensor) and {type(given), type(tensor)} <= {Tensor, nn.Parameter}):
         return False
     is_dense = given.layout == tensor.layout == torch.strided
     return is_dense and given.data_ptr() == tensor.data_ptr()

@@ -27,11 +27,13 @@ MODULES = {
     "training": {"errors", "io", "nn", "text"},
     "functional": {"nn"},
     "initialization": set(),
+    "merged_copy": {"nn", "steps", "wrappers", "zero3"},
     "lora_layer": {
         "arguments",
         "errors",
         "functional",
         "initialization",
+        "merged_copy",
         "nn",
         "steps",
         "tensor_kinds",

@@ -41,7 +41,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loralib import lora_layer, tensor_kinds
+from loralib import merged_copy, tensor_kinds
 from loralib.training.determinism import set_up_device
 
 GPU = torch.device("cuda", 0)
@@ -465,8 +465,8 @@ def _settings(gpu: SimulatedGpu) -> Iterator[tuple[Any, str, Any]]:
     yield _foreach_utils, "_foreach_supported_types", [Tensor, OnGpu]
     # A real GPU has neither this class of tensors nor the two modes, so the project ignores them.
     yield tensor_kinds, "_is_ordinary", lambda kind: kind is OnGpu or _is_ordinary(kind)
-    yield lora_layer, "_PLAIN", {*lora_layer._PLAIN, OnGpu}
-    yield lora_layer, "has_mode", lambda: False
+    yield merged_copy, "_PLAIN", {*merged_copy._PLAIN, OnGpu}
+    yield merged_copy, "has_mode", lambda: False
     for name, value in {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
