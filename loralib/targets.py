@@ -18,7 +18,7 @@ import fnmatch
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -651,51 +651,3 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
         f"'{ALL_LINEAR}' treats {module_label(head)}, the model's only linear layer, as the head "
         "and leaves it out: to adapt it, name it"
     )
-
-
-# ---- on a command line ----
-
-
-def pattern_of_words(
-    flag: str, number: Callable[[str], _Value], words: Iterable[str]
-) -> dict[str, _Value]:
-    """Returns a pattern from words such as ``value=4``, in their order.
-
-    Args:
-        flag: what errors call it.
-        number: converts what follows the "=", such as `int`.
-        words: ``target=number``, each target once.
-
-    Raises:
-        ValueError: a word is not of this format, or repeats a target.
-    """
-    pattern: dict[str, _Value] = {}
-    for word in words:
-        target, _, text = word.rpartition("=")
-        try:
-            value = number(text)
-        except ValueError:
-            target = ""
-        if not target:
-            what = "an integer" if number is int else "a number"
-            raise ValueError(f"{flag}: '{word}' is not a target, '=' and {what}, such as value=4")
-        if target in pattern:
-            raise ValueError(f"{flag}: names '{target}' twice")
-        pattern[target] = value
-    return pattern
-
-
-def layers_of_words(flag: str, words: Iterable[str]) -> list[int]:
-    """Returns the numbers of layers from words such as ``0`` and ``6-11`` (both ends included).
-
-    Raises:
-        ValueError: a word is neither; the message begins with `flag`.
-    """
-    layers: set[int] = set()
-    for word in words:
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise ValueError(f"{flag}: '{word}' is not a layer's number, nor a range such as 6-11")
-        layers.update(range(first, last + 1))
-    return sorted(layers)

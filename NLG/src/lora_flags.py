@@ -15,8 +15,7 @@ from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.io.command_line import check_bounds
-from loralib.targets import pattern_of_words
+from loralib.io.command_line import check_bounds, pattern_of_words
 from model import MODEL_CARDS, GPT2Config
 
 logger = logging.getLogger(__name__)

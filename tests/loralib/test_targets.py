@@ -14,9 +14,7 @@ from loralib.targets import (
     find,
     guessed_head,
     layer_of,
-    layers_of_words,
     matches,
-    pattern_of_words,
 )
 
 BLOCK = ("q_proj", "v_proj", "c_attn", "up", "down")
@@ -264,27 +262,3 @@ def test_values_by_pattern():
     assert values == {"layers.0.q": 2, "layers.0.v": 2, "layers.1.q": 4}
     with pytest.raises(ValueError, match="the pattern 'k' matches none of the adapted modules"):
         by_pattern(names, {"k": 1}, 8)
-
-
-# ---- on a command line ----
-
-
-def test_patterns_of_words():
-    words = ["query=4", "layer.*.value=2", "a=b=3"]
-    assert pattern_of_words("--rank", int, words) == {"query": 4, "layer.*.value": 2, "a=b": 3}
-    assert pattern_of_words("--alpha", float, ["q=0.5"]) == {"q": 0.5}
-
-
-@pytest.mark.parametrize(
-    "words", [["query"], ["=4"], ["query=four"], ["query=1.5"], ["q=1", "q=1"]]
-)
-def test_words_that_are_not_a_pattern_are_refused(words):
-    with pytest.raises(ValueError, match=r"^--rank"):
-        pattern_of_words("--rank", int, words)
-
-
-def test_layers_of_words():
-    assert layers_of_words("--layers", ["6-8", "0", "7"]) == [0, 6, 7, 8]
-    for word in ("8-6", "a", "-1", "1.5", ""):
-        with pytest.raises(ValueError, match=r"^--layers"):
-            layers_of_words("--layers", [word])

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from loralib.io.command_line import ArgumentParser, check_bounds
+from loralib.io.command_line import (
+    ArgumentParser,
+    check_bounds,
+    layers_of_words,
+    pattern_of_words,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -210,3 +215,24 @@ def test_help_keeps_the_lines_of_a_description_that_has_several(monkeypatch, des
         assert max(map(len, said.splitlines())) <= 80
     else:
         assert said.splitlines()[2:5] == lines
+
+
+def test_patterns_of_words():
+    words = ["query=4", "layer.*.value=2", "a=b=3"]
+    assert pattern_of_words("--rank", int, words) == {"query": 4, "layer.*.value": 2, "a=b": 3}
+    assert pattern_of_words("--alpha", float, ["q=0.5"]) == {"q": 0.5}
+
+
+@pytest.mark.parametrize(
+    "words", [["query"], ["=4"], ["query=four"], ["query=1.5"], ["q=1", "q=1"]]
+)
+def test_words_that_are_not_a_pattern_are_refused(words):
+    with pytest.raises(ValueError, match=r"^--rank"):
+        pattern_of_words("--rank", int, words)
+
+
+def test_layers_of_words():
+    assert layers_of_words("--layers", ["6-8", "0", "7"]) == [0, 6, 7, 8]
+    for word in ("8-6", "a", "-1", "1.5", ""):
+        with pytest.raises(ValueError, match=r"^--layers"):
+            layers_of_words("--layers", [word])

@@ -20,7 +20,8 @@ from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AlphaError, CheckpointError
-from loralib.targets import layer_of, layers_of_words, pattern_of_words
+from loralib.io.command_line import layers_of_words, pattern_of_words
+from loralib.targets import layer_of
 
 from ..adaptation_settings import ADAPTATIONS, targets_of_modules
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
