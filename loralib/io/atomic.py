@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, DiskFullError
@@ -74,7 +74,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
             sync_file(temporary)
         # mkstemp makes files for their owner alone.
         exists = target.exists()
-        temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
+        _set_mode(temporary, target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
         _take_place(temporary, target, path)
         sync_folder(target.parent)
     finally:
@@ -271,7 +271,7 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
             sync_folder(temporary)
         # mkdtemp makes folders for their owner alone; a shared folder's setgid bit is inherited.
         special = temporary.stat().st_mode & 0o7000
-        temporary.chmod(special | 0o777 & ~_umask())
+        _set_mode(temporary, special | 0o777 & ~_umask())
         try:
             temporary.replace(path)
         except OSError:
@@ -383,6 +383,15 @@ def _sync(handle: int) -> None:
             if error.errno == errno.EIO:
                 raise
     os.fsync(handle)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """Sets the permissions of a new file or folder, if its file system has any.
+
+    Those of many USB sticks and network folders do not, and refuse.
+    """
+    with suppress(OSError):
+        path.chmod(mode)
 
 
 def _umask() -> int:

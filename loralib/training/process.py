@@ -100,11 +100,21 @@ _OUTPUT = "standard output"  # in its errors, stands for the name of a file
 class _Output(io.FileIO):
     """Standard output's file, whose errors can be told from those of other pipes."""
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: Any, /) -> int | None:  # type: ignore[override]
+        """Writes all of `data`. The system may take only a part at first, as on a full disk.
+
+        With ``python -u``, there is no buffer that would write the rest or raise the error.
+        """
+        content, done = memoryview(data).cast("B"), 0
         try:
-            return super().write(data)
+            while done < len(content):
+                written = super().write(content[done:])
+                if written is None:  # it does not block, and takes nothing now
+                    return done or None
+                done += written
         except OSError as error:
             raise OSError(error.errno, error.strerror, _OUTPUT) from error
+        return done
 
 
 def _set_up_output() -> None:

@@ -723,6 +723,19 @@ def test_reading_the_user_s_files_sends_nothing(tmp_path, monkeypatch):
     assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # it is on again for later calls
 
 
+@pytest.mark.parametrize("name", ["set[1]", "se*1", "set[1]/part"])
+def test_a_data_set_s_folder_is_not_a_pattern(tmp_path, name):
+    """`datasets` would read ``set1``."""
+    for folder in (name, name.replace("[1]", "1").replace("*", "t")):
+        (tmp_path / folder).mkdir(parents=True)
+        write(tmp_path / folder / "train.json", [{"a": "b"}])
+    (tmp_path / "link").symlink_to(name)
+    for folder in (name, "link"):
+        flags = HubDataArguments(dataset_name=str(tmp_path / folder))
+        message = error_of(load_tables, flags, ["train"], str(tmp_path / "cache"))
+        assert " for a pattern, and may read another folder: rename it, or give files" in message
+
+
 def test_a_data_set_s_folder_is_cached_by_content(tmp_path):
     """Not by file names and times, which may be equal after `cp -p`."""
     (tmp_path / "set").mkdir()

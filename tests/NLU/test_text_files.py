@@ -388,6 +388,20 @@ def test_labels_of_a_large_csv_that_change_their_kind(tmp_path, first, later, te
     assert label_names(tables[1], ()) == label_names(tables[0], ())
 
 
+@pytest.mark.parametrize("name", ["rows[1].csv", "rows[1].json", "row*1.csv", "rows[1]/of.csv"])
+def test_a_file_s_name_is_not_a_pattern(tmp_path, monkeypatch, name):
+    """`datasets` would read ``rows1``, also if the name of a folder further up is a pattern."""
+    for folder in ("runs[1]", "runs1"):
+        for file in (name, name.replace("[1]", "1").replace("*", "s")):
+            path = tmp_path / folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = file if folder == "runs[1]" else "of another folder"
+            path.write_text(f"text\n{text}\n" if file.endswith("csv") else f'{{"text": "{text}"}}')
+    monkeypatch.chdir(tmp_path / "runs[1]")
+    for path in (name, os.path.abspath(name)):
+        assert read_table(path, cache_dir=str(tmp_path / "cache"))["text"][:] == [name]
+
+
 def test_an_error_after_labels_of_another_kind_is_reported(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n" + "a,0\n" * 10_000 + "b,x\n" * 10_000 + "a,b,1\n")

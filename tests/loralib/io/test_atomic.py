@@ -122,6 +122,21 @@ def test_a_folder_keeps_the_setgid_bit_of_its_temporary_folder(tmp_path, monkeyp
     assert oct(stat.S_IMODE((tmp_path / "new").stat().st_mode)) == oct(0o2000 | 0o777 & ~umask())
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_need_not_have_permissions(tmp_path, monkeypatch, code):
+    """Those of many USB sticks and network folders have none."""
+
+    def chmod(path, mode):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    for _ in range(2):
+        write(tmp_path / "file")
+    with atomic_write_folder(tmp_path / "folder"):
+        pass
+    assert names(tmp_path) == ["file", "folder"]
+
+
 @posix
 def test_the_next_call_removes_the_half_folder_of_a_killed_process(tmp_path):
     code = (

@@ -557,6 +557,26 @@ def test_a_full_device_is_an_error_of_standard_output(count, unbuffered):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of processes")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_cut_off_is_an_error(tmp_path, unbuffered):
+    """As by a full disk: the system first takes what fits."""
+    code = "import resource, sys; from loralib.training.process import run\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    code += "run(lambda: sys.stdout.buffer.write(bytes(2000)))"
+    with open(tmp_path / "output", "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.stderr == "-c: error: standard output: File too large\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_keeps_its_order(unbuffered):
     """Output from before `run`, from within it, and from outside of Python's streams."""

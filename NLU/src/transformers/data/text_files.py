@@ -6,6 +6,7 @@ columns of texts and labels; text_labels.py converts the labels.
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
 import re
@@ -179,8 +180,11 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
 
     # All settings of a reader are in the cache's key; this one changes nothing else.
     content = file_digest(path)
+    # The library takes "[1]" in the names of the file and of all folders around it for a pattern,
+    # which means another file.
+    name = glob.escape(os.path.abspath(path))
     with unreported():
-        return load_dataset(kind, data_files=path, split="train", description=content, **options)
+        return load_dataset(kind, data_files=name, split="train", description=content, **options)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ CSV file, a cell with several values holds JSON: ["John", "lives", "here"].
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,7 +194,8 @@ def load_data_set(
         way_out: for the error message, what to do if it cannot be fetched.
 
     Raises:
-        ValueError: the name is empty, or names a file, which another flag takes.
+        ValueError: the name is empty, or names a file, which another flag takes; or a folder's path
+            has a character of patterns.
         OSError: there is no such dataset, or it cannot be fetched.
         RuntimeError: it is a script, which `datasets` no longer runs.
     """
@@ -203,6 +205,7 @@ def load_data_set(
     if not name:
         raise ValueError("the data set's name is empty")
     if os.path.isdir(name):
+        _check_no_pattern(name)
         # As in `load_rows`: `datasets` would tell changed files by their names and times alone.
         with unreported():
             return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
@@ -220,6 +223,20 @@ def load_data_set(
     except ConnectionError as error:
         why = why or first_line(error)
         raise OSError(f"the data set '{name}' cannot be fetched: {why}; {way_out}") from error
+
+
+def _check_no_pattern(folder: str) -> None:
+    """Checks that `datasets` does not take a folder's path for a pattern.
+
+    Raises:
+        ValueError: it does.
+    """
+    path = os.path.realpath(folder)
+    if glob.escape(path) != path:
+        raise ValueError(
+            f"{folder}: the library that reads it takes *, ? and [ in {path} for a pattern, and "
+            "may read another folder: rename it, or give files (--train_file and the like)"
+        )
 
 
 @contextmanager
