@@ -62,7 +62,7 @@ _READ = {
 # The suffix that makes an adapted module's name that of its frozen weight.
 _BASE_WEIGHT = ".base_layer.weight"
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
-_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter:

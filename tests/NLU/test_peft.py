@@ -441,6 +441,7 @@ def test_unsupported_settings_are_refused(folder, refusal, changed, message):
     "changed",
     [
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "mica"},
         {"init_lora_weights": False},
         {"layers_to_transform": [0, 1]},
         {"from_the_future": None},
