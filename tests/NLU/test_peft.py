@@ -475,6 +475,21 @@ def test_missing_and_renamed_files_are_refused(folder, refusal):
     assert "holds weights of PEFT, but is not called" in refusal(path / "renamed.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("PROMPT_TUNING", "peft_type is 'PROMPT_TUNING'"),
+        (None, "not PEFT's settings (no peft_type)"),
+    ],
+)
+def test_settings_tell_another_kind_before_weights_are_read(folder, refusal, kind, message):
+    path = folder(peft_type=kind)
+    save_file({"prompt_embeddings": torch.ones(4, 32)}, path / WEIGHTS)
+    assert refusal(path).endswith(f"{CONFIG_NAME}: {message}")
+    (path / WEIGHTS).rename(path / "adapters.safetensors")  # MLX's name
+    assert refusal(path).endswith(f"{CONFIG_NAME}: {message}")
+
+
 QUERY = f"{PREFIX}roberta.encoder.layer.0.attention.self.query"
 
 
