@@ -68,7 +68,7 @@ from .inject_warnings import (
     warn_of_numbers,
     warn_of_read_embeddings,
     warn_of_stacks,
-    warn_of_task_head,
+    warn_of_task_heads,
 )
 from .lora_layer import LoRALayer, lora_layers
 from .model_checks import check_no_peft_layers, check_whole
@@ -222,7 +222,7 @@ def add_lora(
             warn_of_foreign_linear(model, exclude, layers)
         warn_of_stacks(model, matched_stacks(model, targets, exclude, layers))
         if is_first and modules_to_train is None:
-            warn_of_task_head(model)
+            warn_of_task_heads(model)
         warn_of_numbers(targets, names)
         warn_of_no_initialization(model, adapted)
         warn_of_bypassed(model, names)

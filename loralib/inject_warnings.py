@@ -164,23 +164,29 @@ def warn_of_kinds(model: nn.Module) -> None:
             )
 
 
-def warn_of_task_head(model: nn.Module) -> None:
-    """Warns that the head of a model for a task stays frozen: it is random unless it was trained.
+def warn_of_task_heads(model: nn.Module) -> None:
+    """Warns that the heads of models for a task stay frozen: they are random unless trained before.
 
-    Hugging Face's models are recognized by the names of their classes and of their base models.
+    Such a model may be a part of `model`, as in another library's wrapper. Hugging Face's models
+    are recognized by the names of their classes and of their base models.
     """
-    base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
-    if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
-        return
-    adapted, tops = lora_layers(model), [name for name in model._modules if name != base]
-    head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
-    if head:
-        logger.warning(
-            "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and saves "
-            "it; to keep it as it is, give modules_to_train=[]",
-            kind,
-            head,
-        )
+    adapted = lora_layers(model)
+    for place, part in model.named_modules():
+        base, kind = getattr(part, "base_model_prefix", None), type(part).__name__
+        if not isinstance(base, str) or base not in part._modules or not _FOR_A_TASK.search(kind):
+            continue
+        start = f"{place}." if place else ""
+        if not any(name.startswith(start) for name in adapted):
+            continue
+        tops = [f"{start}{name}" for name in part._modules if name != base]
+        head = [each for top in tops for each in _frozen_parts(model, top, adapted)]
+        if head:
+            logger.warning(
+                "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and "
+                "saves it; to keep it as it is, give modules_to_train=[]",
+                kind,
+                head,
+            )
 
 
 # Hugging Face's classes of models with a head that pretrained checkpoints lack.

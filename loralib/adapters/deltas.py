@@ -63,7 +63,9 @@ def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
     """
     ranks = {module: B.shape[1] for module, (_, B) in lora_pairs(tensors, source).items()}
     if not ranks:
-        raise CheckpointError(f"{source}: holds no LoRA: no tensor ends in lora_A or lora_B")
+        others = sorted(name for name in tensors if "lora_" in name)
+        hint = f"; {others[0]} is a name of another library's format" if others else ""
+        raise CheckpointError(f"{source}: holds no LoRA: no tensor ends in lora_A or lora_B{hint}")
     return ranks
 
 

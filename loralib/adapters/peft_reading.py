@@ -62,7 +62,7 @@ _READ = {
 # The suffix that makes an adapted module's name that of its frozen weight.
 _BASE_WEIGHT = ".base_layer.weight"
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
-_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter:
@@ -78,12 +78,11 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
             not LoRA as in the paper. Or this project wrote the folder, and the config now has
             another rank, alpha, variant or head than it had then.
     """
-    weights = _weights_of(path)
+    config, weights = _read_config_of(path), _weights_of(path)
     held, fields = read_checked(weights, kind)
     source = str(weights)
     tensors = canonical_names(_names_in_model(held, source), source)
     known = LoraMetadata.from_metadata(fields, weights)
-    config = _read_config(path.with_name(CONFIG_NAME))
     tensors, embeddings = _as_ours(tensors, source)
     said = map(stack_of_layer, (known and known.stacks) or ())
     tensors, stacks = _with_stacks(tensors, config, tuple(said) or stacks_of_model, source)
@@ -139,14 +138,24 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
     )
 
 
+def _read_config_of(path: Path) -> dict[str, Any]:
+    """Reads the config in the folder of `path`, which is the config or the weights.
+
+    It is read before the weights, as it tells whether they are LoRA's, and PEFT's at all: other
+    libraries have files of its name.
+    """
+    config = path.with_name(CONFIG_NAME)
+    if not config.is_file():
+        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
+    return _read_config(config)
+
+
 def _weights_of(path: Path) -> Path:
     """Returns the path of the weights in the folder of `path`, which is the config or the weights.
 
     Raises:
-        CheckpointError: config or weights are missing.
+        CheckpointError: they are missing.
     """
-    if not path.with_name(CONFIG_NAME).is_file():
-        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
     found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
     if not found:
         raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
@@ -339,6 +348,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not PEFT's settings ({first_line(error)})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: not PEFT's settings (no JSON object)")
+    if config.get("peft_type") is None:
+        raise CheckpointError(f"{path}: not PEFT's settings (no peft_type)")
     for name, is_sound in _SOUND.items():
         if not is_sound(config.get(name)):
             raise CheckpointError(f"{path}: {name} is {shown(config.get(name))}")

@@ -441,6 +441,7 @@ def test_unsupported_settings_are_refused(folder, refusal, changed, message):
     "changed",
     [
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "mica"},
         {"init_lora_weights": False},
         {"layers_to_transform": [0, 1]},
         {"from_the_future": None},
@@ -472,6 +473,21 @@ def test_missing_and_renamed_files_are_refused(folder, refusal):
         message = refusal(given)
         assert "adapter_model.safetensors or adapter_model.bin is missing next to it" in message
     assert "holds weights of PEFT, but is not called" in refusal(path / "renamed.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("PROMPT_TUNING", "peft_type is 'PROMPT_TUNING'"),
+        (None, "not PEFT's settings (no peft_type)"),
+    ],
+)
+def test_settings_tell_another_kind_before_weights_are_read(folder, refusal, kind, message):
+    path = folder(peft_type=kind)
+    save_file({"prompt_embeddings": torch.ones(4, 32)}, path / WEIGHTS)
+    assert refusal(path).endswith(f"{CONFIG_NAME}: {message}")
+    (path / WEIGHTS).rename(path / "adapters.safetensors")  # MLX's name
+    assert refusal(path).endswith(f"{CONFIG_NAME}: {message}")
 
 
 QUERY = f"{PREFIX}roberta.encoder.layer.0.attention.self.query"

@@ -210,6 +210,15 @@ def test_a_head_that_is_adapted_or_not_known_as_one_is_not_warned_of(caplog, kin
     assert not warnings_of_heads(caplog)
 
 
+def test_a_frozen_head_within_a_wrapper_is_warned_of_if_its_model_is_adapted(caplog):
+    student, teacher = WordsForSequenceClassification(), WordsForImageClassification()
+    model = nn.ModuleDict({"student": student, "teacher": teacher})
+    lora.add_lora(model, "student.words.up", r=2)
+    (message,) = warnings_of_heads(caplog)
+    assert message.startswith("the head of the WordsForSequenceClassification stays frozen")
+    assert "modules_to_train=['student.pooler', 'student.classifier'] trains" in message
+
+
 def test_a_frozen_head_is_warned_of_once(caplog):
     model = WordsForSequenceClassification()
     lora.add_lora(model, "words.dense", r=2)
