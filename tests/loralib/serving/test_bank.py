@@ -1,8 +1,10 @@
 """Tests that each adapter in a bank gives what a model of its own gives, in mixed batches too."""
 
+import contextlib
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +39,7 @@ from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.device_deltas import DeviceDelta
+from loralib.serving.hooks import Hook
 
 # One name per row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
@@ -343,6 +346,47 @@ def test_a_hook_is_registered_once(bank, model, model_class):
     model.register_forward_hook(lambda *_: None)
     bank.close()
     assert len(hooks_of(model)) == 1  # registered by someone else
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Makes a thread wait before it registers its first hook, for another one to get there too."""
+    both, register = threading.Barrier(2), Hook.register
+
+    def registering(hook, module):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.3)
+        return register(hook, module)
+
+    monkeypatch.setattr(Hook, "register", registering)
+
+
+@torch.no_grad()
+def test_threads_that_add_adapters_at_once_register_a_hook_once(model, model_class, meeting):
+    bank, batch = lora.AdapterBank(model), make_batch([3, 2])
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: bank.add(name, make_adapter(model_class, name)), "ab"))
+    hooks = hooks_of(model)
+    assert len(hooks) == len(set(hooks))
+    for name in "ab":
+        with bank.use(name):
+            close(model(**batch), model_of(model_class, name)(**batch))
+
+
+def test_of_threads_that_add_the_same_name_all_but_one_are_refused(model, model_class, meeting):
+    bank = lora.AdapterBank(model)
+
+    def add(name):
+        try:
+            bank.add("same", make_adapter(model_class, name))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        messages = list(pool.map(add, "ab"))
+    assert [each for each in messages if each] == [
+        "the bank already has an adapter 'same' (it has same)"
+    ]
 
 
 @torch.no_grad()
