@@ -284,7 +284,8 @@ class Block(ContextDecorator):
         if any(is_kind(func) for is_kind in _RUN_LATER):
             raise ValueError(
                 f"{getattr(func, '__name__', 'the function')} is a generator or a coroutine, "
-                "which computes after its call: write `with bank.use(…):` inside it"
+                "which computes after its call: write `with bank.use(…):` inside it, around no "
+                "yield"
             )
         return super().__call__(func)
 

@@ -1,6 +1,7 @@
 """Tests that each adapter in a bank gives what a model of its own gives, in mixed batches too."""
 
 import contextlib
+import contextvars
 import copy
 import pickle
 import threading
@@ -486,6 +487,51 @@ def test_threads_do_not_disturb_each_other(bank, model):
         thread.join()
     assert not barrier.broken
     assert not wrong
+
+
+@torch.no_grad()
+def streamed(bank, model, name, batch):
+    """A generator that computes each step in one block, which it leaves only at its end."""
+    with bank.use(name):
+        for _ in range(2):
+            yield model(**batch)
+
+
+@torch.no_grad()
+def test_generators_that_take_turns_within_their_blocks_are_refused(bank, model):
+    """The last block that was entered is in effect in both of them."""
+    batch = make_batch([3, 2])
+    first, second = (streamed(bank, model, name, batch) for name in "ab")
+    for generator in (first, second, first, second):
+        next(generator)
+    with refuses(RuntimeError, "left in another order", "in a generator, leave it before each"):
+        next(first)
+    second.close()
+    assert in_effect() is None
+
+
+@torch.no_grad()
+def test_a_generator_that_leaves_its_block_in_another_thread_is_refused(bank, model):
+    """So a server may iterate over a generator: with a thread of its pool for each step."""
+    steps = streamed(bank, model, "a", make_batch([3, 2]))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(next, steps).result()
+    next(steps)
+    with refuses(RuntimeError, "left in another order, thread or task than it was entered"):
+        next(steps)
+
+
+@torch.no_grad()
+def test_after_its_end_a_block_has_no_effect_in_copies_of_its_context(bank, model):
+    """Such as those of tasks that were created in the block; whether or not another one began."""
+    batch = make_batch([3, 2])
+    base = model(**batch)
+    with bank.use("a"):
+        inside, copied = model(**batch), contextvars.copy_context()
+        assert torch.equal(copied.run(model, **batch), inside)
+    for block in (contextlib.nullcontext(), bank.use("b")):
+        with block:
+            assert torch.equal(copied.run(model, **batch), base)
 
 
 # ---- slices ----
