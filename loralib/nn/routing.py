@@ -39,6 +39,12 @@ class Inputs(NamedTuple):
     outer: "Inputs | None"
 
 
+class _Block:
+    """A `routed` block. Contexts that were copied within it, such as a task's, may outlive it."""
+
+    is_open = True
+
+
 @dataclass(frozen=True)
 class Routing:
     """The segments of a batch.
@@ -51,6 +57,7 @@ class Routing:
         positions: whether layers are given embeddings of positions instead of a batch. Every
             segment then has a copy of them, and an output of its own; see `for_each_segment`.
         inputs: what the model's heads that are being computed were called with, by their names.
+        block: the `routed` block in which this is in effect.
     """
 
     key: object
@@ -59,6 +66,7 @@ class Routing:
     tokens: tuple[slice, ...] | None = None
     positions: bool = False
     inputs: Mapping[str, Inputs] = field(default_factory=dict, compare=False)
+    block: _Block = field(default_factory=_Block, compare=False)
 
     def parts(self, x: Tensor) -> Sequence[slice]:
         """Returns each segment's slice of the first dimension of a layer's input.
@@ -96,7 +104,8 @@ _blocks_lock = threading.Lock()
 
 def in_effect() -> Routing | None:
     """Returns the routing of this thread's innermost `routed` block; None outside of one."""
-    return _in_effect.get() if _blocks else None
+    routing = _in_effect.get() if _blocks else None
+    return routing if routing is not None and routing.block.is_open else None
 
 
 def _count_blocks(change: int) -> None:
@@ -107,7 +116,13 @@ def _count_blocks(change: int) -> None:
 
 def is_by_row() -> bool:
     """Returns whether rows have different adapters in this thread, so that their order matters."""
-    return (routing := _in_effect.get()) is not None and routing.rows is not None
+    return (routing := in_effect()) is not None and routing.rows is not None
+
+
+_INTERRUPTED = (
+    "a bank.use(…) block was left in another order, thread or task than it was entered, so some "
+    "results may be those of other adapters or none: in a generator, leave it before each yield"
+)
 
 
 @contextmanager
@@ -116,17 +131,22 @@ def routed(routing: Routing) -> Iterator[None]:
 
     Raises:
         ValueError: the block is within one of another key, which would have no effect inside it.
+        RuntimeError: at its end, the block is not the innermost one. So another one's adapters, or
+            none, have been in effect while it seemed to be.
     """
-    outer = in_effect()
+    outer, block = in_effect(), _Block()
     if outer is not None and outer.key is not routing.key:
         raise ValueError("another bank's adapters are in use: leave that block first")
     _count_blocks(1)
-    token = _in_effect.set(routing)
+    _in_effect.set(replace(routing, block=block))
     try:
         yield
     finally:
-        _in_effect.reset(token)
+        innermost, block.is_open = in_effect(), False
         _count_blocks(-1)
+        if innermost is None or innermost.block is not block:
+            raise RuntimeError(_INTERRUPTED)
+        _in_effect.set(outer)
 
 
 def slices(lengths: Sequence[int]) -> tuple[slice, ...]:

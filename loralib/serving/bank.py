@@ -117,7 +117,6 @@ class AdapterBank:
                 is offloaded, or quantized in an unknown way.
             CheckpointError: the adapter is not LoRA alone, or does not fit the model.
         """
-        self._check_open()
         if isinstance(name, Adapter):
             raise TypeError("the name comes first, then the adapter: bank.add('rte', adapter)")
         if not isinstance(name, str) or not name:
@@ -127,6 +126,11 @@ class AdapterBank:
                 f"adapter '{name}' has to be what lora.read_adapter(path) returns, got "
                 f"{shown(adapter)}"
             )
+        with self._key.changes:
+            self._add(name, adapter)
+
+    def _add(self, name: str, adapter: Adapter) -> None:
+        self._check_open()
         if name in self._adapters:
             raise ValueError(f"the bank already has an adapter '{name}' (it has {self._listed()})")
         self._seen.check(tuple(self._adapters.values()))
@@ -164,19 +168,20 @@ class AdapterBank:
         Raises:
             ValueError: there is no such adapter.
         """
-        self._find([name])
-        with self._key.lock:
+        with self._key.changes, self._key.lock:
+            self._find([name])
             del self._adapters[name]
             self._seen.forget_unused(self._adapters.values())
 
     def close(self) -> None:
         """Drops all adapters and takes the hooks out of the model."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        self._adapters.clear()
-        self._seen.forget_unused(())
-        self._closed = True
+        with self._key.changes:
+            for handle in self._hooks.values():
+                handle.remove()
+            self._hooks.clear()
+            self._adapters.clear()
+            self._seen.forget_unused(())
+            self._closed = True
 
     def use(self, names: str | Sequence[str]) -> "Block":
         """Returns a block in which the model computes with adapters, in this thread only.
@@ -219,12 +224,16 @@ class AdapterBank:
             yield
 
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
+        adapters = list[PreparedAdapter]()
         for name in names:
-            if not isinstance(name, str) or name not in self._adapters:
+            # Looked up once, because another thread may remove it at any time.
+            adapter = self._adapters.get(name) if isinstance(name, str) else None
+            if adapter is None:
                 asked = f"'{name}'" if isinstance(name, str) else shown(name)
                 found = f", only {self._listed()}" if self._adapters else ": the bank is empty"
                 raise ValueError(f"there is no adapter {asked}{found}")
-        return tuple(self._adapters[name] for name in names)
+            adapters.append(adapter)
+        return tuple(adapters)
 
     def _listed(self) -> str:
         return in_short(self._adapters) or "none"
@@ -275,7 +284,8 @@ class Block(ContextDecorator):
         if any(is_kind(func) for is_kind in _RUN_LATER):
             raise ValueError(
                 f"{getattr(func, '__name__', 'the function')} is a generator or a coroutine, "
-                "which computes after its call: write `with bank.use(…):` inside it"
+                "which computes after its call: write `with bank.use(…):` inside it, around no "
+                "yield"
             )
         return super().__call__(func)
 

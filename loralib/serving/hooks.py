@@ -19,11 +19,18 @@ IN_THREADS = (
 
 
 class Key:
-    """Identifies a bank's hooks and blocks, and counts the blocks in progress."""
+    """Identifies a bank's hooks and blocks, counts the blocks in progress, and has its locks.
+
+    Attributes:
+        blocks: how many blocks are in progress.
+        lock: taken for a moment, by blocks as well.
+        changes: taken while adapters are added or removed, which no block waits for.
+    """
 
     def __init__(self) -> None:
         # One thread may take the lock twice: a block ends wherever its generator is collected.
         self.lock, self.blocks = threading.RLock(), 0
+        self.changes = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Key":
         return Key()  # a copied model's hooks belong to no bank

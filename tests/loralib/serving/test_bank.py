@@ -1,8 +1,11 @@
 """Tests that each adapter in a bank gives what a model of its own gives, in mixed batches too."""
 
+import contextlib
+import contextvars
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +40,7 @@ from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.device_deltas import DeviceDelta
+from loralib.serving.hooks import Hook
 
 # One name per row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
@@ -345,6 +349,47 @@ def test_a_hook_is_registered_once(bank, model, model_class):
     assert len(hooks_of(model)) == 1  # registered by someone else
 
 
+@pytest.fixture
+def meeting(monkeypatch):
+    """Makes a thread wait before it registers its first hook, for another one to get there too."""
+    both, register = threading.Barrier(2), Hook.register
+
+    def registering(hook, module):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.3)
+        return register(hook, module)
+
+    monkeypatch.setattr(Hook, "register", registering)
+
+
+@torch.no_grad()
+def test_threads_that_add_adapters_at_once_register_a_hook_once(model, model_class, meeting):
+    bank, batch = lora.AdapterBank(model), make_batch([3, 2])
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: bank.add(name, make_adapter(model_class, name)), "ab"))
+    hooks = hooks_of(model)
+    assert len(hooks) == len(set(hooks))
+    for name in "ab":
+        with bank.use(name):
+            close(model(**batch), model_of(model_class, name)(**batch))
+
+
+def test_of_threads_that_add_the_same_name_all_but_one_are_refused(model, model_class, meeting):
+    bank = lora.AdapterBank(model)
+
+    def add(name):
+        try:
+            bank.add("same", make_adapter(model_class, name))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        messages = list(pool.map(add, "ab"))
+    assert [each for each in messages if each] == [
+        "the bank already has an adapter 'same' (it has same)"
+    ]
+
+
 @torch.no_grad()
 def test_an_adapter_that_is_removed_in_a_block_is_used_until_its_end(bank, model):
     batch = make_batch([3, 2])
@@ -442,6 +487,51 @@ def test_threads_do_not_disturb_each_other(bank, model):
         thread.join()
     assert not barrier.broken
     assert not wrong
+
+
+@torch.no_grad()
+def streamed(bank, model, name, batch):
+    """A generator that computes each step in one block, which it leaves only at its end."""
+    with bank.use(name):
+        for _ in range(2):
+            yield model(**batch)
+
+
+@torch.no_grad()
+def test_generators_that_take_turns_within_their_blocks_are_refused(bank, model):
+    """The last block that was entered is in effect in both of them."""
+    batch = make_batch([3, 2])
+    first, second = (streamed(bank, model, name, batch) for name in "ab")
+    for generator in (first, second, first, second):
+        next(generator)
+    with refuses(RuntimeError, "left in another order", "in a generator, leave it before each"):
+        next(first)
+    second.close()
+    assert in_effect() is None
+
+
+@torch.no_grad()
+def test_a_generator_that_leaves_its_block_in_another_thread_is_refused(bank, model):
+    """So a server may iterate over a generator: with a thread of its pool for each step."""
+    steps = streamed(bank, model, "a", make_batch([3, 2]))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(next, steps).result()
+    next(steps)
+    with refuses(RuntimeError, "left in another order, thread or task than it was entered"):
+        next(steps)
+
+
+@torch.no_grad()
+def test_after_its_end_a_block_has_no_effect_in_copies_of_its_context(bank, model):
+    """Such as those of tasks that were created in the block; whether or not another one began."""
+    batch = make_batch([3, 2])
+    base = model(**batch)
+    with bank.use("a"):
+        inside, copied = model(**batch), contextvars.copy_context()
+        assert torch.equal(copied.run(model, **batch), inside)
+    for block in (contextlib.nullcontext(), bank.use("b")):
+        with block:
+            assert torch.equal(copied.run(model, **batch), base)
 
 
 # ---- slices ----
