@@ -397,7 +397,7 @@ class _LowRankLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())
         lora_input = dropped if ctx.has_dropped else x
-        if torch.is_grad_enabled():  # double backward: z has to depend on its inputs
+        if needs[5] and torch.is_grad_enabled():  # double backward: z has to depend on its inputs
             if lora_input is None:
                 raise RuntimeError(
                     "second derivatives cannot be computed while lora_A is frozen: train it as well"

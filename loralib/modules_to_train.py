@@ -66,7 +66,12 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
 
 
 def can_be_trained(module: nn.Module) -> bool:
-    """Returns whether a module has parameters, and only tensors that adapters can hold."""
+    """Returns whether a module has parameters, and only tensors that adapters can hold.
+
+    A scripted module, of which adapters hold nothing, cannot be trained.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     parameters = list(module.parameters())
     can_be_held = all(p.dtype in DTYPES and not unreadable(p) for p in parameters)
     return bool(parameters) and can_be_held and not any(map(_kind_not_held, module.buffers()))

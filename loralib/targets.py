@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -400,8 +401,8 @@ def foreign_linear(
     """Returns the names of modules that seem to be linear layers, but that "all-linear" leaves out.
 
     Their classes are called "…Linear" and have weights of their own, but `is_linear` does not know
-    them. In a model with numbered layers, these are the ones within such a layer. Modules with
-    stacks of matrices, which can have LoRA, are not among them.
+    them; or they are scripted or traced. In a model with numbered layers, these are the ones within
+    such a layer. Modules with stacks of matrices, which can have LoRA, are not among them.
     """
     modules, stacks = _modules_and_stacks(model)
     with_stacks = {stack.rpartition(".")[0] for stack in stacks.values()}
@@ -420,8 +421,10 @@ def foreign_linear(
 
 def _is_foreign_linear(module: nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    is_called_so = type(module).__name__.endswith("Linear")
-    return bool(own) and is_called_so and not any(map(is_linear, module.modules()))
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        kind = getattr(module, "original_name", kind)
+    return bool(own) and kind.endswith("Linear") and not any(map(is_linear, module.modules()))
 
 
 def _linear_names(model: nn.Module) -> list[str]:

@@ -388,3 +388,18 @@ def test_linear_layers_of_other_classes_in_a_model_without_layers(caplog):
     lora.remove_lora(model)
     lora.add_lora(model, "all-linear", r=2, exclude=["head", "other_name"])
     assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.(script|trace):DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
+def test_scripted_linear_layers_are_not_left_out_in_silence(caplog, make):
+    scripted = make(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), scripted)])})
+    assert lora.add_lora(model, "all-linear", r=2) == ("layers.0.0",)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("'all-linear' leaves out layers.0.1.0, of classes without a LoRA layer")
+    assert said.endswith("): name them in exclude to keep them frozen")
+    caplog.clear()
+    lora.remove_lora(model)
+    lora.add_lora(model, "all-linear", r=2, exclude="1.*")
+    assert not caplog.records

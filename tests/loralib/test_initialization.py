@@ -226,6 +226,13 @@ def test_with_A_frozen_second_derivatives_are_an_error():
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+def test_with_A_and_B_frozen_the_input_has_second_derivatives():
+    layer = lora.Linear(12, 8, r=2).double()
+    nn.init.normal_(layer.lora_B)
+    model = nn.Sequential(nn.Tanh(), layer.requires_grad_(False), nn.Tanh())
+    assert torch.autograd.gradgradcheck(model, X.double().requires_grad_())
+
+
 @pytest.mark.parametrize("name", FROM_WEIGHT)
 def test_a_weight_that_is_too_small_for_the_rank_is_refused(name):
     with pytest.raises(
