@@ -13,6 +13,8 @@ import inspect
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import pairwise
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -83,11 +85,55 @@ def embeddings_read(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         names: the names of layers and stacks, of which the embeddings are looked at.
 
     Returns:
-        The name of each such embedding -> the name of that module's class.
+        The name of each such embedding -> the name of that module's class, or of an attribute's
+        class or function, see `_read_by_attributes`.
     """
     modules = dict(model.named_modules())
     names = [name for name in names if isinstance(modules.get(name), nn.Embedding)]
-    return {read.name: read.kind for read in _reads(model, names) if read.may_call}
+    by_forward = {read.name: read.kind for read in _reads(model, names) if read.may_call}
+    return by_forward | _read_by_attributes(model, names)
+
+
+def _read_by_attributes(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns the layers with whose weights an attribute of a module computes.
+
+    Such an attribute is a function, as in ``self.head = lambda x: x @ self.words.weight.t()``, or
+    an object that is no module, has the layer as an attribute, and can be called.
+
+    Returns:
+        The name of each such layer -> the name of the function, or of the object's class.
+    """
+    layers = {id(model.get_submodule(name)): name for name in names}
+    values = (value for module in model.modules() for value in vars(module).values())
+    found = dict[str, str]()
+    for value in filter(callable, values) if layers else ():
+        for begin, chain in _used_in_call(value):
+            if (owner := id(_owner_of_weight(begin, chain))) in layers:
+                kind = getattr(value, "__qualname__", type(value).__qualname__)
+                found[layers[owner]] = kind
+    return found
+
+
+def _used_in_call(value: object) -> Iterator[tuple[object, _Chain]]:
+    """Yields the attributes that a call of a function or an object uses, with what has them."""
+    if isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing is assigned to this variable yet
+                yield from ((cell.cell_contents, chain) for chain in _chains(value, name) or ())
+    else:
+        call = inspect.getattr_static(type(value), "__call__", None)
+        if isinstance(call, FunctionType):
+            yield from ((value, chain) for chain in _chains(call) or ())
+
+
+def _owner_of_weight(begin: Any, chain: _Chain) -> object:
+    """Returns the object with whose `weight` code computes that uses this chain, or None."""
+    for name, following in pairwise((*chain, "")):
+        if name == "weight":
+            return None if following in _ABOUT else begin
+        own = begin._modules if isinstance(begin, nn.Module) else getattr(begin, "__dict__", {})
+        begin = own.get(name)
+    return None
 
 
 def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
@@ -188,12 +234,16 @@ def _used_in_forward(kind: type) -> list[_Chain]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _chains(method: FunctionType) -> list[_Chain] | None:
+def _chains(method: FunctionType, variable: str | None = None) -> list[_Chain] | None:
     """Returns the attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
 
     Returns None if some may be missing: the method has no source, uses `super`, or uses `self` as a
     whole, as when it passes it to a function. Also for methods of PyTorch and of this package,
     which handle updates themselves.
+
+    Args:
+        method: the method, or another function.
+        variable: what stands for `self`; by default, the first argument.
     """
     if (method.__module__ or "").partition(".")[0] in ("torch", __package__):
         return None
@@ -202,7 +252,7 @@ def _chains(method: FunctionType) -> list[_Chain] | None:
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, SyntaxError, tokenize.TokenError):
         return None
-    own = method.__code__.co_varnames[:1]
+    own = (variable,) if variable else method.__code__.co_varnames[:1]
     begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
     chains, inner, asked = list[_Chain](), set[ast.AST](), set[ast.AST]()
     for node in ast.walk(tree):  # a complete chain comes before the shorter ones in it

@@ -383,9 +383,9 @@ def check_tied(model: nn.Module, names: Iterable[str]) -> None:
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(
-                    f"{module_label(name)} shares its weight with {module_label(others[0])}; an "
-                    "update of one does not change the other, and merging unties them: give "
-                    f"untie=True, or {_LEAVE_OUT}"
+                    f"{module_label(name)} shares its weight with "
+                    f"{module_label(others[0]) or 'the model itself'}; an update of one does not "
+                    f"change the other, and merging unties them: give untie=True, or {_LEAVE_OUT}"
                 )
 
 

@@ -52,9 +52,10 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
         parts = set(model.get_submodule(whole).parameters())
         others = sharing(model, parts, whole_parts)
         if others:
+            names = ", ".join(name or "the model itself" for name in others)
             raise ValueError(
-                f"{module_label(whole)} shares a weight with {', '.join(others)}, which would be "
-                "trained as well: name all of them in modules_to_train, or none"
+                f"{module_label(whole)} shares a weight with {names}, which would be trained as "
+                "well: name all of them in modules_to_train, or none"
             )
         for name, own in frozen.items():
             if own & parts:

@@ -379,10 +379,12 @@ def all_linear(model: nn.Module) -> list[str]:
     """Returns the names of a model's linear layers, without the head's.
 
     These are the ones within a numbered layer, as in ``layers.0.mlp.up``; in a model without
-    numbered layers, all but the last, see `guessed_head`.
+    numbered layers, all but the last, see `guessed_head`. An attention is among them if its
+    out_proj is, as it is if it is itself a numbered layer.
     """
     names = _linear_names(model)
-    return [name for name in names if _is_within_layer(name)] or names[:-1]
+    within = {name for name in names if _is_within_layer(name)}
+    return [name for name in names if {name, f"{name}.out_proj"} & within] or names[:-1]
 
 
 def guessed_head(model: nn.Module) -> str | None:

@@ -304,6 +304,13 @@ def test_no_warning_about_a_head_outside_of_numbered_layers(caplog):
     assert not caplog.records
 
 
+def test_an_attention_that_is_itself_a_numbered_layer_is_adapted_with_its_out_proj():
+    attentions = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+    model = nn.ModuleDict({"attentions": attentions, "head": nn.Linear(8, 3)})
+    adapted = lora.add_lora(model, "all-linear", r=2, layers=[1])
+    assert adapted == ("attentions.1", "attentions.1.out_proj")
+
+
 class OwnLinear(nn.Module):
     """Computes as `nn.Linear` does and is none, like the linear layers of torch_geometric."""
 

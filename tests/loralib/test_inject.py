@@ -409,6 +409,12 @@ def tied():
     return model
 
 
+def tied_to_the_model():
+    model = AnyModel()
+    model.query = model.layers[1].q_proj.weight
+    return model
+
+
 def built_in_inference_mode():
     with torch.inference_mode():
         return AnyModel()
@@ -539,6 +545,12 @@ WRONG = {
         r"layers\.1\.q_proj already has an adapter of PEFT's \(lora\): give the model that",
     ),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
+    "tied to the model": (tied_to_the_model, {}, "q_proj shares its weight with the model itself"),
+    "trained, tied to the model": (
+        tied_to_the_model,
+        {"targets": "embed", "modules_to_train": "layers.1.q_proj"},
+        "q_proj shares a weight with the model itself, which would be trained as well",
+    ),
     "inference": (built_in_inference_mode, {}, "is an inference tensor"),
     "compiled": (lambda: torch.compile(AnyModel()), {}, "the model is wrapped or compiled"),
     "compiled in place": (compiled_in_place, {}, "layers.0 is wrapped or compiled already"),
