@@ -756,3 +756,12 @@ def test_outside_of_scripts_the_collector_stays_on():
     with without_collector():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_need_no_docstrings(script):
+    """Python -OO, and PYTHONOPTIMIZE=2, leave them out."""
+    command = [sys.executable, "-OO", str(ROOT / script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: "), done.stderr
