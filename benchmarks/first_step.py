@@ -29,7 +29,7 @@ import gpt2_e2e
 from tqdm import tqdm
 from vocab import vocab_files
 
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 
 RUN_GLUE = contest.ROOT.parent / "examples" / "text-classification" / "run_glue.py"
 GPT2_FT = contest.NLG / "gpt2_ft.py"
@@ -234,7 +234,7 @@ def write_rows(path: Path, count: int) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=summary(__doc__))
     add = parser.add_argument
     add("--data_dir", type=Path, help="a folder of GLUE with SST-2 (default: random words)")
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")

@@ -22,7 +22,7 @@ import gpt2_step
 import roberta_step
 import steps
 
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.nn.fast_paths import are_fast_paths_off
 
 MODULES = (roberta_step, deberta_step, gpt2_step)
@@ -111,7 +111,7 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process if flags do not fit."""
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=summary(__doc__))
     add = parser.add_argument
     add("step", choices=sorted(STEPS), help="the benchmark whose steps are profiled")
     add("--data_dir", type=Path, help="as in that script (default: quantiles of its lengths)")

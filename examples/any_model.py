@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import loralib as lora
 import transformers
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.training import process
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, blocks: Tensor) -> float:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=summary(__doc__))
 
     def add(name: str, default: Any, text: str, **more: Any) -> None:
         parser.add_argument(f"--{name}", default=default, help=text, **more)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loralib.io.atomic import atomic_write
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.training import process
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Makes and writes the data."""
-    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = ArgumentParser(description=summary(__doc__))
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other data")
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.training import process
 
 Examples = tuple[Tensor, Tensor]
@@ -122,7 +122,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=summary(__doc__))
     parser.add_argument("--r", type=int, default=8, help="rank of the update")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the data, each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loralib.adapters.formats import read_adapter
-from loralib.io.command_line import ArgumentParser
+from loralib.io.command_line import ArgumentParser, summary
 from loralib.io.pictures import check_can_save, import_figure, save_figure
 from loralib.training import process
 from transformers import (
@@ -240,7 +240,7 @@ def draw(curves: Mapping[Method, Curve]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints the table and plots the curves; or tries learning rates."""
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=summary(__doc__))
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     parser.add_argument(
         "--choose_rates",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from json_lines import write_json_lines
 from loralib.text import counted
@@ -101,6 +102,8 @@ class MetricsLog:
 
             folder = self.path.with_name("runs")
             self._writer = SummaryWriter(folder, purge_step=self._after_step + 1)
+            # Ends the writer's thread once this log is gone.
+            finalize(self, self._writer.close).atexit = False
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -48,6 +48,7 @@ from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
+from loralib.io.command_line import summary
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.text import counted, in_short
@@ -86,7 +87,7 @@ INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ``adapters`` becomes a dict of each adapter's source by name."""
-    parser = HfArgumentParser([], description=__doc__.split("\n")[0], takes_empty=False)
+    parser = HfArgumentParser([], description=summary(__doc__), takes_empty=False)
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="the base: a model's folder, or hub name")
     add(

@@ -107,6 +107,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{line}\n")
 
 
+def summary(docstring: str | None) -> str | None:
+    """Returns the first line of a docstring; None if there is none, as with ``python -OO``."""
+    return docstring and docstring.splitlines()[0]
+
+
 def _meant_by(unknown: str, flags: Sequence[str]) -> list[str]:
     """Returns the flags that an unknown one may have meant, by the first rule that finds any.
 

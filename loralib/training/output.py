@@ -1,5 +1,6 @@
 """Makes, locks and cleans a run's output folder, and checks that all hosts share it."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -15,6 +16,8 @@ from ..errors import TrainingError
 from ..io.atomic import check_folder_writable, remove_leftovers
 from .distributed import barrier, gather_objects
 from .locks import sole_use
+
+logger = logging.getLogger(__name__)
 
 _PROBE = ".shared"  # the prefix of a file's name that all processes have to see
 _LATE = 10.0  # seconds by which a network file system may show a file too late
@@ -76,10 +79,21 @@ def _clear(folder: Path, folders: Iterable[str]) -> None:
     for pattern in folders:
         for path in folder.glob(pattern):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                remove_folder(path)
     for probe in folder.glob(f"{_PROBE}.{'[0-9a-f]' * 8}"):
         if probe.is_file():
             probe.unlink(missing_ok=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder that a run no longer needs, or warns.
+
+    It may hold another user's files, or, on a network file system, some that are still open.
+    """
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", folder, error.strerror)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -4,6 +4,7 @@ PyTorch is not imported here, because that takes a second and some scripts do no
 """
 
 import atexit
+import errno
 import gc
 import io
 import logging
@@ -100,7 +101,7 @@ _OUTPUT = "standard output"  # in its errors, stands for the name of a file
 class _Output(io.FileIO):
     """Standard output's file, whose errors can be told from those of other pipes."""
 
-    def write(self, data: Any, /) -> int | None:  # type: ignore[override]
+    def write(self, data: Any, /) -> int:
         """Writes all of `data`. The system may take only a part at first, as on a full disk.
 
         With ``python -u``, there is no buffer that would write the rest or raise the error.
@@ -109,8 +110,8 @@ class _Output(io.FileIO):
         try:
             while done < len(content):
                 written = super().write(content[done:])
-                if written is None:  # it does not block, and takes nothing now
-                    return done or None
+                if written is None:  # the output does not block, and takes nothing now
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
                 done += written
         except OSError as error:
             raise OSError(error.errno, error.strerror, _OUTPUT) from error

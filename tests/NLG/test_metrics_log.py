@@ -99,12 +99,15 @@ def test_without_matplotlib(tmp_path, pictures, monkeypatch, caplog, asked, leve
 def test_tensorboard_drops_what_a_killed_run_wrote_later(
     tmp_path, monkeypatch, asked, installed, shown
 ):
-    made, scalars, flushed = [], [], []
+    """Its writer has a thread, which ends when it is closed."""
+    made, scalars, flushed, closed = [], [], [], []
 
     def writer(folder, purge_step):
         made.append((folder, purge_step))
         return SimpleNamespace(
-            add_scalar=lambda *scalar: scalars.append(scalar), flush=lambda: flushed.append(True)
+            add_scalar=lambda *scalar: scalars.append(scalar),
+            flush=lambda: flushed.append(True),
+            close=lambda: closed.append(True),
         )
 
     monkeypatch.setattr(metrics_log, "is_installed", lambda name: installed)
@@ -116,4 +119,6 @@ def test_tensorboard_drops_what_a_killed_run_wrote_later(
     log.write(5, loss=0.125)
     assert made == [(tmp_path / "runs", 4)] * shown
     assert scalars == [("loss", 0.5, 4), ("lr", 0.25, 4), ("loss", 0.125, 5)] * shown
-    assert flushed == [True, True] * shown
+    assert (flushed, closed) == ([True, True] * shown, [])
+    del log
+    assert closed == [True] * shown

@@ -1,5 +1,6 @@
 """run_glue.py on data of every kind: GLUE, the user's own files, and the hub."""
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
+from transformers.utils import cli
 
 pytestmark = pytest.mark.slow
 
@@ -511,6 +513,27 @@ def test_a_default_cache_that_cannot_be_written_is_replaced(
     assert f"{place}: cannot be written to, so data is kept in a temporary folder" in caplog.text
     assert "set HF_HOME" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's locks")
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [
+        ("pathlib.Path.write_bytes", errno.ENOSPC),
+        ("pathlib.Path.write_bytes", errno.EDQUOT),
+        ("fcntl.flock", errno.ENOLCK),
+    ],
+)
+def test_a_cache_without_room_or_locks_cannot_be_written(tmp_path, monkeypatch, function, code):
+    """Such as a home folder whose quota is used up, or that is on another machine."""
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    assert cli._can_be_written_to(tmp_path)
+    monkeypatch.setattr(function, fail)
+    assert not cli._can_be_written_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_dir_that_cannot_be_written_is_an_error(glue, tmp_path):

@@ -163,6 +163,24 @@ def test_save_total_limit_keeps_the_newest_and_the_best(
     assert names == [f"checkpoint-{step}" for step in steps]
 
 
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    make_trainer, tmp_path, monkeypatch, caplog
+):
+    """Such as another user's, or one with files that are open on a network file system."""
+
+    def rmtree(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "optimizer.pt")
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    trainer = make_trainer(
+        output_dir=str(tmp_path), save_strategy="steps", save_steps=4, save_total_limit=1
+    )
+    trainer.train()
+    assert [Path(path).name for path in list_checkpoints(tmp_path)] == ["checkpoint-8"]
+    assert f"{tmp_path}/.checkpoint-4.deleted cannot be removed: Permission denied" in caplog.text
+
+
 @pytest.mark.parametrize("folder", ["out", "./out", "out/", "a/../out"])
 def test_a_new_run_replaces_an_older_one_s_checkpoints(make_trainer, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)

@@ -275,7 +275,10 @@ NAMED = {"train/loss": 0.5, "eval/loss": 0.25, "train/epoch": 1.0}
 
 @pytest.mark.parametrize("main", [True, False])
 def test_tensorboard_is_given_numbers_by_step(tmp_path, monkeypatch, main):
-    """Only by the main process; each trial of a search has its own folder."""
+    """Only by the main process; each trial of a search has its own folder.
+
+    A writer has a thread, which ends when it is closed.
+    """
     opened, scalars, closed = [], [], []
 
     def writer(log_dir):
@@ -300,6 +303,8 @@ def test_tensorboard_is_given_numbers_by_step(tmp_path, monkeypatch, main):
     folders = [os.path.join("logs", name) for name in ("", "run-1")]
     assert (opened, closed) == ((folders, folders[:1]) if main else ([], []))
     assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (4 if main else 0)
+    del callback
+    assert {*closed} == ({*folders} if main else set())
 
 
 @pytest.mark.parametrize("main", [True, False])

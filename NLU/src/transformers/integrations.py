@@ -4,6 +4,7 @@ import os
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from loralib.training.curves import (
     HOW_TO_GET_IT,
@@ -81,6 +82,8 @@ class TensorBoardCallback(TrainerCallback):
 
         folder = os.path.join(args.logging_dir, state.trial_name or "")
         self.writer = SummaryWriter(log_dir=folder)
+        # Ends the writer's thread once this object is gone. There may be logs until then.
+        finalize(self, self.writer.close).atexit = False
         self.writer.add_text("args", args.to_json_string())
         if isinstance(model, PreTrainedModel):
             self.writer.add_text("model_config", model.config.to_json_string())

@@ -28,6 +28,7 @@ from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects, gather_on_first
+from loralib.training.output import remove_folder
 from loralib.training.precision import Precision
 from loralib.training.resume import (
     check_same_run,
@@ -207,7 +208,7 @@ class Checkpoints:
             shutil.rmtree(deleted, ignore_errors=True)
             path.rename(deleted)
         for deleted in newest.parent.glob(f".{PREFIX_CHECKPOINT_DIR}-*.deleted"):
-            shutil.rmtree(deleted)
+            remove_folder(deleted)
 
     def _process_state(self, run: RunState) -> dict[str, Any]:
         """Returns this process's own state: place in the data, pending gradients, generators."""

@@ -1,5 +1,6 @@
 """Tests of a run's output folder: made, locked, cleared, and removed if nothing was written."""
 
+import errno
 import os
 import re
 import shutil
@@ -57,6 +58,19 @@ def test_half_written_files_are_removed(tmp_path, monkeypatch):
     with output_folder(tmp_path, 0, 1, [".folder.*"]):
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
     assert left == kept
+
+
+def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    """Such as one with another user's files."""
+
+    def rmtree(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "file")
+
+    (tmp_path / ".folder.half").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with output_folder(tmp_path, 0, 1, [".folder.*"]):
+        pass
+    assert caplog.messages == [f"{tmp_path}/.folder.half cannot be removed: Permission denied"]
 
 
 def test_another_run_is_kept_out(tmp_path):

@@ -577,6 +577,24 @@ def test_output_that_is_cut_off_is_an_error(tmp_path, unbuffered):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's pipes")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_does_not_wait_for_its_reader_is_an_error(unbuffered):
+    """Another program may have set a shared pipe or terminal so."""
+    code = "import os, sys; from loralib.training.process import run; os.set_blocking(1, False)\n"
+    code += "run(lambda: sys.stdout.buffer.write(bytes(10**7)))"
+    done = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.wait() == 1  # nothing is read before
+    assert "error: standard output: Resource temporarily unavailable" in done.communicate()[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_keeps_its_order(unbuffered):
     """Output from before `run`, from within it, and from outside of Python's streams."""
@@ -756,3 +774,12 @@ def test_outside_of_scripts_the_collector_stays_on():
     with without_collector():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_need_no_docstrings(script):
+    """Python -OO, and PYTHONOPTIMIZE=2, leave them out."""
+    command = [sys.executable, "-OO", str(ROOT / script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: "), done.stderr

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write_text
+from loralib.io.command_line import summary
 from loralib.io.console import devices_in_words
 
 from ..configuration_utils import PretrainedConfig
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # imported where data is read, so that --help and wrong flags
 logger = logging.getLogger(__name__)
 
 
-def parser_of(types: Sequence[type], description: str) -> HfArgumentParser:
+def parser_of(types: Sequence[type], description: str | None) -> HfArgumentParser:
     """Returns a script's argument parser, with the flags of `types` and those of training.
 
     Args:
@@ -58,14 +59,14 @@ def parser_of(types: Sequence[type], description: str) -> HfArgumentParser:
     """
     return HfArgumentParser(
         (*types, TrainingArguments, EstimateArguments),
-        description=description.split("\n")[0],
+        description=summary(description),
         takes_empty=False,
     )
 
 
 def start(
     argv: Sequence[str] | None,
-    description: str,
+    description: str | None,
     types: Sequence[type],
     fine_tune: Callable[..., None],
     estimate: Callable[..., None],

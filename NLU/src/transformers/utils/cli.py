@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from loralib.adapters.adapter import LORA
 from loralib.errors import (
     AdapterAsModelError,
@@ -26,7 +28,6 @@ from loralib.errors import (
     WrongBaseError,
     adding_ways_out,
 )
-from loralib.io.atomic import check_folder_writable
 from loralib.io.console import is_terminal
 from loralib.training import launcher_env, process
 
@@ -85,15 +86,22 @@ def set_up_datasets(cache_dir: str | None = None) -> None:
         datasets.config.HF_DATASETS_CACHE = _temporary_cache()
 
 
+_ROOM = 2**20  # bytes that a cache has to have room for; large data takes more
+
+
 def _can_be_written_to(folder: str | os.PathLike) -> bool:
-    """Returns whether files can be written to a folder, which is created if missing."""
+    """Returns whether files can be written to and locked in a folder, which is created if missing.
+
+    It tries that: the disk or a quota may be full, and some network file systems have no locks.
+    """
     folder = os.path.expanduser(folder)
     if folder.startswith("~"):  # the user's home folder is unknown
         return False
     try:
         os.makedirs(folder, exist_ok=True)
-        check_folder_writable(folder)
-    except OSError:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch, FileLock(Path(scratch, "lock")):
+            Path(scratch, "file").write_bytes(bytes(_ROOM))
+    except (OSError, NotImplementedError):  # the latter is from older versions of filelock
         return False
     return True
 
