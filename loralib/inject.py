@@ -62,6 +62,7 @@ from .inject_warnings import (
     warn_of_bypassed,
     warn_of_foreign_linear,
     warn_of_guessed_head,
+    warn_of_half_precision,
     warn_of_kinds,
     warn_of_no_initialization,
     warn_of_no_parameters,
@@ -217,6 +218,7 @@ def add_lora(
             module = model.get_submodule(name).requires_grad_(True)
             note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
         warn_of_no_parameters(without_parameters)
+        warn_of_half_precision(model, trained)
         if ALL_LINEAR in targets:
             warn_of_guessed_head(model, exclude)
             warn_of_foreign_linear(model, exclude, layers)

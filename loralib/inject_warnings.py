@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable
 
+import torch
 from torch import nn
 
 from .bypassed import bypassed, embeddings_read
@@ -32,6 +33,25 @@ def warn_of_no_parameters(names: Collection[str]) -> None:
         logger.warning(
             "modules_to_train names %s, with no parameters to train",
             listed(map(module_label, names)),
+        )
+
+
+def warn_of_half_precision(model: nn.Module, trained: Iterable[str]) -> None:
+    """Warns of modules_to_train in half precision, which loses steps that are small to a value.
+
+    A and B are in float32 for this reason. The weights of norms are near 1, where bfloat16 loses
+    all steps below 1/512: at usual learning rates they never change.
+    """
+    half = {torch.bfloat16, torch.float16}
+    found = {name: {p.dtype for p in model.get_submodule(name).parameters()} for name in trained}
+    names = [name for name, dtypes in found.items() if dtypes & half]
+    if names:
+        logger.warning(
+            "modules_to_train has %s in %s, which loses small steps of an optimizer unless that "
+            "keeps copies in float32: call .float() on such modules, and train under "
+            "torch.autocast",
+            in_short(map(module_label, names), at_most=2),
+            listed(str(dtype) for dtype in half & set().union(*found.values())),
         )
 
 

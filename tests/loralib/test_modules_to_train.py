@@ -172,3 +172,29 @@ def test_all_linear_means_the_same_layers_as_in_targets():
     lora.add_lora(model, "words", R, modules_to_train="all-linear")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {"layers.0.up.weight", "layers.0.up.bias"} < trained
+
+
+def steps(model):
+    """Ten steps of training at a usual rate."""
+    optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=2e-4))
+    for _ in range(10):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_modules_in_half_precision_are_warned_of_as_small_steps_are_lost(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).bfloat16()
+    lora.add_lora(model, "0", r=R, modules_to_train=["1"])
+    assert "modules_to_train has module 1 in torch.bfloat16, which loses small " in caplog.text
+    steps(model)
+    assert (model[1].weight == 1).all()  # no step has changed it
+    lora.remove_lora(model)
+    caplog.clear()
+    model[1].float()  # as the warning says
+    lora.add_lora(model, "0", r=R, modules_to_train=["1"])
+    assert not caplog.records
+    steps(model)
+    assert (model[1].weight != 1).all()
