@@ -28,6 +28,7 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.functional import variant_of
 from loralib.initialization import check_initialization
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
+from loralib.nn.fast_paths import check_differentiated_once
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -510,8 +511,8 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        check_differentiated_once("this loss: compute it from the model's logits")
         # In float32, because a GPU would first round the factor to a half-precision tensor's dtype.
         factor = grad / ctx.scale
         grads = (

@@ -96,6 +96,22 @@ def is_transformed(*tensors: Tensor) -> bool:
     return has_level and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+def check_differentiated_once(function: str) -> None:
+    """Refuses second derivatives; for the backward pass of a function that autograd cannot record.
+
+    PyTorch's `once_differentiable` would leave terms out, silently, where `torch.autograd.grad` is
+    asked for the derivatives by only some tensors.
+
+    Args:
+        function: what the message calls the function, and how to do without it.
+
+    Raises:
+        RuntimeError: the backward pass is to be differentiated (`create_graph=True`).
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"second derivatives cannot be computed through {function}")
+
+
 @contextmanager
 def fast_paths_off(off: bool = True) -> Iterator[None]:
     """Turns the fast paths off (or on, with ``off=False``) within the block, in all threads."""

@@ -217,6 +217,14 @@ def test_head_loss_with_a_single_trained_factor(trained):
     assert factors[1 - trained].grad is None
 
 
+def test_second_derivatives_of_the_head_loss_are_refused():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8)
+    loss = head_loss(hidden, weight, torch.tensor([0, 1, 2, 3]), torch.ones(4), 0.0)
+    message = "^second derivatives cannot be computed through this loss: compute it from the"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_the_compiled_head_loss_has_its_gradients():
     """PyTorch 2.11 loses those of a function that writes to its own output."""
     torch.manual_seed(0)
