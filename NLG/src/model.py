@@ -28,6 +28,7 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.functional import variant_of
 from loralib.initialization import check_initialization
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
+from loralib.nn.fast_paths import check_differentiated_once, is_recorded
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -395,13 +396,21 @@ class GPT2LMModel(nn.Module):
             Logits, (batch, length, vocabulary), or the loss, a float32 scalar.
 
         Raises:
-            ValueError: a row is longer than the model has positions.
+            ValueError: a row is longer than the model has positions; or the loss is to be recorded
+                by `torch.jit.trace` or `torch.export`.
         """
         batch, length = input_ids.shape
         if length > self.config.n_positions:
             raise ValueError(
                 f"a row has {length} tokens, the model has positions for {self.config.n_positions}"
             )
+        if is_recorded() and packed_rows is None:
+            if lm_labels is not None:
+                raise ValueError(
+                    "a graph of the loss would hold only for this batch's targets: record one that "
+                    "computes logits"
+                )
+            return self._logits_for_any_shape(input_ids)
         if packed_rows is not None:
             rows = packed_rows.routed()
         elif lm_labels is None:
@@ -421,6 +430,20 @@ class GPT2LMModel(nn.Module):
         hidden = self._hidden(input_ids, rows, keep=fill(targets, count))
         epsilon = label_smooth if label_smooth > 0.0001 else 0.0
         return head_loss(hidden, matrix, labels, weights, epsilon) / (mask.sum() + 0.0001)
+
+    def _logits_for_any_shape(self, input_ids: Tensor) -> Tensor:
+        """Returns a batch's logits, computed by operations that a graph records for all shapes."""
+
+        def attend_in_all_rows(layer: int, *query_key_value: Tensor) -> Tensor:
+            by_row = (x.view(*input_ids.shape, self.heads, -1) for x in query_key_value)
+            parts = (x.transpose(1, 2) for x in by_row)
+            out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = columns.expand(input_ids.shape).flatten()
+        hidden = self.transformer(input_ids.flatten(), positions, attend_in_all_rows)
+        return self.lm_head(hidden).view(*input_ids.shape, -1)
 
     def _hidden(self, input_ids: Tensor, rows: PackedRows, keep: Tensor | None = None) -> Tensor:
         """Returns a batch's last hidden states, (tokens, n), or with `keep`, (k,), only (k, n)."""
@@ -510,8 +533,8 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        check_differentiated_once("this loss: compute it from the model's logits")
         # In float32, because a GPU would first round the factor to a half-precision tensor's dtype.
         factor = grad / ctx.scale
         grads = (

@@ -47,6 +47,19 @@ def are_eager_paths_on(*tensors: Tensor) -> bool:
     return not (_off or is_graph or needs_public_operations(*tensors))
 
 
+def is_recorded() -> bool:
+    """Returns whether a graph for batches of other shapes is being made.
+
+    `torch.jit.trace` and `torch.export` do so; `torch.compile` makes another graph if it needs one.
+    """
+    return torch.jit.is_tracing() or _is_exporting()
+
+
+def _is_exporting() -> bool:
+    # PyTorch 2.9's torch.compile takes `torch.compiler.is_exporting()` to be always true.
+    return torch.compiler._is_exporting_flag
+
+
 def has_mode() -> bool:
     """Returns whether a `TorchDispatchMode`, which may change any result, is active here.
 
@@ -65,8 +78,7 @@ def needs_public_operations(*tensors: Tensor) -> bool:
     Args:
         tensors: the inputs of the computation.
     """
-    # PyTorch 2.9's torch.compile takes `torch.compiler.is_exporting()` to be always true.
-    if torch.compiler._is_exporting_flag or is_transformed(*tensors):
+    if _is_exporting() or is_transformed(*tensors):
         return True
     if torch.compiler.is_compiling() or not has_mode():
         return False
@@ -94,6 +106,22 @@ def is_transformed(*tensors: Tensor) -> bool:
     # thread's tensors have no tangents.
     has_level = getattr(forward_ad, "_current_level", -1) >= 0
     return has_level and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def check_differentiated_once(function: str) -> None:
+    """Refuses second derivatives; for the backward pass of a function that autograd cannot record.
+
+    PyTorch's `once_differentiable` would leave terms out, silently, where `torch.autograd.grad` is
+    asked for the derivatives by only some tensors.
+
+    Args:
+        function: what the message calls the function, and how to do without it.
+
+    Raises:
+        RuntimeError: the backward pass is to be differentiated (`create_graph=True`).
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"second derivatives cannot be computed through {function}")
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def with_filler_rows(rows: PackedRows, like: Tensor) -> PackedRows:
 
 def fill(x: Tensor, count: int) -> Tensor:
     """(rows, …) -> (count, …), with copies of the first row below."""
-    added = count - len(x)
+    added = count - x.shape[0]  # unlike `len`, not fixed in a graph that is being recorded
     return torch.cat([x, x[:1].detach().expand(added, *x.shape[1:])]) if added else x
 
 

@@ -100,6 +100,36 @@ def test_a_row_that_is_too_long(build):
             model(*arguments)
 
 
+def recorded_by_trace(model, ids):
+    return torch.jit.trace(model, ids)
+
+
+def recorded_by_export(model, ids):
+    sizes = {
+        0: torch.export.Dim("rows"),
+        1: torch.export.Dim("length", max=model.config.n_positions),
+    }
+    return torch.export.export(model, (ids,), dynamic_shapes=(sizes,)).module()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.parametrize("record", [recorded_by_trace, recorded_by_export])
+@torch.no_grad()
+def test_a_recorded_graph_gives_logits_for_batches_of_other_shapes(build, record):
+    model = build(**LORA).eval()
+    graph = record(model, torch.randint(10, (3, 7)))
+    for shape in ((3, 7), (3, 9), (2, 4), (5, 8)):
+        ids = torch.randint(10, shape)
+        close(graph(ids), model(ids))
+
+
+def test_a_graph_of_the_loss_is_refused(build):
+    with pytest.raises(
+        ValueError, match="the loss would hold only for this batch's targets: record"
+    ):
+        torch.jit.trace(build(), draw_batch("clm"))
+
+
 # ---- the loss ----
 
 
@@ -215,6 +245,14 @@ def test_head_loss_with_a_single_trained_factor(trained):
     head_loss(*factors, targets, torch.ones(5), 0.0).backward()
     close_by_size(factors[trained].grad, exact[trained], terms=20)
     assert factors[1 - trained].grad is None
+
+
+def test_second_derivatives_of_the_head_loss_are_refused():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8)
+    loss = head_loss(hidden, weight, torch.tensor([0, 1, 2, 3]), torch.ones(4), 0.0)
+    message = "^second derivatives cannot be computed through this loss: compute it from the"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_the_compiled_head_loss_has_its_gradients():

@@ -1,4 +1,4 @@
-"""Graphs of `torch.jit.trace` work for any batch, length and padding."""
+"""Graphs of `torch.jit.trace` and `torch.export` work for any batch, length and padding."""
 
 import make_plain_fixture as maker
 import pytest
@@ -58,6 +58,25 @@ def test_a_graph_of_a_model_with_lora(family, with_gradients):
         graph = torch.jit.trace(model, batch(family, 2, 5))
         given = batch(family, 4, 9)
         assert_close_to_rounding(graph(*given)[0], model(*given)[0], ENCODER_TERMS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_model_works_for_batches_of_other_shapes(family, kind):
+    settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 6}
+    model = maker.build(family, kind, return_dict=False, **settings)
+    sizes = {
+        0: torch.export.Dim("rows", min=1, max=64),
+        1: torch.export.Dim("length", min=3, max=18),
+    }
+    given = batch(family, 3, 7)
+    program = torch.export.export(
+        model, given, dynamic_shapes={"input_ids": sizes, "attention_mask": sizes}
+    )
+    for shape in ((3, 7), (1, 4), (5, 12)):
+        given = batch(family, *shape)
+        for ours, expected in zip(program.module()(*given), model(*given), strict=True):
+            assert_close_to_rounding(ours, expected, ENCODER_TERMS)
 
 
 LABELS = {"token_classification": ("labels",), "causal_lm": ("labels",), "mlm": ("labels",)}

@@ -14,12 +14,12 @@ see modeling_padded.py. Projections with LoRA, and bottleneck adapters, are in a
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import loralib as lora
+from loralib.nn.fast_paths import is_recorded
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
 from loralib.nn.row_buckets import bucketed, fill, with_filler_rows
@@ -479,7 +479,7 @@ def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, T
     While a graph is traced, padding stays: the graph is for batches with other padding, too.
     """
     starts = last.index_select(0, rows.first)
-    if torch.jit.is_tracing():
+    if is_recorded():
         return last, rows, starts
     packed = rows.without_padding()
     return packed.pack(rows.as_batch(last)), packed, starts
@@ -555,12 +555,13 @@ class EncoderForMaskedLM(PreTrainedModel):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Computes `logits_of` for a number of rows that recurs; see loralib/nn/row_buckets.py."""
         logits = self._filled_logits(hidden)
-        # A slice would fix this number of tokens in a graph that is being traced.
-        return logits if len(logits) == len(hidden) else logits[: len(hidden)]
+        # A slice, or `len`, would fix this number of tokens in a graph that is being recorded.
+        tokens = hidden.shape[0]
+        return logits if logits.shape[0] == tokens else logits[:tokens]
 
     def _filled_logits(self, hidden: Tensor) -> Tensor:
         """Returns the same logits, and below them those of the rows that were added."""
-        return self.logits_of(fill(hidden, bucketed(len(hidden), like=hidden)))
+        return self.logits_of(fill(hidden, bucketed(hidden.shape[0], like=hidden)))
 
 
 class EncoderForSequenceClassification(PreTrainedModel):

@@ -5,7 +5,7 @@
 Models usually compute packed tokens (loralib/nn/packing.py) and never hold A. They take this path,
 which costs as much time and memory as upstream, for what packed tokens cannot give: A itself, masks
 of heads, masks of pairs of tokens, rows whose first position is padding (a classifier reads it all
-the same), and graphs that `torch.jit.trace` records for batches of other sizes.
+the same), and graphs that `torch.jit.trace` or `torch.export` records for batches of other sizes.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import loralib as lora
+from loralib.nn.fast_paths import is_recorded
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import note_tokens
 
@@ -29,14 +30,14 @@ def needs_padded_batch(
         output_attentions
         or head_mask is not None
         or (attention_mask is not None and attention_mask.dim() > 2)
-        or torch.jit.is_tracing()
+        or is_recorded()
     )
 
 
 class PaddedRows:
     """All positions of a batch, padding included, with the interface of `PackedRows`.
 
-    Sizes are read from tensors, so `torch.jit.trace` records them as variables.
+    Sizes are read from tensors, so they are variables in graphs that are recorded.
 
     Args:
         like: (batch, length, …).
@@ -55,10 +56,10 @@ class PaddedRows:
         self.shape = (like.shape[0], like.shape[1])
         self.mask = mask
         self._device = like.device
-        if not torch.jit.is_tracing():
+        if not is_recorded():
             _check_mask(self.shape, mask)
             self.segments = note_tokens(self.lengths)
-        else:  # a traced graph cannot have adapters of single rows
+        else:  # such a graph cannot have adapters of single rows
             self.segments = (slice(None),)
 
     @property
@@ -88,7 +89,7 @@ class PaddedRows:
         Raises:
             ValueError: x is of another batch or length.
         """
-        if not torch.jit.is_tracing() and x.shape[:2] != self.shape:
+        if not is_recorded() and x.shape[:2] != self.shape:
             raise ValueError(f"the batch is {self.shape}, but a tensor is for {tuple(x.shape[:2])}")
         return x.flatten(0, 1)
 

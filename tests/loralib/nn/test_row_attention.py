@@ -69,6 +69,16 @@ def test_uninitialized_memory_is_not_read(nan_in_empty_memory, causal, dtype):
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
+def test_second_derivatives_are_refused():
+    """PyTorch would leave them out of those by `scale`, on which the gradient itself depends."""
+    query, key, value = (t.requires_grad_() for t in torch.randn(3, 15, 24).unbind())
+    scale = torch.ones((), requires_grad=True)
+    out = scale * attend_rows(query * scale, key, value, (5, 7, 3), 3, 0.0)
+    with pytest.raises(RuntimeError, match=r"^second derivatives .* set LORALIB_PLAIN=1"):
+        torch.autograd.grad(out.sum(), value, create_graph=True)
+    torch.autograd.grad(out.sum(), value)
+
+
 def test_a_batch_without_rows_has_empty_gradients():
     leaves = [t.requires_grad_() for t in torch.randn(3, 0, 24).unbind()]
     attend_rows(*leaves, (), 3, 0.1).sum().backward()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.nn.fast_paths import is_recorded
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
 from loralib.nn.products import Linear
@@ -76,7 +77,7 @@ class DebertaV2Embeddings(nn.Module):
             ValueError: a token is in a column that the model has no position for.
         """
         known = self.position_embeddings.num_embeddings
-        if max(rows.spans) > known:
+        if not is_recorded() and max(rows.spans) > known:
             raise too_long(max(rows.spans), known)
         return rows.positions
 
@@ -201,7 +202,7 @@ class DebertaV2Encoder(Encoder):
     def _rows_on_device(self, length: int) -> Tensor:
         """Returns `relative_rows` of a length, from a table that is copied to the device once."""
         config, device = self.config, self.rel_embeddings.weight.device
-        if torch.jit.is_tracing():  # a tensor made while tracing must not be kept
+        if is_recorded():  # a tensor made while tracing must not be kept
             rows = relative_rows(length, config.position_buckets, config.furthest)
             return torch.tensor(rows, device=device)
         table = self._rows_of_distances
@@ -221,7 +222,7 @@ class DebertaV2Encoder(Encoder):
     def describe(self, rows: AnyRows) -> Batch:
         """Returns what every layer needs to know about a batch; called once per forward pass."""
         # A traced graph has to work for batches of any length.
-        tracing = torch.jit.is_tracing()
+        tracing = is_recorded()
         spare = 0
         if isinstance(rows, PackedRows) and rows.index.is_cuda:
             rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
