@@ -38,7 +38,7 @@ MODULES = {
         "wrappers",
         "zero3",
     },
-    "layers": {"arguments", "functional", "lora_layer", "nn"},
+    "layers": {"arguments", "functional", "lora_layer", "nn", "tensor_kinds"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
     "trained": set(),
     "steps": {"text"},

@@ -1,10 +1,13 @@
 """Tests of sharded models: training, gathering, loading, and errors where tensors must be whole."""
 
 import copy
+import subprocess
 from functools import partial
 
 import pytest
 import torch
+from launches import preloaded_python
+from paths import ROOT
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loralib as lora
@@ -162,6 +165,73 @@ def test_initializations_that_need_whole_tensors_are_refused(mesh, initializatio
         ValueError, match=f"the initialization {initialization} needs whole tensors"
     ):
         lora.start_from_weights(model)
+
+
+A_OF_TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+import loralib as lora
+from loralib.training.process import end_at_once
+
+rank, kind = int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+with torch.device("meta" if kind == "sharded" else "cpu"):
+    model = nn.Sequential(nn.Linear(4, 4))
+if kind == "replicated":
+    parallelize_module(model, mesh, {"0": RowwiseParallel()})
+torch.manual_seed(rank if kind == "replicated" else 0)
+lora.add_lora(model, "0", r=4)
+if kind == "sharded":
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    lora.start_from_weights(model)
+print(model[0].lora_A.full_tensor().tolist())
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_a_sharded_a_starts_as_in_the_first_process_alone(tmp_path, kind):
+    """PyTorch would draw equal rows of a sharded A, and different copies of a replicated one."""
+    command = [preloaded_python(), "-c", A_OF_TWO_PROCESSES, f"file://{tmp_path}/store"]
+    processes = [
+        subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    printed = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    alone = nn.Sequential(nn.Linear(4, 4))
+    torch.manual_seed(0)
+    lora.add_lora(alone, "0", r=4)
+    assert printed == [str(alone[0].lora_A.tolist())] * 2
+
+
+def test_an_embedding_with_sharded_rows_is_trained(mesh):
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2)), torch.tensor([[5, 0], [2, 5]])
+    plain = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    for each in (plain, model):
+        lora.add_lora(each, "0", r=2)
+    for name in ("lora_A", "lora_B"):
+        values = nn.init.normal_(getattr(plain[0], name))
+        whole = getattr(model[0], name)
+        with torch.no_grad():
+            whole.copy_(distribute_tensor(values, mesh, whole.placements))
+    out, expected = model(ids), plain(ids)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, expected)
+    for name in ("lora_A", "lora_B"):
+        found = getattr(model[0], name).grad.full_tensor()
+        torch.testing.assert_close(found, getattr(plain[0], name).grad)
 
 
 class Experts(nn.Module):
