@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import loralib as lora
 from loralib.adapted_layers import AdaptedProjection as Projection
+from loralib.errors import CheckpointError, UnsupportedLayerError
 
 
 @pytest.fixture
@@ -232,6 +233,33 @@ def test_an_embedding_with_sharded_rows_is_trained(mesh):
     for name in ("lora_A", "lora_B"):
         found = getattr(model[0], name).grad.full_tensor()
         torch.testing.assert_close(found, getattr(plain[0], name).grad)
+
+
+def test_dropout_of_a_sharded_input_is_refused_on_cpus(mesh):
+    """PyTorch has no random numbers there that agree in all processes."""
+    model = tensor_parallel(net(), mesh)
+    lora.add_lora(model, ["0", "2"], r=2, lora_dropout=0.5)
+    with pytest.raises(RuntimeError, match=r"not possible on CPUs.*: use lora_dropout=0$"):
+        model(torch.randn(3, 8))
+    model.eval()(torch.randn(3, 8))
+
+
+def test_a_layer_sharded_by_transformers_is_refused(mesh):
+    """Its forward is replaced by one that gives the plain one's result to the other processes."""
+    model = tensor_parallel(net(), mesh)
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x)
+    message = "0 has a forward of its own for its sharded parameters.*without tp_plan"
+    with pytest.raises(UnsupportedLayerError, match=message):
+        lora.add_lora(model, "0")
+
+
+def test_a_file_of_sharded_tensors_is_refused(tmp_path, mesh):
+    """It may lack what other processes have."""
+    model = fsdp_2(adapted(net()), mesh)
+    torch.save(lora.lora_state_dict(model), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds something other than named tensors"):
+        lora.load_adapter(net(), tmp_path / "a.pt", lora_alpha=16)
 
 
 class Experts(nn.Module):
