@@ -25,7 +25,7 @@ MODULES = {
     "nn": {"errors", "text"},
     "io": {"errors", "text"},
     "training": {"errors", "io", "nn", "text"},
-    "functional": {"nn"},
+    "functional": {"nn", "tensor_kinds"},
     "initialization": set(),
     "lora_layer": {
         "arguments",

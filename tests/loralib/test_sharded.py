@@ -198,16 +198,21 @@ end_at_once(0)
 """
 
 
+def printed_by_two(code, folder, argument):
+    """The last line that each of two processes prints, which run code that meets in a folder."""
+    command = [preloaded_python(), "-c", code, f"file://{folder}/store"]
+    processes = [
+        subprocess.Popen([*command, rank, argument], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    return [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_a_sharded_a_starts_as_in_the_first_process_alone(tmp_path, kind):
     """PyTorch would draw equal rows of a sharded A, and different copies of a replicated one."""
-    command = [preloaded_python(), "-c", A_OF_TWO_PROCESSES, f"file://{tmp_path}/store"]
-    processes = [
-        subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for number in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    printed = printed_by_two(A_OF_TWO_PROCESSES, tmp_path, kind)
     alone = nn.Sequential(nn.Linear(4, 4))
     torch.manual_seed(0)
     lora.add_lora(alone, "0", r=4)
@@ -233,6 +238,45 @@ def test_an_embedding_with_sharded_rows_is_trained(mesh):
     for name in ("lora_A", "lora_B"):
         found = getattr(model[0], name).grad.full_tensor()
         torch.testing.assert_close(found, getattr(plain[0], name).grad)
+
+
+SLICES_ON_TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+import loralib as lora
+from loralib.training.process import end_at_once
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+mesh, found = init_device_mesh("cpu", (2,)), []
+for is_sharded in (False, True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12))
+    if is_sharded:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    lora.add_lora(model, "0", r=2, enable_lora={"0": [True, False, True]}, variant=sys.argv[3])
+    nn.init.ones_(model[0].lora_B)
+    out = model(torch.arange(8.0).view(2, 4))
+    out.square().sum().backward()
+    found.append([out, *(p.grad for p in model.parameters() if p.requires_grad)])
+for plain, sharded in zip(*found, strict=True):
+    torch.testing.assert_close(getattr(sharded, "full_tensor", lambda: sharded)(), plain)
+print("same")
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_slices_of_a_sharded_output_get_their_update(tmp_path, variant):
+    """Each process has half of the output, and the slices are thirds of it."""
+    assert printed_by_two(SLICES_ON_TWO_PROCESSES, tmp_path, variant) == ["same", "same"]
 
 
 def test_dropout_of_a_sharded_input_is_refused_on_cpus(mesh):
