@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .nn import products
 from .nn.fast_paths import needs_public_operations
+from .tensor_kinds import is_sharded
 
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
@@ -117,12 +118,14 @@ class Delta:
         """
         given = (x, dropped, weight, bias, self.A, self.B)
         tensors = [tensor for tensor in given if tensor is not None]
-        # A traced model with a custom autograd function cannot be saved.
-        if torch.jit.is_tracing() or needs_public_operations(*tensors):
-            z = F.linear(x if dropped is None else dropped, self.A)
-            return self.expanded(F.linear(x, weight, bias), z)
         # Compared here because PyTorch 2.11 compiles no comparison of dynamic sizes in a function.
         is_whole = len(self.starts) == 1 and len(self.B) == len(weight)
+        # Slices of a sharded output may be copies. A traced model with a custom autograd function
+        # cannot be saved.
+        is_sliced = not is_whole and is_sharded(weight)
+        if is_sliced or torch.jit.is_tracing() or needs_public_operations(*tensors):
+            z = F.linear(x if dropped is None else dropped, self.A)
+            return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
             x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts, is_whole
         )

@@ -34,7 +34,7 @@ from .stacks import (
     stacks_in,
 )
 from .targets import Target, means, shortest_target, text_of
-from .tensor_kinds import is_fake, quantized
+from .tensor_kinds import is_fake, is_sharded, quantized
 from .text import listed, module_label
 from .wrappers import has_own_forward, is_distributed_or_compiled, own_forward_message
 from .zero3 import check_not_copied, is_partitioned
@@ -174,16 +174,23 @@ def _check_class(what: str, module: nn.Module) -> None:
 
 
 def _check_no_own_forward(name: str, module: nn.Module) -> None:
-    if has_own_forward(module):
+    if not has_own_forward(module):
+        return
+    if any(map(is_sharded, module.parameters(recurse=False))):  # by Transformers
         raise UnsupportedLayerError(
-            own_forward_message(
-                name,
-                module,
-                "set by a device map's hooks: adapt the model before it is dispatched; or remove "
-                "them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it again",
-                "set on the instance, which would compute without LoRA",
-            )
+            f"{module_label(name)} has a forward of its own for its sharded parameters, which "
+            "would compute without LoRA: load the model without tp_plan, and call PyTorch's "
+            f"parallelize_module before add_lora; or {_LEAVE_OUT}"
         )
+    raise UnsupportedLayerError(
+        own_forward_message(
+            name,
+            module,
+            "set by a device map's hooks: adapt the model before it is dispatched; or remove "
+            "them (accelerate's remove_hook_from_submodules), adapt it, and dispatch it again",
+            "set on the instance, which would compute without LoRA",
+        )
+    )
 
 
 def _check_dtype(what: str, weight: Tensor) -> None:

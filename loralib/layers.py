@@ -60,9 +60,10 @@ from torch import Tensor, nn
 
 from .arguments import as_flag, as_flags
 from .functional import Delta, variant_of
-from .lora_layer import LoRALayer, cast
+from .lora_layer import LoRALayer, cast, drawn_as_a_whole
 from .nn.fast_paths import needs_public_operations
 from .nn.products import check_dense, linear, product_dtype
+from .tensor_kinds import is_sharded
 
 __all__ = [
     *("Conv1d", "Conv2d", "Conv3d", "ConvLoRA"),
@@ -376,7 +377,8 @@ class Embedding(LoRALayer, nn.Embedding):
 
     def _reset_factors(self) -> None:
         nn.init.zeros_(self.lora_A)
-        nn.init.normal_(self.lora_B)
+        with drawn_as_a_whole(self.lora_B) as B:
+            nn.init.normal_(B)
 
     def reset_parameters(self) -> None:
         """Initializes all parameters: W as `nn.Embedding` does, A zero, B standard normal."""
@@ -418,7 +420,8 @@ class Embedding(LoRALayer, nn.Embedding):
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
         delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
-        if needs_public_operations(out, z, delta.B):
+        # PyTorch cannot add in place to rows that are yet to be summed over the processes.
+        if is_sharded(out) or needs_public_operations(out, z, delta.B):
             out = delta.expanded(out, z)
         else:
             delta.expand_into(out, z)

@@ -1,7 +1,8 @@
 """Base class of all LoRA layers: the update's settings and parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -255,7 +256,8 @@ class LoRALayer:
         self.start_from_weight()
 
     def _reset_factors(self) -> None:
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        with drawn_as_a_whole(self.lora_A) as A:
+            nn.init.kaiming_uniform_(A, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
     @torch.no_grad()
@@ -529,6 +531,26 @@ def _is_from_here(function: Callable[..., Any]) -> bool:
 
 _FACTORS = ("lora_A", "lora_B")
 _UPDATE = (*_FACTORS, "lora_magnitude_vector")
+
+
+@contextmanager
+def drawn_as_a_whole(tensor: Any) -> Iterator[Tensor]:
+    """Yields a tensor to fill with random numbers: the given one, or a whole one if it is sharded.
+
+    The whole one of the first process is then distributed. On CPUs, PyTorch lets each process draw
+    the numbers of its part by itself: with one seed the parts are equal, so that A has half the
+    rank or less, and with several seeds the copies of a replicated A differ. On GPUs, it draws the
+    numbers of a whole tensor.
+    """
+    if not (is_sharded(tensor) and tensor.is_cpu):
+        yield tensor
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    yield whole
+    with torch.no_grad():
+        tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
 
 
 @torch.no_grad()

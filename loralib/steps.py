@@ -27,6 +27,7 @@ _NAME = "_name_when_adapted"
 # Attributes of optimizers, which may lack the hash that a key of a dict needs.
 _IDLE_STEPS = "_idle_steps_beside_lora"
 _TRAINING_STEPS = "_steps_with_gradients_beside_lora"
+_LOST_STEPS = "_steps_without_any_gradient"
 
 # At which of its steps an optimizer without LoRA, or one whose LoRA gets no gradients, causes a
 # warning. Not at the first: the loop may have another optimizer, with LoRA, that steps less often,
@@ -116,6 +117,8 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         _warn_of_idle(optimizer)
     if stepped:
         _warn_of_no_gradients(optimizer)
+    else:
+        _warn_of_lost(optimizer)
 
 
 def _is_still(group: Mapping[str, Any]) -> bool:
@@ -174,6 +177,28 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
             counted(len(own), "module"),
             in_short(dict.fromkeys(without), at_most=4),
             _IF_SOME if len(without) < len(own) else _IF_ALL,
+        )
+
+
+def _warn_of_lost(optimizer: Optimizer) -> None:
+    """Warns of an optimizer with LoRA that never gets a gradient: another model is trained.
+
+    FSDP2's `fully_shard`, for example, replaces the parameters that an earlier optimizer holds.
+    Parameters without elements do not count, as in `_is_without_gradients`.
+    """
+    steps = vars(optimizer).get(_LOST_STEPS, 0) + 1
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if steps > _PATIENCE or any(p.grad is not None or _STEPPED in vars(p) for p in held):
+        return
+    if not any(_UPDATE in vars(p) and p.requires_grad and p.numel() > 0 for p in held):
+        return
+    vars(optimizer)[_LOST_STEPS] = steps
+    if steps == _PATIENCE:
+        logger.warning(
+            "in %d steps of %s, no parameter that it holds got a gradient: if it was created "
+            "before the model was sharded or copied, create it again",
+            steps,
+            type(optimizer).__name__,
         )
 
 

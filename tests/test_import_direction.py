@@ -25,7 +25,7 @@ MODULES = {
     "nn": {"errors", "text"},
     "io": {"errors", "text"},
     "training": {"errors", "io", "nn", "text"},
-    "functional": {"nn"},
+    "functional": {"nn", "tensor_kinds"},
     "initialization": set(),
     "merged_copy": {"nn", "steps", "wrappers", "zero3"},
     "lora_layer": {
@@ -40,7 +40,7 @@ MODULES = {
         "wrappers",
         "zero3",
     },
-    "layers": {"arguments", "functional", "lora_layer", "nn"},
+    "layers": {"arguments", "functional", "lora_layer", "nn", "tensor_kinds"},
     "in_place": {"adapted_layers", "lora_layer", "quantized_layers", "wrappers"},
     "trained": set(),
     "steps": {"text"},

@@ -228,8 +228,12 @@ def verify_archive(path: str | os.PathLike) -> None:
 
 
 def _is_held(tensor: Tensor) -> bool:
-    """Returns whether each of a tensor's values is in the file: none repeated, sparse or absent."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+    """Returns whether each of a tensor's values is in the file: none repeated, sparse or absent.
+
+    Of a sharded tensor (`DTensor`), the file may have only the values that one process had.
+    """
+    is_part = hasattr(tensor, "full_tensor")
+    if is_part or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 

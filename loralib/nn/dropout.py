@@ -121,11 +121,19 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     Raises:
         ValueError: p lies outside [0, 1].
+        RuntimeError: x is sharded over several processes, as by tensor parallelism, and is on
+            CPUs, where each process would draw its own numbers.
     """
     _check_probability(p)
     if not training or p == 0:
         return x
-    fast = x.device.type == "cpu" and x.dtype in _DTYPES and p < 1
+    is_on_cpu = x.device.type == "cpu"
+    if is_on_cpu and hasattr(x, "full_tensor"):
+        raise RuntimeError(
+            "dropout of a sharded tensor is not possible on CPUs, where each process would draw "
+            "other numbers: use lora_dropout=0"
+        )
+    fast = is_on_cpu and x.dtype in _DTYPES and p < 1
     if not fast or are_fast_paths_off() or torch.compiler.is_compiling() or is_transformed(x):
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)

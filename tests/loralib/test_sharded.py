@@ -1,10 +1,13 @@
 """Tests of sharded models: training, gathering, loading, and errors where tensors must be whole."""
 
 import copy
+import subprocess
 from functools import partial
 
 import pytest
 import torch
+from launches import preloaded_python
+from paths import ROOT
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loralib as lora
 from loralib.adapted_layers import AdaptedProjection as Projection
+from loralib.errors import CheckpointError, UnsupportedLayerError
 
 
 @pytest.fixture
@@ -162,6 +166,144 @@ def test_initializations_that_need_whole_tensors_are_refused(mesh, initializatio
         ValueError, match=f"the initialization {initialization} needs whole tensors"
     ):
         lora.start_from_weights(model)
+
+
+A_OF_TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+import loralib as lora
+from loralib.training.process import end_at_once
+
+rank, kind = int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+with torch.device("meta" if kind == "sharded" else "cpu"):
+    model = nn.Sequential(nn.Linear(4, 4))
+if kind == "replicated":
+    parallelize_module(model, mesh, {"0": RowwiseParallel()})
+torch.manual_seed(rank if kind == "replicated" else 0)
+lora.add_lora(model, "0", r=4)
+if kind == "sharded":
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    lora.start_from_weights(model)
+print(model[0].lora_A.full_tensor().tolist())
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+def printed_by_two(code, folder, argument):
+    """The last line that each of two processes prints, which run code that meets in a folder."""
+    command = [preloaded_python(), "-c", code, f"file://{folder}/store"]
+    processes = [
+        subprocess.Popen([*command, rank, argument], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    return [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_a_sharded_a_starts_as_in_the_first_process_alone(tmp_path, kind):
+    """PyTorch would draw equal rows of a sharded A, and different copies of a replicated one."""
+    printed = printed_by_two(A_OF_TWO_PROCESSES, tmp_path, kind)
+    alone = nn.Sequential(nn.Linear(4, 4))
+    torch.manual_seed(0)
+    lora.add_lora(alone, "0", r=4)
+    assert printed == [str(alone[0].lora_A.tolist())] * 2
+
+
+def test_an_embedding_with_sharded_rows_is_trained(mesh):
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2)), torch.tensor([[5, 0], [2, 5]])
+    plain = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    for each in (plain, model):
+        lora.add_lora(each, "0", r=2)
+    for name in ("lora_A", "lora_B"):
+        values = nn.init.normal_(getattr(plain[0], name))
+        whole = getattr(model[0], name)
+        with torch.no_grad():
+            whole.copy_(distribute_tensor(values, mesh, whole.placements))
+    out, expected = model(ids), plain(ids)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, expected)
+    for name in ("lora_A", "lora_B"):
+        found = getattr(model[0], name).grad.full_tensor()
+        torch.testing.assert_close(found, getattr(plain[0], name).grad)
+
+
+SLICES_ON_TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+import loralib as lora
+from loralib.training.process import end_at_once
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+mesh, found = init_device_mesh("cpu", (2,)), []
+for is_sharded in (False, True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12))
+    if is_sharded:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    lora.add_lora(model, "0", r=2, enable_lora={"0": [True, False, True]}, variant=sys.argv[3])
+    nn.init.ones_(model[0].lora_B)
+    out = model(torch.arange(8.0).view(2, 4))
+    out.square().sum().backward()
+    found.append([out, *(p.grad for p in model.parameters() if p.requires_grad)])
+for plain, sharded in zip(*found, strict=True):
+    torch.testing.assert_close(getattr(sharded, "full_tensor", lambda: sharded)(), plain)
+print("same")
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_slices_of_a_sharded_output_get_their_update(tmp_path, variant):
+    """Each process has half of the output, and the slices are thirds of it."""
+    assert printed_by_two(SLICES_ON_TWO_PROCESSES, tmp_path, variant) == ["same", "same"]
+
+
+def test_dropout_of_a_sharded_input_is_refused_on_cpus(mesh):
+    """PyTorch has no random numbers there that agree in all processes."""
+    model = tensor_parallel(net(), mesh)
+    lora.add_lora(model, ["0", "2"], r=2, lora_dropout=0.5)
+    with pytest.raises(RuntimeError, match=r"not possible on CPUs.*: use lora_dropout=0$"):
+        model(torch.randn(3, 8))
+    model.eval()(torch.randn(3, 8))
+
+
+def test_a_layer_sharded_by_transformers_is_refused(mesh):
+    """Its forward is replaced by one that gives the plain one's result to the other processes."""
+    model = tensor_parallel(net(), mesh)
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x)
+    message = "0 has a forward of its own for its sharded parameters.*without tp_plan"
+    with pytest.raises(UnsupportedLayerError, match=message):
+        lora.add_lora(model, "0")
+
+
+def test_a_file_of_sharded_tensors_is_refused(tmp_path, mesh):
+    """It may lack what other processes have."""
+    model = fsdp_2(adapted(net()), mesh)
+    torch.save(lora.lora_state_dict(model), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds something other than named tensors"):
+        lora.load_adapter(net(), tmp_path / "a.pt", lora_alpha=16)
 
 
 class Experts(nn.Module):

@@ -261,6 +261,32 @@ def test_lora_without_gradients_is_warned_of_beside_a_head_that_is_trained(caplo
     assert "unless torch.no_grad, detach or a checkpoint without use_reentrant=False" in caplog.text
 
 
+def test_an_optimizer_of_parameters_that_are_no_longer_the_models_is_warned_of_once(caplog):
+    """As those from before FSDP2's `fully_shard`."""
+    model = HEAD.adapted()
+    optimizer = torch.optim.AdamW(lora.parameter_groups(model, lr=0.1))
+    new = copy.deepcopy(model)
+    steps(new, optimizer, count=9)
+    assert not caplog.records
+    steps(new, optimizer, count=12)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "in 10 steps of AdamW, no parameter that it holds got a gradient: if it was created "
+        "before the model was sharded or copied, create it again"
+    )
+
+
+def test_steps_without_gradients_are_not_warned_of_if_there_is_nothing_to_train(caplog):
+    model = HEAD.adapted()
+    for group in (
+        {"params": lora.parameter_groups(model, lr=0.1)[0]["params"], "lr": 0.0},
+        {"params": HEAD.build().parameters()},
+        {"params": HEAD.adapted().requires_grad_(False).parameters()},
+    ):
+        steps(model, torch.optim.SGD([group], lr=0.1))
+    assert not caplog.records
+
+
 def test_layers_that_were_built_with_lora_are_warned_of_by_their_class(caplog):
     model = nn.ModuleDict({name: lora.Linear(8, 8, r=2) for name in "abc"})
     lora.mark_only_lora_as_trainable(model)
