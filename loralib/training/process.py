@@ -102,19 +102,23 @@ class _Output(io.FileIO):
     """Standard output's file, whose errors can be told from those of other pipes."""
 
     def write(self, data: Any, /) -> int:
-        """Writes all of `data`. The system may take only a part at first, as on a full disk.
-
-        With ``python -u``, there is no buffer that would write the rest or raise the error.
-        """
-        content, done = memoryview(data).cast("B"), 0
         try:
-            while done < len(content):
-                written = super().write(content[done:])
-                if written is None:  # the output does not block, and takes nothing now
-                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                done += written
+            written = super().write(data)
+            if written is None:  # the output does not block, and takes nothing now
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
             raise OSError(error.errno, error.strerror, _OUTPUT) from error
+        return written
+
+
+class _Unbuffered(_Output):
+    """Standard output's file with ``python -u``: no buffer writes what one call leaves over."""
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of `data`. The system may take only a part at first, as on a full disk."""
+        content, done = memoryview(data).cast("B"), 0
+        while done < len(content):
+            done += super().write(content[done:])
         return done
 
 
@@ -127,10 +131,11 @@ def _set_up_output() -> None:
     if type(file) is not io.FileIO:
         return  # a Windows console
     stream.flush()
-    own = _Output(stream.fileno(), "w", closefd=False)
+    is_buffered = file is not stream.buffer
+    own = (_Output if is_buffered else _Unbuffered)(stream.fileno(), "w", closefd=False)
     own.name = file.name  # "<stdout>", as of Python's own, instead of the descriptor's number
     new: Any = io.TextIOWrapper(
-        own if file is stream.buffer else io.BufferedWriter(own),
+        io.BufferedWriter(own) if is_buffered else own,
         stream.encoding,
         stream.errors,
         line_buffering=stream.line_buffering,

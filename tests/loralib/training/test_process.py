@@ -577,6 +577,25 @@ def test_output_that_is_cut_off_is_an_error(tmp_path, unbuffered):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of processes")
+def test_output_is_written_once_if_the_rest_of_it_fits_later(tmp_path):
+    code = "import contextlib, resource, sys; from loralib.training.process import run\n"
+    code += "def main():\n"
+    code += "  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 5000))\n"
+    code += "  with contextlib.suppress(OSError): print('x' * 2000, flush=True)\n"
+    code += "  resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+    code += "run(main)"
+    with open(tmp_path / "output", "w") as output:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+            stdout=output,
+            check=True,
+        )
+    assert (tmp_path / "output").read_text() == "x" * 2000 + "\n"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX's pipes")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_does_not_wait_for_its_reader_is_an_error(unbuffered):
