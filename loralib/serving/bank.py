@@ -168,7 +168,7 @@ class AdapterBank:
         Raises:
             ValueError: there is no such adapter.
         """
-        with self._key.changes, self._key.lock:
+        with self._key.lock:
             self._find([name])
             del self._adapters[name]
             self._seen.forget_unused(self._adapters.values())
@@ -179,8 +179,9 @@ class AdapterBank:
             for handle in self._hooks.values():
                 handle.remove()
             self._hooks.clear()
-            self._adapters.clear()
-            self._seen.forget_unused(())
+            with self._key.lock:
+                self._adapters.clear()
+                self._seen.forget_unused(())
             self._closed = True
 
     def use(self, names: str | Sequence[str]) -> "Block":

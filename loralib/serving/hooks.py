@@ -23,8 +23,9 @@ class Key:
 
     Attributes:
         blocks: how many blocks are in progress.
-        lock: taken for a moment, by blocks as well.
-        changes: taken while adapters are added or removed, which no block waits for.
+        lock: taken for a moment, by blocks and removals as well.
+        changes: taken while an adapter is added, which may take seconds or wait for a compilation,
+            or while the bank is closed.
     """
 
     def __init__(self) -> None:

@@ -41,6 +41,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.device_deltas import DeviceDelta
 from loralib.serving.hooks import Hook
+from loralib.serving.prepared import prepare
 
 # One name per row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
@@ -388,6 +389,21 @@ def test_of_threads_that_add_the_same_name_all_but_one_are_refused(model, model_
     assert [each for each in messages if each] == [
         "the bank already has an adapter 'same' (it has same)"
     ]
+
+
+def test_an_adapter_is_removed_while_another_one_is_added(bank, model_class, monkeypatch):
+    """By a finalizer, for example, that runs in a thread for whose compilation `add` waits."""
+    removal = threading.Thread(target=bank.remove, args=("a",))
+
+    def preparing(*given):
+        removal.start()
+        removal.join(timeout=10)
+        assert not removal.is_alive()
+        return prepare(*given)
+
+    monkeypatch.setattr("loralib.serving.bank.prepare", preparing)
+    bank.add("new", make_adapter(model_class, "a"))
+    assert bank.names == ("b", "c", "d", "e", "new")
 
 
 @torch.no_grad()
