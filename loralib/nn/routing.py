@@ -99,7 +99,8 @@ _in_effect: ContextVar[Routing | None] = ContextVar("routing", default=None)
 # The number of open `routed` blocks in all threads. While it is 0, the context variable, which
 # torch.compile cannot trace, is not read.
 _blocks = 0
-_blocks_lock = threading.Lock()
+# One thread may take it twice: a block ends wherever its generator is collected.
+_blocks_lock = threading.RLock()
 
 
 def in_effect() -> Routing | None:

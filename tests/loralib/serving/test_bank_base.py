@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import threading
 import weakref
 
 import all_families  # noqa: F401
@@ -17,6 +18,7 @@ from loralib.adapters.families import in_known_backbone
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
+from loralib.nn import routing
 
 WIDTH = 6
 
@@ -489,6 +491,22 @@ def test_a_block_may_end_while_its_thread_adds_an_adapter(monkeypatch):
     monkeypatch.setattr(bank._seen, "note", noting)
     bank.add("b", adapter(model, None))
     assert bank._key.blocks == 0
+
+
+def test_a_block_may_end_while_its_thread_counts_blocks():
+    """The garbage collector may run right after Python 3.14 has taken a lock for a `with`."""
+    bank = bank_of(Own())
+
+    def counting():
+        block = bank.use("a")
+        block.__enter__()
+        with routing._blocks_lock:
+            block.__exit__(None, None, None)
+
+    thread = threading.Thread(target=counting, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_an_adapted_module_may_be_wrapped():
