@@ -460,9 +460,12 @@ class LoRALayer:
             return self.frozen_weight
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
-        weight = self.frozen_weight
-        self._merged_copy = up_to_date(self._merged_copy, self, weight, self._merge)
-        return None if self._merged_copy is None else self._merged_copy.weight
+        kept = self._merged_copy
+        valid = up_to_date(kept, self, self.frozen_weight, self._merge)
+        if valid is not kept:  # setting a module's attribute takes time
+            self._merged_copy = valid
+        # Another thread may have replaced the attribute by now.
+        return None if valid is None else valid.weight
 
     # ---- moving, copying and pickling ----
 

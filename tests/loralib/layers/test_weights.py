@@ -244,6 +244,16 @@ def test_a_merged_copy_made_in_inference_mode_can_be_used_by_autograd(name):
     assert x.grad.isfinite().all()
 
 
+def test_another_thread_may_drop_the_merged_copy_before_it_is_used():
+    class Layer(lora.Linear):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, None if name == "_merged_copy" else value)
+
+    layer = randomised(Layer(4, 4, r=2)).eval()
+    with torch.no_grad():
+        assert torch.equal(layer._merged_weight(), layer._merge())
+
+
 @pytest.mark.parametrize("change", [lambda layer: layer.train(), lambda layer: layer.half()])
 def test_the_merged_copy_is_dropped_on_training_or_casting(case, change):
     layer = built(case).eval()
