@@ -63,7 +63,8 @@ def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
     """
     ranks = {module: B.shape[1] for module, (_, B) in lora_pairs(tensors, source).items()}
     if not ranks:
-        others = sorted(name for name in tensors if "lora_" in name)
+        named = [name for name in tensors if "lora_" in name]
+        others = sorted(name for name in named if name.rpartition(".")[2] not in PARTS)
         hint = f"; {others[0]} is a name of another library's format" if others else ""
         raise CheckpointError(f"{source}: holds no LoRA: no tensor ends in lora_A or lora_B{hint}")
     return ranks

@@ -103,6 +103,7 @@ def test_wrapped_tensors_can_be_read(tmp_path):
         ({"a": torch.zeros(1)}, "none of its 1 tensors is LoRA's"),
         ({}, "none of its 0 tensors is LoRA's"),
         ({"a.lora_a": torch.zeros(1)}, "ends in lora_A or lora_B; a.lora_a is a name of another"),
+        ({"a.lora_magnitude_vector": torch.zeros(1)}, "no tensor ends in lora_A or lora_B$"),
         (nn.Linear(2, 2), "not loaded for safety"),
     ],
 )
