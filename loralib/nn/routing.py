@@ -40,9 +40,14 @@ class Inputs(NamedTuple):
 
 
 class _Block:
-    """A `routed` block. Contexts that were copied within it, such as a task's, may outlive it."""
+    """A `routed` block. Contexts that were copied within it, such as a task's, may outlive it.
 
-    is_open = True
+    Args:
+        outer: the routing of the block around it, if any.
+    """
+
+    def __init__(self, outer: "Routing | None" = None):
+        self.outer, self.is_open = outer, True
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ _blocks_lock = threading.RLock()
 def in_effect() -> Routing | None:
     """Returns the routing of this thread's innermost `routed` block; None outside of one."""
     routing = _in_effect.get() if _blocks else None
-    return routing if routing is not None and routing.block.is_open else None
+    while routing is not None and not routing.block.is_open:
+        routing = routing.block.outer
+    return routing
 
 
 def _count_blocks(change: int) -> None:
@@ -135,9 +142,10 @@ def routed(routing: Routing) -> Iterator[None]:
         RuntimeError: at its end, the block is not the innermost one. So another one's adapters, or
             none, have been in effect while it seemed to be.
     """
-    outer, block = in_effect(), _Block()
+    outer = in_effect()
     if outer is not None and outer.key is not routing.key:
         raise ValueError("another bank's adapters are in use: leave that block first")
+    block = _Block(outer)
     _count_blocks(1)
     _in_effect.set(replace(routing, block=block))
     try:

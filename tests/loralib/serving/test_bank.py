@@ -538,6 +538,18 @@ def test_a_generator_that_leaves_its_block_in_another_thread_is_refused(bank, mo
 
 
 @torch.no_grad()
+def test_a_generator_that_is_collected_in_an_inner_block_does_not_end_the_outer_one(bank, model):
+    batch = make_batch([3, 2])
+    with bank.use("a"):
+        expected, generator = model(**batch), streamed(bank, model, "b", batch)
+        next(generator)
+        with bank.use("c"), refuses(RuntimeError, "left in another order"):
+            generator.close()
+        assert torch.equal(model(**batch), expected)
+    assert in_effect() is None
+
+
+@torch.no_grad()
 def test_after_its_end_a_block_has_no_effect_in_copies_of_its_context(bank, model):
     """Such as those of tasks that were created in the block; whether or not another one began."""
     batch = make_batch([3, 2])
