@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -26,6 +26,8 @@ from .targets import first_names
 from .wrappers import has_own_forward
 
 _Chain = tuple[str, ...]
+# The attributes of a variable that a function uses, by its code and the variable's name.
+_Known = dict[tuple[CodeType, str], list[_Chain]]
 
 # Attributes of a weight that are read without computing with it, or written to (`data`).
 _ABOUT = {
@@ -105,35 +107,53 @@ def _read_by_attributes(model: nn.Module, names: Iterable[str]) -> dict[str, str
     """
     layers = {id(model.get_submodule(name)): name for name in names}
     values = (value for module in model.modules() for value in vars(module).values())
-    found = dict[str, str]()
+    found, known = dict[str, str](), _Known()
     for value in filter(callable, values) if layers else ():
-        for begin, chain in _used_in_call(value):
+        for begin, chain in _used_in_call(value, known):
             if (owner := id(_owner_of_weight(begin, chain))) in layers:
-                kind = getattr(value, "__qualname__", type(value).__qualname__)
-                found[layers[owner]] = kind
+                kind = value if type(value) is FunctionType else type(value)
+                found[layers[owner]] = kind.__qualname__
     return found
 
 
-def _used_in_call(value: object) -> Iterator[tuple[object, _Chain]]:
-    """Yields the attributes that a call of a function or an object uses, with what has them."""
-    if isinstance(value, FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+def _used_in_call(value: object, known: _Known) -> Iterator[tuple[object, _Chain]]:
+    """Yields the attributes that a call of a function or an object uses, with what has them.
+
+    Args:
+        value: the function or object. Nothing of it is run.
+        known: what is known from earlier calls. A cache that outlives the model would keep the
+            model alive, which the variables of a function may refer to.
+    """
+    if type(value) is FunctionType:
+        code = value.__code__
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            if (code, name) not in known:
+                known[code, name] = _chains_from(value, (name,)) or []
             with suppress(ValueError):  # nothing is assigned to this variable yet
-                yield from ((cell.cell_contents, chain) for chain in _chains(value, name) or ())
+                yield from ((cell.cell_contents, chain) for chain in known[code, name])
     else:
         call = inspect.getattr_static(type(value), "__call__", None)
-        if isinstance(call, FunctionType):
+        if type(call) is FunctionType:
             yield from ((value, chain) for chain in _chains(call) or ())
 
 
-def _owner_of_weight(begin: Any, chain: _Chain) -> object:
+def _owner_of_weight(begin: object, chain: _Chain) -> object:
     """Returns the object with whose `weight` code computes that uses this chain, or None."""
     for name, following in pairwise((*chain, "")):
         if name == "weight":
             return None if following in _ABOUT else begin
-        own = begin._modules if isinstance(begin, nn.Module) else getattr(begin, "__dict__", {})
-        begin = own.get(name)
+        begin = _attribute(begin, name)
     return None
+
+
+def _attribute(owner: object, name: str) -> object:
+    """Returns an attribute that an object has itself, or a module's child, without running code."""
+    try:
+        own = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    children = own.get("_modules")
+    return children[name] if isinstance(children, dict) and name in children else own.get(name)
 
 
 def read_from_outside(model: nn.Module, part: str) -> dict[str, str]:
@@ -234,25 +254,29 @@ def _used_in_forward(kind: type) -> list[_Chain]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _chains(method: FunctionType, variable: str | None = None) -> list[_Chain] | None:
-    """Returns the attributes of `self` that a method uses: ("qkv", "weight") for `self.qkv.weight`.
+def _chains(method: FunctionType) -> list[_Chain] | None:
+    """Returns the attributes of `self` that a method uses, see `_chains_from`."""
+    return _chains_from(method, method.__code__.co_varnames[:1])
+
+
+def _chains_from(function: FunctionType, own: tuple[str, ...]) -> list[_Chain] | None:
+    """Returns the attributes of `self` that code uses: ("qkv", "weight") for `self.qkv.weight`.
 
     Returns None if some may be missing: the method has no source, uses `super`, or uses `self` as a
     whole, as when it passes it to a function. Also for methods of PyTorch and of this package,
     which handle updates themselves.
 
     Args:
-        method: the method, or another function.
-        variable: what stands for `self`; by default, the first argument.
+        function: the method, or another function.
+        own: the name of the variable that stands for `self`; empty if there is none.
     """
-    if (method.__module__ or "").partition(".")[0] in ("torch", __package__):
+    if (function.__module__ or "").partition(".")[0] in ("torch", __package__):
         return None
     try:
-        source = inspect.getsource(method)
+        source = inspect.getsource(function)
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, SyntaxError, tokenize.TokenError):
         return None
-    own = (variable,) if variable else method.__code__.co_varnames[:1]
     begins = {n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in (*own, "super")}
     chains, inner, asked = list[_Chain](), set[ast.AST](), set[ast.AST]()
     for node in ast.walk(tree):  # a complete chain comes before the shorter ones in it

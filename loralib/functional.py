@@ -118,12 +118,12 @@ class Delta:
         """
         given = (x, dropped, weight, bias, self.A, self.B)
         tensors = [tensor for tensor in given if tensor is not None]
+        # A traced model with a custom autograd function cannot be saved.
+        is_public = torch.jit.is_tracing() or needs_public_operations(*tensors)
         # Compared here because PyTorch 2.11 compiles no comparison of dynamic sizes in a function.
-        is_whole = len(self.starts) == 1 and len(self.B) == len(weight)
-        # Slices of a sharded output may be copies. A traced model with a custom autograd function
-        # cannot be saved.
-        is_sliced = not is_whole and is_sharded(weight)
-        if is_sliced or torch.jit.is_tracing() or needs_public_operations(*tensors):
+        is_whole = not is_public and len(self.starts) == 1 and len(self.B) == len(weight)
+        # Slices of a sharded output may be copies.
+        if is_public or (not is_whole and is_sharded(weight)):
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(

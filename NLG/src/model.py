@@ -28,7 +28,7 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.functional import variant_of
 from loralib.initialization import check_initialization
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
-from loralib.nn.fast_paths import check_differentiated_once, is_recorded
+from loralib.nn.fast_paths import is_recorded
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -534,7 +534,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        check_differentiated_once("this loss: compute it from the model's logits")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # They would be zero: the gradients that are kept are constants to autograd.
+            raise RuntimeError(
+                "second derivatives cannot be computed through this loss: compute it from the "
+                "model's logits"
+            )
         # In float32, because a GPU would first round the factor to a half-precision tensor's dtype.
         factor = grad / ctx.scale
         grads = (

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
-from .fast_paths import are_eager_paths_on, check_differentiated_once
+from .fast_paths import are_eager_paths_on, differentiable_once
 from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
@@ -144,12 +144,14 @@ class _RowAttention(torch.autograd.Function):
         return queries.pack(out_slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(
-            "attention's fast path: set LORALIB_PLAIN=1, and choose PyTorch's math kernel "
-            "(torch.nn.attention.sdpa_kernel)"
-        )
-        query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
+    @differentiable_once(
+        "attention's fast path: set LORALIB_PLAIN=1, and choose PyTorch's math kernel "
+        "(torch.nn.attention.sdpa_kernel)"
+    )
+    def backward(
+        ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, c2p, p2c, *kept = saved  # P, then masks
         queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
         of_queries = _term(c2p, keys, ctx.needs_input_grad[3])
         of_keys = _term(p2c, keys, ctx.needs_input_grad[4])

@@ -163,10 +163,15 @@ def test_save_total_limit_keeps_the_newest_and_the_best(
     assert names == [f"checkpoint-{step}" for step in steps]
 
 
+@pytest.mark.parametrize("is_second_run", [False, True])
 def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    make_trainer, tmp_path, monkeypatch, caplog
+    make_trainer, tmp_path, monkeypatch, caplog, is_second_run
 ):
     """Such as another user's, or one with files that are open on a network file system."""
+    if is_second_run:
+        left = tmp_path / ".checkpoint-4.deleted"
+        left.mkdir()
+        (left / "optimizer.pt").touch()
 
     def rmtree(folder, ignore_errors=False):
         if not ignore_errors:
@@ -177,8 +182,11 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
         output_dir=str(tmp_path), save_strategy="steps", save_steps=4, save_total_limit=1
     )
     trainer.train()
-    assert [Path(path).name for path in list_checkpoints(tmp_path)] == ["checkpoint-8"]
+    names = [Path(path).name for path in list_checkpoints(tmp_path)]
+    assert names == ["checkpoint-4"] * is_second_run + ["checkpoint-8"]
     assert f"{tmp_path}/.checkpoint-4.deleted cannot be removed: Permission denied" in caplog.text
+    if is_second_run:
+        assert f"{tmp_path}/checkpoint-4 cannot be removed: Directory not empty" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["out", "./out", "out/", "a/../out"])

@@ -1,8 +1,10 @@
 """Tests that `add_lora` warns of layers that a model bypasses, whose updates have no effect."""
 
 import functools
+import gc
 import logging
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -465,6 +467,39 @@ def test_it_is_said_where_merging_an_embedding_changes_outputs(kind: type[nn.Mod
     adapted = model(ids)
     is_other = not torch.allclose(lora.merge(model)(ids), adapted, atol=1e-4)
     assert is_other == bool(said) == (not issubclass(kind, Untied))
+
+
+def test_a_model_with_a_function_is_not_kept_alive():
+    model = TiedByAFunction()
+    lora.add_lora(model, ["words", "proj"], r=2)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+class Strange:
+    """Has no attributes of its own, and cannot be asked for any."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.inner.words.weight.t()
+
+
+def test_functions_and_objects_of_any_kind_are_only_looked_at(caplog):
+    """None of their code is run, and none is found to read the embedding."""
+    model, strange = Untied(), Strange()
+    values = [strange, Strange, torch.relu, functools.partial(torch.relu), model.forward]
+    values += [lambda x: x @ strange.inner.words.weight.t(), lambda x: x @ late.words.weight.t()]
+    for number, value in enumerate(values):
+        setattr(model, f"value_{number}", value)
+    lora.add_lora(model, ["words", "proj"], r=2)
+    late = model  # only now has the second function's variable a value
+    assert not caplog.records
 
 
 def test_what_to_do_about_an_embedding_that_is_read(caplog):

@@ -206,7 +206,10 @@ class Checkpoints:
             # Renamed first: if the run is killed here, half a folder is not taken for a checkpoint.
             deleted = path.with_name(f".{path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
-            path.rename(deleted)
+            try:
+                path.rename(deleted)
+            except OSError as error:  # such as an earlier run's, which could not be removed either
+                logger.warning("%s cannot be removed: %s", path, error.strerror)
         for deleted in newest.parent.glob(f".{PREFIX_CHECKPOINT_DIR}-*.deleted"):
             remove_folder(deleted)
 

@@ -5,6 +5,8 @@ import weakref
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from loralib.nn import row_attention
 from loralib.nn.row_attention import _softmax_gradient, attend_rows, suits_cpu
@@ -74,9 +76,36 @@ def test_second_derivatives_are_refused():
     query, key, value = (t.requires_grad_() for t in torch.randn(3, 15, 24).unbind())
     scale = torch.ones((), requires_grad=True)
     out = scale * attend_rows(query * scale, key, value, (5, 7, 3), 3, 0.0)
-    with pytest.raises(RuntimeError, match=r"^second derivatives .* set LORALIB_PLAIN=1"):
-        torch.autograd.grad(out.sum(), value, create_graph=True)
-    torch.autograd.grad(out.sum(), value)
+    (expected,) = torch.autograd.grad(out.sum(), value, retain_graph=True)
+    (found,) = torch.autograd.grad(out.sum(), value, create_graph=True)
+    assert found.equal(expected)
+    for differentiate in (Tensor.backward, lambda x: torch.autograd.grad(x, scale)):
+        with pytest.raises(RuntimeError, match=r"^second derivatives .* set LORALIB_PLAIN=1"):
+            differentiate(found.square().sum())
+
+
+def plain(query, key, value):
+    """The same attention of rows of 5, 7 and 3 tokens, by PyTorch's own operations."""
+    found = []
+    for row in zip(*(x.split((5, 7, 3)) for x in (query, key, value)), strict=True):
+        q, k, v = (x.unflatten(1, (3, 8)).transpose(0, 1) for x in row)
+        p = torch.softmax(q @ k.transpose(1, 2) * 8**-0.5, dim=-1)
+        found.append((p @ v).transpose(0, 1).flatten(1))
+    return torch.cat(found)
+
+
+def test_second_derivatives_that_need_only_its_first_ones_are_right():
+    """Such as those of a weight above attention, even if others' gradients were asked for too."""
+    *leaves, weight = (t.requires_grad_() for t in torch.randn(4, 15, 24).double().unbind())
+    found = []
+    ours = checkpoint(attend_rows, *leaves, (5, 7, 3), 3, 0.0, use_reentrant=False)
+    for out in (ours, plain(*leaves)):
+        of_weight, _ = torch.autograd.grad(
+            (out * weight).sum(), (weight, leaves[0]), create_graph=True
+        )
+        found.append(torch.autograd.grad(of_weight.square().sum(), leaves))
+    for gradient, expected in zip(*found, strict=True):
+        assert_close_to_rounding(gradient, expected, 100)
 
 
 def test_a_batch_without_rows_has_empty_gradients():

@@ -99,7 +99,11 @@ def _can_be_written_to(folder: str | os.PathLike) -> bool:
         return False
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch, FileLock(Path(scratch, "lock")):
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as scratch,
+            # Without a timeout, older versions of filelock wait for locks that there are not.
+            FileLock(Path(scratch, "lock"), timeout=0),
+        ):
             Path(scratch, "file").write_bytes(bytes(_ROOM))
     except (OSError, NotImplementedError):  # the latter is from older versions of filelock
         return False
