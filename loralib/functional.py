@@ -161,13 +161,13 @@ class Delta:
         for block in self.blocks():
             # A view of all columns would cost autograd a copy.
             part = out if len(block.B) == out.shape[1] else out[:, block.columns]
-            products.add_product(part, z[:, block.rows], block.B.t(), self.scaling)
+            products.add_product(part, _columns(z, block.rows), block.B.t(), self.scaling)
 
     def expanded(self, out: Tensor, z: Tensor) -> Tensor:
         """Returns `out` + s · z Bᵀ, not in place: vmap can fail if `out` itself is not batched."""
         for block in self.blocks():
             around = block.columns.start, out.shape[1] - block.columns.stop
-            part = F.linear(z[:, block.rows] * self.scaling, block.B)
+            part = F.linear(_columns(z, block.rows) * self.scaling, block.B)
             out = out + (F.pad(part, around) if any(around) else part)
         return out
 
