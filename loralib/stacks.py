@@ -59,10 +59,11 @@ def is_suggested(model: nn.Module, stack: str) -> bool:
     """Returns whether errors and warnings may suggest a stack as a target.
 
     They do not suggest the tensors that a parametrized weight is computed from, such as those of a
-    weight-normed kernel. Users who mean these can still name them.
+    weight-normed kernel; users who mean these can still name them. Nor do they suggest those of an
+    `nn.ParameterList` or an `nn.ParameterDict`, where LoRA would have no effect.
     """
     owner = model.get_submodule(stack.rpartition(".")[0])
-    return not isinstance(owner, ParametrizationList)
+    return not isinstance(owner, ParametrizationList | nn.ParameterList | nn.ParameterDict)
 
 
 def is_transposed(owner: nn.Module) -> bool:

@@ -137,6 +137,20 @@ def test_the_original_tensors_of_weight_norm_are_not_suggested_as_stacks(target,
         lora.add_lora(weight_normed(), target)
 
 
+def test_the_tensors_of_a_parameter_list_are_not_suggested_as_stacks(caplog):
+    weights = nn.ParameterList([torch.zeros(3, 4, 4)])
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)]), "weights": weights})
+    with pytest.raises(ValueError, match=r"^'other' matches no module of the model; it has layers"):
+        lora.add_lora(model, "other")
+    lora.add_lora(model, re.compile(r"layers\.0"), r=R)
+    with pytest.raises(UnsupportedLayerError, match=r"^weights\.0 belongs to a ParameterList, wh"):
+        lora.add_lora(model, "weights.0", r=R)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])})
+    model["weights"] = weights
+    lora.add_lora(model, "all-linear", r=R)
+    assert not caplog.messages
+
+
 def weight_normed() -> nn.ModuleDict:
     torch.manual_seed(0)
     conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 64, 9))
