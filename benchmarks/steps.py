@@ -1,7 +1,7 @@
 """Defines the contestants and columns of the benchmarks of training steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import contest
@@ -20,10 +20,12 @@ class Contestant(contest.Contestant):
     Args:
         full: whether every weight is trained, without LoRA.
         pad_to: the length that rows are padded to; by default that of the batch's longest row.
+        graphs: whether the step is run as a CUDA graph.
     """
 
     full: bool = False
     pad_to: int | None = None
+    graphs: bool = False
 
     @property
     def passes(self) -> int:
@@ -44,8 +46,11 @@ def baselines(device: str) -> dict[str, Contestant]:
 
 def contestants(device: str) -> list[Contestant]:
     """Returns the contestants that run on `device`."""
+    ours = baselines(device).values()
+    graphs = [replace(one, name=f"{one.name}, CUDA graphs", graphs=True) for one in ours]
     return [
-        *baselines(device).values(),
+        *ours,
+        *(graphs if device == "cuda" else ()),
         Contestant("this project, full fine-tuning", "ours", full=True),
         Contestant("PEFT", "peers"),
         Contestant("PEFT", "peers", weights="bfloat16"),
@@ -59,7 +64,8 @@ def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
     """Returns a plan's warm-up and batches; all contestants have the same timed batches.
 
     Contestants with `pad_to` take ten times as long per step and more. They get only the first
-    third of the timed batches, and less warm-up.
+    third of the timed batches, and less warm-up. CUDA graphs are recorded for the sizes of all
+    batches before any is timed.
 
     Args:
         contestant: the contestant.
@@ -69,10 +75,10 @@ def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
     warmup = WARMUP if contestant.dtype == "float32" else WARMUP_IN_HALF
     if contestant.pad_to:
         warmup, steps = WARMUP_PADDED, -(-steps // 3)
-    return {
-        "warmup": warmup,
-        "batches": batches[WARMUP_IN_HALF - warmup : WARMUP_IN_HALF + steps],
-    }
+    batches = batches[WARMUP_IN_HALF - warmup : WARMUP_IN_HALF + steps]
+    if contestant.graphs:
+        batches, warmup = [*batches, *batches[warmup:]], len(batches)
+    return {"warmup": warmup, "batches": batches}
 
 
 def layer_products(rows: int, hidden: int, inner: int, fused: bool = False) -> contest.Products:

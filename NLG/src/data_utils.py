@@ -17,7 +17,7 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,7 +188,9 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
 
 
 # The tensors of a batch by name, and its `PackedRows`.
-Batch = dict[str, Any]
+Batch = Mapping[str, Any]
+# Rows of one dataset -> a batch.
+Collate = Callable[[Sequence["Row"]], Batch]
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -248,20 +250,25 @@ def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
 
 
 def batches_from(
-    dataset: FT_Dataset, dist_env: DistEnv, seed: int, step: int, pin: bool = False
+    dataset: FT_Dataset,
+    dist_env: DistEnv,
+    seed: int,
+    step: int,
+    pin: bool = False,
+    collate: Collate = collate,
 ) -> Iterator[Batch]:
     """Yields this process's batches from a step on, epoch after epoch, endlessly.
 
     Step n of a run takes the n-th batch, so the position in the data follows from the step.
 
     Args:
-        dataset, dist_env, seed, pin: as for `training_batches`.
+        dataset, dist_env, seed, pin, collate: as for `training_batches`.
         step: the number of batches that the run has had before; 0 unless it is resumed.
     """
     epoch, skip = divmod(step, batches_per_epoch(dataset, dist_env))
     while True:
         epoch += 1
-        yield from training_batches(dataset, dist_env, seed, epoch, skip, pin)
+        yield from training_batches(dataset, dist_env, seed, epoch, skip, pin, collate)
         skip = 0
 
 
@@ -272,6 +279,7 @@ def training_batches(
     epoch: int,
     skip: int = 0,
     pin: bool = False,
+    collate: Collate = collate,
 ) -> Iterator[Batch]:
     """Yields this process's batches of one epoch, shuffled, all of full size.
 
@@ -285,6 +293,7 @@ def training_batches(
         epoch: the epoch's number, counted from 1.
         skip: how many batches to skip at the beginning, when a run is resumed.
         pin: whether batches are in pinned memory, so that copying them to a GPU need not wait.
+        collate: makes a batch of rows.
 
     Raises:
         ValueError: as for `batches_per_epoch`.
@@ -295,7 +304,7 @@ def training_batches(
     sampler.set_epoch(epoch)
     size = dataset.batch_size
     order = list(sampler)[skip * size : batches_per_epoch(dataset, dist_env) * size]
-    return _batches(dataset, order, pin)
+    return _batches(dataset, order, pin, collate)
 
 
 def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch]:
@@ -312,7 +321,9 @@ def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch
     return _batches(dataset, share, pin=dist_env.device.type == "cuda")
 
 
-def _batches(dataset: FT_Dataset, order: Sequence[int], pin: bool) -> Iterator[Batch]:
+def _batches(
+    dataset: FT_Dataset, order: Sequence[int], pin: bool, collate: Collate = collate
+) -> Iterator[Batch]:
     for start in range(0, len(order), dataset.batch_size):
         batch = collate([dataset[index] for index in order[start : start + dataset.batch_size]])
         yield {name: part.pin_memory() if pin else part for name, part in batch.items()}

@@ -56,6 +56,7 @@ from loralib.text import counted
 from loralib.training import watch
 from loralib.training.agreement import check_same_weights
 from loralib.training.compiled import compile_layers
+from loralib.training.cuda_graphs import FillingCollator, GraphedStep, check_cuda_graphs
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
@@ -156,6 +157,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """Carries out a run, from reading its data to its last checkpoint."""
     begun = time.perf_counter()
     check_precision(args.fp16, args.bf16, dist_env.device)
+    if args.cuda_graphs:
+        check_cuda_graphs(dist_env.device, dist_env.world_size, args.torch_compile)
     work_dir = Path(args.work_dir)
     launch = find_launch(work_dir, dist_env.world_size)
     args.resume |= launch.is_restart  # the launcher repeats the first attempt's command
@@ -295,7 +298,14 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
     step, best_ppl = progress
     pace = Pace(step, run.last_step)
     on_gpu = dist_env.device.type == "cuda"
-    batches = batches_from(run.train_data, dist_env, args.random_seed, step, pin=on_gpu)
+    to_batch = collate
+    add_gradients = gradients_of(run, ddp_model)
+    if args.cuda_graphs:
+        to_batch = FillingCollator(collate, {}, run.model.config.n_positions)
+        add_gradients = GraphedStep(add_gradients, run.model)
+    batches = batches_from(
+        run.train_data, dist_env, args.random_seed, step, pin=on_gpu, collate=to_batch
+    )
     bar = tqdm(
         range(step + 1, run.last_step + 1),
         total=run.last_step,
@@ -311,8 +321,7 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
         run.scheduler.step()
         update_is_due = step % args.grad_acc == 0
         with sync_gradients(ddp_model, due=update_is_due):
-            loss = run.loss_of(ddp_model, batch, args.label_smooth)
-            run.precision.backward(loss / args.grad_acc)
+            loss = add_gradients(batch)
         losses.add(step, loss)
         if losses.are_due:
             check_losses(losses, run.scheduler)
@@ -346,6 +355,17 @@ def take_steps(run: Run, ddp_model: nn.Module, progress: Progress, metrics: Metr
             resume_is_due = False
     check_losses(losses, run.scheduler)
     return best_ppl
+
+
+def gradients_of(run: Run, ddp_model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Returns a function that adds a batch's gradients, and returns its loss, detached."""
+
+    def add_gradients(batch: Batch) -> Tensor:
+        loss = run.loss_of(ddp_model, batch, run.args.label_smooth)
+        run.precision.backward(loss / run.args.grad_acc)
+        return loss.detach()
+
+    return add_gradients
 
 
 def evaluate_step(run: Run, step: int, best_ppl: float, metrics: MetricsLog) -> float:

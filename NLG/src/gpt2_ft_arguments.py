@@ -91,6 +91,12 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
         "run then has the same results to rounding, not bit for bit",
     )
     add(
+        "--cuda_graphs",
+        action="store_true",
+        help="launch all kernels of a step's forward and backward pass at once: several times as "
+        "fast on a GPU, for one process",
+    )
+    add(
         "--use_deterministic_algorithms",
         action="store_true",
         help="PyTorch's deterministic mode: the same bits on a GPU as well",

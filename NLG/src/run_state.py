@@ -51,7 +51,7 @@ _FIXED_FLAGS = (
     *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
-    *("use_deterministic_algorithms", "torch_compile"),
+    *("use_deterministic_algorithms", "torch_compile", "cuda_graphs"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )

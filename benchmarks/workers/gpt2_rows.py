@@ -3,6 +3,7 @@
 batches    for each row [tokens of the context, tokens of the completion]
 pad_to     the length that rows are padded to, null for that of the batch's longest row
 full       whether every weight is trained, without LoRA
+graphs     whether the step is run as a CUDA graph
 """
 
 import torch

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import loralib as lora
 from data_utils import Row, collate
+from loralib.training.cuda_graphs import fill_up
 from loralib.training.optimizer import AdamW
 from model import GPT2Config, GPT2LMModel
 
@@ -24,7 +25,8 @@ from model import GPT2Config, GPT2LMModel
 def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> Batch:
     """Makes a batch as for gpt2_ft.py: input, target, mask, each (rows, width), and packed_rows."""
     rows = draw_rows(plan, index, lengths)
-    return collate([Row(tokens, len(tokens), context - 1) for tokens, context in rows])
+    batch = collate([Row(tokens, len(tokens), context - 1) for tokens, context in rows])
+    return fill_up(batch, {}) if plan["graphs"] else batch
 
 
 def make_step(plan: dict) -> Step:

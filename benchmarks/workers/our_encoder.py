@@ -10,7 +10,9 @@ from torch.optim import AdamW
 
 import transformers
 from loralib.nn.packing import PackedRows
+from loralib.training.cuda_graphs import fill_up
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_losses import IGNORED_LABEL
 
 VERSIONS = {"this project": transformers.__version__}
 
@@ -18,7 +20,8 @@ VERSIONS = {"this project": transformers.__version__}
 def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
     """Makes a batch as the Trainer's loader does, with packed_rows."""
     batch = roberta_rows.make_batch(plan, index, lengths)
-    return {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
+    batch = {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
+    return fill_up(batch, {"labels": IGNORED_LABEL}) if plan["graphs"] else batch
 
 
 def make_step(

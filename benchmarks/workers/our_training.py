@@ -6,6 +6,7 @@ import torch
 from timing import Batch, Step
 from torch import Tensor, nn
 
+from loralib.training.cuda_graphs import GraphedStep
 from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, cast_frozen
 from loralib.training.product_choices import choose_products, frozen_weights
@@ -35,12 +36,18 @@ def training_step(
         choose_products(frozen_weights(model), precision.dtype, world_size=1)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
 
-    def step(batch: Batch) -> Tensor:
+    def add_gradients(batch: Batch) -> Tensor:
         with precision.autocast():
             loss = loss_of(batch)
         precision.backward(loss)
+        return loss.detach()
+
+    loss_and_gradients = GraphedStep(add_gradients, model) if plan["graphs"] else add_gradients
+
+    def step(batch: Batch) -> Tensor:
+        loss = loss_and_gradients(batch)
         precision.step(optimizer, max_norm)
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     return step

@@ -2,7 +2,7 @@
 
 batches    lengths of the rows of each        rank, alpha    LoRA's
 pad_to     length of rows, null for that      full           train every weight, without LoRA
-           of the batch's longest
+           of the batch's longest             graphs         run the step as a CUDA graph
 """
 
 import torch

@@ -42,6 +42,9 @@ class PackedRows:
             the number of rows.
         spans: each row's number of columns up to its last token, which is the row's length if its
             padding is on the right.
+        used_columns: the largest of `spans`; kept apart like `longest`.
+        is_filled: whether a row was added that brings the batch to a size that recurs, see
+            training/cuda_graphs.py; `longest` and `used_columns` are then that size's.
         padded_right: whether all rows have their padding on the right; a flag, so that a compiled
             graph does not depend on the numbers.
         starts_padded: whether the first position of some row is padding. Attention within packed
@@ -82,7 +85,9 @@ class PackedRows:
         self.longest = max(self.lengths, default=0)
         columns = torch.arange(1, mask.shape[1] + 1, device="cpu")
         self.spans: list[int] = (mask * columns).amax(dim=1).tolist()
+        self.used_columns = max(self.spans, default=0)
         self.padded_right = self.spans == self.lengths
+        self.is_filled = False
         self.targets: Tensor | None = None
         self.segments = slices([len(self.lengths)])
         self._move(lambda tensor: tensor.to(attention_mask.device))
@@ -139,6 +144,15 @@ class PackedRows:
         rows.segments = note_tokens(self.lengths)
         return rows
 
+    def copied(self, device: torch.device | str) -> "PackedRows":
+        """Returns the same rows with their tensors in new memory on a device."""
+        return self._moved(lambda tensor: tensor.to(device, copy=True))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of the rows that are known, always in the same order."""
+        held = (getattr(self, name) for name in self._TENSORS)
+        return [tensor for tensor in held if tensor is not None]
+
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "PackedRows":
         rows = copy.copy(self)
         rows._move(move)
@@ -157,6 +171,7 @@ class PackedRows:
         part = copy.copy(self)
         part.lengths, part.spans = self.lengths[segment], self.spans[segment]
         part.longest = max(part.lengths, default=0)
+        part.used_columns = max(part.spans, default=0)
         part.padded_right = part.spans == part.lengths
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
         part.is_token = self.is_token[segment]

@@ -107,7 +107,7 @@ def test_the_peak_of_a_process_is_that_of_the_timed_steps(contest, tmp_path):
 def test_frozen_weights_are_moved_to_a_gpu_in_half_precision(worker):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
-    plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16"}
+    plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16", "graphs": False}
     make_optimizer = torch.optim.SGD
     with SimulatedGpu() as gpu:
         worker("our_training").training_step(plan, model, make_optimizer, lambda batch: None, 0)

@@ -73,6 +73,11 @@ class PaddedRows:
         return self.lengths
 
     @property
+    def used_columns(self) -> int:
+        """The number of columns."""
+        return int(self.shape[1])
+
+    @property
     def first(self) -> Tensor:
         """(batch,), where each row's first position is."""
         return torch.arange(self.shape[0], device=self._device) * self.shape[1]

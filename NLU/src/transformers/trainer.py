@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.tensors import first_not_finite
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
+from loralib.training.cuda_graphs import GraphedStep
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
@@ -250,6 +251,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             compile_layers(self.model.base_model.encoder.layer, args.device)
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
+        self._graphs = (
+            GraphedStep(self._loss_and_gradients, self.model) if args.cuda_graphs else None
+        )
         self._resumed_from = 0  # the step that the last training resumed from, or 0
         self.callback_handler.model = self.model
 
@@ -519,7 +523,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Returns the run's batches; the Trainer's own loader also marks where their tokens are."""
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
-            loader.collate_fn = self._collator()
+            loader.collate_fn = self._training_collator()
         return EpochBatches(loader, self.args.seed, self.args.device)
 
     def _begin(self, checkpoint: str | None, passes: EpochBatches) -> str | None:
@@ -610,9 +614,18 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             # Needed after an evaluation only. Not called at every step, as it visits all modules.
             model.train()
         inputs = self._prepare_inputs(inputs)
+        weight = self._weight / self.args.gradient_accumulation_steps
+        if self._graphs is not None and self._has_own_step():
+            return self._graphs(inputs, weight, model)
+        return self._loss_and_gradients(inputs, weight, model)
+
+    def _loss_and_gradients(
+        self, inputs: Mapping[str, Any], weight: float, model: nn.Module
+    ) -> Tensor:
+        """Adds the gradients of `weight` times a batch's loss, and returns that, detached."""
         with self.precision.autocast():
             loss = self.compute_loss(model, inputs)
-        loss = loss * (self._weight / self.args.gradient_accumulation_steps)
+        loss = loss * weight
         self.precision.backward(loss)
         return loss.detach()
 

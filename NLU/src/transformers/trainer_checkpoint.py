@@ -90,6 +90,7 @@ _FIXED_FLAGS = (
     "fp16",
     "bf16",
     "torch_compile",
+    "cuda_graphs",
 )
 # Likewise, settings of the model. LoRA's targets are missing here: the same targets can be written
 # in several ways, and different ones are noticed when the weights are loaded.

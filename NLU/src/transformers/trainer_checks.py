@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from loralib.lora_layer import lora_layers
+from loralib.training.cuda_graphs import check_cuda_graphs
 
 from . import consistency
 from .modeling_utils import PreTrainedModel
@@ -83,11 +84,13 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         )
     if args.lora_plus_ratio != 1 and not lora_layers(model):
         raise ValueError("--lora_plus_ratio needs a model with LoRA: add --apply_lora")
-    for name in ("gradient_checkpointing", "torch_compile"):
+    for name in ("gradient_checkpointing", "torch_compile", "cuda_graphs"):
         if getattr(args, name) and not ours:
             raise ValueError(f"--{name} needs a model of this package: leave it out")
     if ours:
         consistency.check(model.config)
+        if args.cuda_graphs:
+            _check_graphs(model, args)
         known = inspect.signature(model.forward).parameters
         unknown = [name for name in label_names if name not in known]
         if unknown:
@@ -97,6 +100,19 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
             )
     if args.label_smoothing_factor > 0:
         _check_smoothing(model, label_names)
+
+
+def _check_graphs(model: PreTrainedModel, args: TrainingArguments) -> None:
+    check_cuda_graphs(args.device, args.world_size, args.torch_compile)
+    if args.gradient_checkpointing:
+        raise ValueError(
+            "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
+        )
+    if consistency.asks_for(model.config):
+        raise ValueError(
+            "--cuda_graphs and consistency training (--reg_loss_wgt, --masking_prob) do not go "
+            "together: leave one out"
+        )
 
 
 def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
     """Yields the settings for steps that are only counted, which leave no files behind."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
-        own.torch_compile = False  # the counter has to see every operation
+        own.torch_compile = own.cuda_graphs = False  # the counter has to see every operation
         device = own.device  # chosen before the precision, which it need not support
         own.fp16, own.bf16 = estimate_precision(args.fp16, args.bf16, device)
         yield own

@@ -77,8 +77,8 @@ class DebertaV2Embeddings(nn.Module):
             ValueError: a token is in a column that the model has no position for.
         """
         known = self.position_embeddings.num_embeddings
-        if not is_recorded() and max(rows.spans) > known:
-            raise too_long(max(rows.spans), known)
+        if not is_recorded() and rows.used_columns > known:
+            raise too_long(rows.used_columns, known)
         return rows.positions
 
     def forward(

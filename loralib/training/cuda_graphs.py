@@ -1,0 +1,303 @@
+"""Runs a training step's forward and backward pass as one CUDA graph.
+
+A GPU computes the kernels of a small step in a few milliseconds, but a processor takes ten times as
+long to launch them one by one: a step of RoBERTa-base has hundreds. A CUDA graph records them once,
+and launches all of them with one call.
+
+A graph is for one size of batch, and sizes differ in nearly every batch. So `fill_up` adds a row of
+tokens without a target, which brings a batch to a size that recurs. `GraphedStep` records a graph
+for each size.
+
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn.packing import PackedRows
+
+Batch = Mapping[str, Any]
+
+# Numbers of tokens and of targets are rounded up to multiples of a power of two: at most an eighth
+# of the number, and within these limits.
+_SMALLEST_STEP, _LARGEST_STEP = 8, 64
+# Columns are rounded up to a multiple of this. Kernels of attention skip what no row has.
+_COLUMNS = 64
+# Batches of further sizes are not recorded.
+_MOST_GRAPHS = 256
+
+
+def check_cuda_graphs(device: torch.device, world_size: int, torch_compile: bool) -> None:
+    """Checks that a run can use CUDA graphs.
+
+    Args:
+        device: where the run computes.
+        world_size: the number of processes.
+        torch_compile: whether layers are compiled.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if device.type != "cuda":
+        raise ValueError("--cuda_graphs needs a GPU: leave it out")
+    if world_size > 1:
+        raise ValueError(
+            f"--cuda_graphs is for one process, and this run has {world_size}: leave it out"
+        )
+    if torch_compile:
+        raise ValueError("--cuda_graphs and --torch_compile do not go together: leave one out")
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches of sizes that recur
+# ------------------------------------------------------------------------------------------------
+
+
+def fill_up(batch: Batch, ignored: Mapping[str, int], longest: int | None = None) -> Batch:
+    """Adds a row of tokens without targets, so that the batch's size is one that recurs.
+
+    The other rows' results change by rounding alone.
+
+    Args:
+        batch: tensors by name, with ``packed_rows`` as its collator makes them on the CPU.
+        ignored: what names of integers, (batch,) or (batch, length), hold where the loss ignores
+            them. Other tensors of (batch, length) are filled with 0.
+        longest: the most columns that the model takes.
+
+    Returns:
+        The filled batch, whose rows say so by `is_filled`; the same batch if it cannot be filled.
+    """
+    rows = batch.get("packed_rows")
+    if not isinstance(rows, PackedRows) or not rows.padded_right:
+        return batch
+    filled = _filled_rows(rows, longest)
+    wider = filled.shape[1] - rows.shape[1]
+    parts: dict[str, Any] = {"packed_rows": filled}
+    for name, part in batch.items():
+        if name == "packed_rows":
+            continue
+        if not isinstance(part, Tensor):
+            return batch
+        if part.shape == rows.shape:
+            parts[name] = F.pad(part, (0, wider, 0, 1), value=ignored.get(name, 0))
+        elif name in ignored and part.shape == rows.shape[:1] and not part.is_floating_point():
+            parts[name] = F.pad(part, (0, 1), value=ignored[name])
+        else:
+            return batch
+    return parts
+
+
+@dataclass(frozen=True)
+class FillingCollator:
+    """Makes batches as another collator does, and fills them up; see `fill_up`.
+
+    Args:
+        collator: makes a batch, with ``packed_rows``, of a list of examples.
+        ignored, longest: as in `fill_up`.
+    """
+
+    collator: Callable[[Any], Batch]
+    ignored: Mapping[str, int]
+    longest: int | None
+
+    def __call__(self, examples: Any) -> Batch:
+        """Returns the filled batch."""
+        return fill_up(self.collator(examples), self.ignored, self.longest)
+
+
+def _filled_rows(rows: PackedRows, longest: int | None) -> PackedRows:
+    """Returns rows of a size that recurs: these, and one more of as many tokens as are missing."""
+    columns = _next_multiple(rows.shape[1], _COLUMNS)
+    if longest is not None:
+        columns = max(min(columns, longest), rows.shape[1])
+    tokens = len(rows.index)
+    # One more, because the added row needs at least one token.
+    added = _next_multiple(tokens + 1, min(_step(tokens), columns)) - tokens
+    filled = PackedRows.from_lengths([*rows.lengths, added], columns)
+    filled.longest = filled.used_columns = columns
+    filled.is_filled = True
+    if rows.targets is not None:
+        targets = len(rows.targets)
+        missing = _next_multiple(targets, _step(targets)) - targets
+        filled.targets = F.pad(rows.targets, (0, missing), value=tokens)  # the added row's first
+    return filled
+
+
+def _step(count: int) -> int:
+    """Returns the step in which numbers of this size are rounded up."""
+    return min(max(2 ** max(count.bit_length() - 4, 0), _SMALLEST_STEP), _LARGEST_STEP)
+
+
+def _next_multiple(count: int, step: int) -> int:
+    return count + -count % step
+
+
+# ------------------------------------------------------------------------------------------------
+# Steps
+# ------------------------------------------------------------------------------------------------
+
+
+class _AnyLength(Sequence[int]):
+    """The lengths of rows in a graph: their number is known, and they differ from batch to batch.
+
+    Reading one is an error, because a graph would keep it for all batches.
+    """
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise RuntimeError("a CUDA graph is for rows of any length, so none can be read")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AnyLength)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Recorded(NamedTuple):
+    """A graph, the tensors that it reads and its loss, and the parameters that it trains."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    loss: Tensor
+    trained: list[nn.Parameter]
+
+
+class GraphedStep:
+    """Adds a batch's gradients to those of the parameters, and returns the loss, by CUDA graphs.
+
+    Everything that the step does besides reading the batch has to be the same for each batch of a
+    size: which parameters are trained, dropout's probability. Parameters may change in place; if
+    they move in memory, graphs are recorded anew.
+
+    Args:
+        step: batch, constants -> the detached loss, after a backward pass. Must not wait for the
+            device, nor read `PackedRows.lengths`.
+        model: the model; on a GPU.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], model: nn.Module):
+        self._step = step
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._device = self._tensors[0].device
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch, *constants: Hashable) -> Tensor:
+        """Runs the step on a batch; without a graph if `fill_up` could not fill it.
+
+        Args:
+            batch: tensors and ``packed_rows``, on the device or in pinned memory.
+            constants: further arguments of the step.
+        """
+        rows = batch.get("packed_rows")
+        if not (isinstance(rows, PackedRows) and rows.is_filled):
+            return self._step(batch, *constants)
+        key = self._key(batch, constants)
+        if key not in self._recorded:
+            if len(self._recorded) == _MOST_GRAPHS:
+                return self._step(batch, *constants)
+            self._recorded[key] = self._record(batch, constants)
+        return self._replay(self._recorded[key], batch)
+
+    def _key(self, batch: Batch, constants: tuple[Hashable, ...]) -> Hashable:
+        """Returns what a graph holds only for."""
+        sizes = tuple((name, part.shape) for name, part in batch.items())
+        parts = tuple((part.shape, part.dtype) for part in _tensors_of(batch))
+        model = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors)
+        return sizes, parts, model, constants
+
+    def _record(self, batch: Batch, constants: tuple[Hashable, ...]) -> _Recorded:
+        batch = {name: _copied(part, self._device) for name, part in batch.items()}
+        parameters = [x for x in self._tensors if isinstance(x, nn.Parameter)]
+        pending = [parameter.grad for parameter in parameters]
+        state = torch.cuda.get_rng_state(self._device)
+
+        def run() -> Tensor:
+            return self._step(batch, *constants)
+
+        _set_gradients(parameters, [None] * len(parameters))
+        _warm_up(run, self._device)
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        _set_gradients(trained, [self._sum_of(parameter) for parameter in trained])
+        torch.cuda.set_rng_state(state, self._device)
+        graph, loss = _capture(run, self._pool)
+        _set_gradients(parameters, pending)
+        return _Recorded(graph, _tensors_of(batch), loss, trained)
+
+    def _replay(self, recorded: _Recorded, batch: Batch) -> Tensor:
+        for held, given in zip(recorded.inputs, _tensors_of(batch), strict=True):
+            held.copy_(given, non_blocking=True)
+        self._prepare_sums(recorded.trained)
+        recorded.graph.replay()
+        return recorded.loss.clone()
+
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the memory in which graphs add up a parameter's gradients."""
+        if parameter not in self._sums:
+            self._sums[parameter] = torch.zeros_like(parameter)
+        return self._sums[parameter]
+
+    def _prepare_sums(self, trained: list[nn.Parameter]) -> None:
+        """Makes sums the parameters' gradients: of 0 if they have none, else of those they have."""
+        begun = []
+        for parameter in trained:
+            pending, total = parameter.grad, self._sum_of(parameter)
+            if pending is None:
+                begun.append(total)
+            elif pending is not total:  # of a batch without a graph
+                total.copy_(pending)
+            parameter.grad = total
+        if begun:
+            torch._foreach_zero_(begun)
+
+
+def _warm_up(run: Callable[[], Tensor], device: torch.device) -> None:
+    """Runs a step without recording it, so that libraries set themselves up."""
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
+
+
+def _capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Records a step, and returns the graph and its loss, which hold no values yet."""
+    graph = torch.cuda.CUDAGraph()
+    # Not "global": threads that prepare batches may pin memory meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        loss = run()
+    return graph, loss
+
+
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    """Returns a batch's tensors, those of its rows included, in a fixed order."""
+    tensors: list[Tensor] = []
+    for name in sorted(batch):
+        part = batch[name]
+        tensors += part.tensors() if isinstance(part, PackedRows) else [part]
+    return tensors
+
+
+def _copied(part: Tensor | PackedRows, device: torch.device) -> Tensor | PackedRows:
+    """Returns a part of a batch in memory of its own on the device, without the rows' lengths."""
+    if isinstance(part, Tensor):
+        return part.to(device, copy=True)
+    rows = part.copied(device)
+    rows.lengths = rows.spans = _AnyLength(len(part.lengths))  # type: ignore[assignment]
+    return rows
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -1,0 +1,51 @@
+"""Tests gpt2_ft.py with --cuda_graphs, on a simulated GPU and on a real one."""
+
+import json
+
+import pytest
+from simulated_gpu import GPUS, SimulatedGpu
+from simulated_graphs import SimulatedGraphs
+
+import gpt2_ft
+
+FLAGS = ("--max_step", "8", "--lr", "1e-4", "--eval_interval", "4", "--log_interval", "1")
+
+
+def losses_of(work_dir):
+    lines = (work_dir / "metrics.jsonl").read_text().splitlines()
+    return [row.get("loss", row.get("valid_loss")) for row in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("how", [(), ("--bf16",), ("--fp16",), ("--grad_acc", "2")])
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_run_has_the_losses_of_one_without(tiny, tmp_path, kind, how):
+    with kind():
+        gpt2_ft.main(tiny.flags(tmp_path / "plain", *FLAGS, *how))
+        if kind is SimulatedGpu:
+            with SimulatedGraphs() as graphs:
+                gpt2_ft.main(tiny.flags(tmp_path / "graphs", *FLAGS, *how, "--cuda_graphs"))
+            assert graphs.replays == 8
+            assert graphs.recorded < 8
+        else:
+            gpt2_ft.main(tiny.flags(tmp_path / "graphs", *FLAGS, *how, "--cuda_graphs"))
+    ours, theirs = losses_of(tmp_path / "graphs"), losses_of(tmp_path / "plain")
+    assert len(theirs) == 10
+    in_half = {"--bf16", "--fp16"} & {*how}
+    assert ours == pytest.approx(theirs, abs=0.05 if in_half else 1e-3)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_has_the_same_bits(tiny, tmp_path):
+    """With dropout, whose random numbers do not depend on when a graph is recorded."""
+    more = ("--cuda_graphs", "--use_deterministic_algorithms", "--lora_dropout", "0.1")
+    more += ("--bf16", "--save_interval", "4")
+    gpt2_ft.main(tiny.flags(tmp_path / "whole", *FLAGS, *more))
+    gpt2_ft.main(tiny.flags(tmp_path / "parts", *FLAGS, *more, "--max_step", "4"))
+    gpt2_ft.main(tiny.flags(tmp_path / "parts", *FLAGS, *more, "--resume"))
+    ours, theirs = losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole")
+    assert ours[-5:] == theirs[-5:]
+
+
+def test_it_needs_a_gpu(tiny, tmp_path, error_of):
+    error = error_of(tiny.flags(tmp_path, "--cuda_graphs"))
+    assert "--cuda_graphs needs a GPU: leave it out" in error

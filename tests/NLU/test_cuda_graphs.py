@@ -1,0 +1,114 @@
+"""Tests the Trainer with CUDA graphs, on a simulated GPU and on a real one."""
+
+import pytest
+import torch
+from compare import rounding
+from encoder_options import ENCODER_TERMS
+from simulated_gpu import GPUS, SimulatedGpu, to_cpu
+from simulated_graphs import SimulatedGraphs
+
+from transformers import Trainer
+
+FAMILIES = ("roberta", "deberta")
+LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Ten updates, each by a gradient that rounds as often as an encoder's output.
+TERMS = 10 * ENCODER_TERMS
+
+
+@pytest.fixture
+def model_of(make_classifier):
+    def make(family, **settings):
+        model = make_classifier(family, **{"num_labels": 2, "pad_token_id": 1, **LORA, **settings})
+        model.train_only(("lora",))
+        return model
+
+    return make
+
+
+def trained_by(trainer):
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    trained = {n: to_cpu(p) for n, p in trainer.model.named_parameters() if p.requires_grad}
+    return losses, trained
+
+
+@pytest.mark.parametrize("how", [{}, {"fp16": True}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", GPUS)
+def test_training_is_that_without_graphs(make_trainer, model_of, kind, family, how):
+    how = {"logging_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1.0, **how}
+
+    def run(**more):
+        return trained_by(make_trainer(model_of(family, **NO_DROPOUT), **how, **more))
+
+    with kind():
+        losses, expected = run()
+        if kind is SimulatedGpu:
+            with SimulatedGraphs() as graphs:
+                ours, trained = run(cuda_graphs=True)
+            assert graphs.replays >= 9  # batches
+            assert graphs.recorded < 5
+        else:
+            ours, trained = run(cuda_graphs=True)
+    dtype = torch.float16 if "fp16" in how else torch.float32
+    assert ours == pytest.approx(losses, abs=rounding(1, TERMS, dtype))
+    for name, parameter in expected.items():
+        difference = (trained[name] - parameter).norm()
+        assert difference <= rounding(parameter.norm(), TERMS, dtype), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_numbers_do_not_depend_on_when_a_graph_is_recorded(make_trainer, model_of, family):
+    """The second training has recorded its graphs in the first, and begins from the same seed."""
+    trainer = make_trainer(
+        model_of(family), cuda_graphs=True, use_deterministic_algorithms=True, logging_steps=1
+    )
+    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    found = []
+    for _ in range(2):
+        trainer.model.load_state_dict(start, strict=False)
+        trainer.create_optimizer_and_scheduler(10)
+        trainer.state.log_history.clear()
+        found.append(trained_by(trainer)[0])
+    assert found[0] == found[1]
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super().compute_loss(model, inputs, return_outputs) * 2
+
+
+def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_of):
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        trainer = make_trainer(model_of("roberta"), OwnLoss, cuda_graphs=True, max_steps=2)
+        trainer.train()
+    assert graphs.recorded == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_checkpointing": True}, "--cuda_graphs and --gradient_checkpointing do not go"),
+        ({"torch_compile": True}, "--cuda_graphs and --torch_compile do not go together"),
+    ],
+)
+def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
+    with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
+        make_trainer(model_of("roberta"), cuda_graphs=True, **settings)
+
+
+def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):
+    with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs and consistency training"):
+        make_trainer(model_of("roberta", reg_loss_wgt=1.0), cuda_graphs=True)
+
+
+def test_graphs_need_a_gpu(make_trainer):
+    with pytest.raises(ValueError, match="--cuda_graphs needs a GPU: leave it out"):
+        make_trainer(cuda_graphs=True)
+
+
+def test_graphs_need_a_model_of_this_package(make_trainer):
+    with pytest.raises(ValueError, match="--cuda_graphs needs a model of this package"):
+        make_trainer(torch.nn.Linear(2, 2), cuda_graphs=True)
