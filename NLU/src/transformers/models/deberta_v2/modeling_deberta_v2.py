@@ -182,7 +182,8 @@ class DebertaV2Encoder(Encoder):
         if config.norm_rel_ebd == "layer_norm":
             self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
-        self._rows_of_distances: Tensor | None = None
+        # CUDA graphs may read tables that have become too short.
+        self._rows_of_distances: list[Tensor] = []
 
     def relative_positions(self, length: int) -> RelativePositions | None:
         """Returns the distances within rows of `length` columns; None if no term uses them."""
@@ -205,7 +206,7 @@ class DebertaV2Encoder(Encoder):
         if is_recorded():  # a tensor made while tracing must not be kept
             rows = relative_rows(length, config.position_buckets, config.furthest)
             return torch.tensor(rows, device=device)
-        table = self._rows_of_distances
+        table = self._rows_of_distances[-1] if self._rows_of_distances else None
         if table is None or table.device != device or len(table) < 2 * length - 1:
             longest = max(length, config.max_position_embeddings)
             rows = relative_rows(longest, config.position_buckets, config.furthest)
@@ -215,7 +216,7 @@ class DebertaV2Encoder(Encoder):
                 if device.type in _FROM_PINNED_MEMORY and not torch.compiler.is_compiling():
                     table = table.pin_memory()
                 table = table.to(device, non_blocking=True)
-            self._rows_of_distances = table
+            self._rows_of_distances.append(table)
         middle = len(table) // 2
         return table[middle - length + 1 : middle + length]
 
