@@ -40,6 +40,10 @@ def pytest_configure(config):
     config.stash[SEEN_GPUS] = getattr(config, "workerinput", {}).get("seen_gpus", seen)
     if config.option.markexpr != "gpu":
         os.environ[name] = ""
+    else:
+        # Runs in deterministic mode set it, but PyTorch reads it at a process's first product,
+        # which may be another test's.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.hookimpl(optionalhook=True)
