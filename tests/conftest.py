@@ -22,7 +22,7 @@ SEEN_GPUS = pytest.StashKey[dict[str, str]]()
 
 # Set before any other conftest.py imports modules that read these. Subprocesses inherit them.
 _HOME = tempfile.TemporaryDirectory(prefix="lora-tests-")
-for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
+for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_", "TQDM_"))]:
     del os.environ[_name]
 os.environ["HF_HOME"] = _HOME.name
 os.environ["XDG_CACHE_HOME"] = _HOME.name
@@ -40,6 +40,10 @@ def pytest_configure(config):
     config.stash[SEEN_GPUS] = getattr(config, "workerinput", {}).get("seen_gpus", seen)
     if config.option.markexpr != "gpu":
         os.environ[name] = ""
+    else:
+        # Runs in deterministic mode set it, but PyTorch reads it at a process's first product,
+        # which may be another test's.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.hookimpl(optionalhook=True)

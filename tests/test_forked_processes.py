@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import subprocess
 import time
 
 import pytest
@@ -54,3 +55,10 @@ def test_a_caller_killed_in_its_call_is_passed_over(forking, sent):
         for stream in streams:
             os.close(stream)
     assert run_one(forking, 7) == 7
+
+
+def test_a_fork_s_output_may_be_a_pipe(forking):
+    """Scripts change the error handler of their output, unless Python's locale has done so."""
+    code = 'import sys; sys.stdout.reconfigure(errors="backslashreplace"); print("here")'
+    done = subprocess.run([forking.command(), "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr

@@ -140,6 +140,20 @@ def test_a_resumed_run_keeps_its_linear_methods(tiny, tmp_path, monkeypatch):
     assert set(map(frozenset, in_use)) == {frozenset({"plain"})}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16"])
+@pytest.mark.parametrize("name", ["lora", "whole model", "new dora from pissa"])
+def test_a_run_killed_on_a_gpu_ends_bit_exact(
+    tiny, tmp_path, monkeypatch, result_of, name, precision
+):
+    more = ["--use_deterministic_algorithms", *precision.split()]
+    whole, killed = (tmp_path / folder for folder in ("whole", "killed"))
+    gpt2_ft.main([*arguments(tiny, name, whole), *more])
+    run_until([*arguments(tiny, name, killed), *more], STEP, 5, monkeypatch)
+    gpt2_ft.main([*arguments(tiny, name, killed), *more, "--resume"])
+    assert result_of(killed) == result_of(whole)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_in_any_step_ends_bit_exact(
     tiny, tmp_path, monkeypatch, result_of, resumed_steps, name

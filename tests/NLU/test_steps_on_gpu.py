@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from compare import assert_close_to_rounding, rounding
+from compare import assert_close_to_rounding, assert_same_bits, rounding
 from encoder_options import ENCODER_TERMS
 from simulated_gpu import GPUS, SimulatedGpu, on_cpu, to_cpu
+from trainer_runs import trained
 
 from loralib.errors import TrainingError
 from loralib.training.precision import Precision, cast_frozen
@@ -318,3 +319,21 @@ def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
         ours = losses(gpu)
     assert ours == pytest.approx(expected, abs=1e-3)
     assert len(ours) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_resumed_on_a_gpu_ends_bit_exact(make_trainer, model_of, tmp_path, family, settings):
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    settings = {"use_deterministic_algorithms": True, **settings}
+    ends = []
+    for resumed in (None, str(tmp_path / "out" / "checkpoint-4")):
+        trainer = make_trainer(
+            model_of(family, **dropout), save_strategy="steps", save_steps=4, **settings
+        )
+        trainer.train(resumed)
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        ends.append((trained(trainer.model), losses))
+    assert_same_bits(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]

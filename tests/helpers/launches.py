@@ -65,6 +65,9 @@ class ForkServer:
         self.process = subprocess.Popen(
             [*under, sys.executable, FORKED, ",".join(IMPORTS[name]), self._path],
             stdin=subprocess.PIPE,
+            # Not pytest's own, which is a file: Python asks once, as it starts, whether its output
+            # has a position. A fork whose output is a pipe would still ask for the position.
+            stdout=subprocess.PIPE,
             env=environment,
         )
         atexit.register(self.close)
@@ -73,6 +76,7 @@ class ForkServer:
         """Ends the process; its forks go on."""
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(

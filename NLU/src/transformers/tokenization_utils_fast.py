@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+import tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from loralib.io.atomic import atomic_write_text
 
@@ -138,7 +140,7 @@ class TokenizersBackend(PreTrainedTokenizerBase):
                 direction=self.truncation_side,
             )
         try:
-            return self._tokenizer.encode_batch(
+            encodings = self._tokenizer.encode_batch(
                 inputs,
                 is_pretokenized=settings.words,
                 add_special_tokens=settings.add_special_tokens,
@@ -148,6 +150,14 @@ class TokenizersBackend(PreTrainedTokenizerBase):
             raise ValueError(f"the texts cannot be encoded ({how}): {error}") from error
         finally:
             self._tokenizer.no_truncation()
+        if settings.truncation and settings.overflow and not _keeps_what_is_cut_off():
+            longest = max(map(len, encodings), default=0)
+            if longest >= settings.max_length:
+                raise ValueError(
+                    f"tokenizers {tokenizers.__version__} loses most of what it cuts off from long "
+                    "texts: install another version, such as 0.23.3"
+                )
+        return encodings
 
     def _token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -233,6 +243,15 @@ class PreTrainedTokenizerFast(TokenizersBackend):
     ) -> tuple[str, ...]:
         """Writes nothing: ``tokenizer.json``, which `save_pretrained` writes, holds all of it."""
         return ()
+
+
+@cache
+def _keeps_what_is_cut_off() -> bool:
+    """Returns whether `overflowing` has all that was cut off; in 0.23.1 and 0.23.2, it has not."""
+    backend = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.enable_truncation(1)
+    return len(backend.encode("a a a").overflowing) == 2
 
 
 def columns_of(

@@ -18,6 +18,7 @@ from transformers import (
     RobertaTokenizer,
     RobertaTokenizerFast,
     TokenSpan,
+    tokenization_utils_fast,
 )
 
 FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8"))
@@ -101,6 +102,19 @@ def test_overlapping_windows_cover_the_whole_text(tokenizer):
         assert before[-3:] == after[:3]
     assert rows[0] + [index for row in rows[1:] for index in row[3:]] == whole
     assert batch["overflow_to_sample_mapping"] == [0] * len(rows)
+
+
+def test_a_package_that_loses_what_is_cut_off_is_refused(folders, monkeypatch):
+    """As versions 0.23.1 and 0.23.2 of tokenizers do."""
+    tokenizer = RobertaTokenizerFast.from_pretrained(folders["roberta"])
+    cut = {"truncation": True, "max_length": 12}
+    first = tokenizer(CONTEXT, **cut, return_overflowing_tokens=True)["input_ids"][0]
+    monkeypatch.setattr(tokenization_utils_fast, "_keeps_what_is_cut_off", lambda: False)
+    with pytest.raises(ValueError, match=r"tokenizers \S+ loses most of what it cuts off"):
+        tokenizer(CONTEXT, **cut, return_overflowing_tokens=True)
+    assert tokenizer(CONTEXT, **cut)["input_ids"] == first
+    (row,) = tokenizer("a b", **cut, return_overflowing_tokens=True)["input_ids"]
+    assert row == tokenizer("a b")["input_ids"]
 
 
 def test_windows_are_mapped_to_their_texts(tokenizer):
