@@ -11,6 +11,8 @@ for each size.
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
+import gc
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -19,7 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import TrainingError
 from ..nn.packing import PackedRows
+from ..text import first_line
+
+logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
 
@@ -73,7 +79,9 @@ def fill_up(batch: Batch, ignored: Mapping[str, int], longest: int | None = None
         The filled batch, whose rows say so by `is_filled`; the same batch if it cannot be filled.
     """
     rows = batch.get("packed_rows")
-    if not isinstance(rows, PackedRows) or not rows.padded_right:
+    if not isinstance(rows, PackedRows) or not rows.padded_right or rows.starts_padded:
+        return batch
+    if longest is not None and rows.shape[1] > longest:
         return batch
     filled = _filled_rows(rows, longest)
     wider = filled.shape[1] - rows.shape[1]
@@ -114,7 +122,7 @@ def _filled_rows(rows: PackedRows, longest: int | None) -> PackedRows:
     """Returns rows of a size that recurs: these, and one more of as many tokens as are missing."""
     columns = _next_multiple(rows.shape[1], _COLUMNS)
     if longest is not None:
-        columns = max(min(columns, longest), rows.shape[1])
+        columns = min(columns, longest)
     tokens = len(rows.index)
     # One more, because the added row needs at least one token.
     added = _next_multiple(tokens + 1, min(_step(tokens), columns)) - tokens
@@ -177,7 +185,7 @@ class GraphedStep:
 
     Everything that the step does besides reading the batch has to be the same for each batch of a
     size: which parameters are trained, dropout's probability. Parameters may change in place; if
-    they move in memory, graphs are recorded anew.
+    they move in memory, are frozen, or a module changes its mode, graphs are recorded anew.
 
     Args:
         step: batch, constants -> the detached loss, after a backward pass. Must not wait for the
@@ -187,10 +195,15 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Tensor], model: nn.Module):
         self._step = step
+        self._model, self._modules = model, list(model.modules())
         self._tensors = [*model.parameters(), *model.buffers()]
         self._device = self._tensors[0].device
         self._recorded: dict[Hashable, _Recorded] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._has_warned = False
+        # Streams of its own. A graph is destroyed with what cuBLAS keeps for its stream; and cuBLAS
+        # keeps memory for each stream, so each recording takes the same two.
+        self._warm_up_stream, self._stream = (torch.cuda.Stream(self._device) for _ in range(2))
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch, *constants: Hashable) -> Tensor:
@@ -202,22 +215,37 @@ class GraphedStep:
         """
         rows = batch.get("packed_rows")
         if not (isinstance(rows, PackedRows) and rows.is_filled):
+            self._warn()
             return self._step(batch, *constants)
         key = self._key(batch, constants)
-        if key not in self._recorded:
+        recorded = self._recorded.get(key)
+        if recorded is None:
             if len(self._recorded) == _MOST_GRAPHS:
                 return self._step(batch, *constants)
-            self._recorded[key] = self._record(batch, constants)
-        return self._replay(self._recorded[key], batch)
+            recorded = self._recorded[key] = self._record(batch, constants)
+        return self._replay(recorded, batch)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "CUDA graphs take batches that are padded on the right, with a token in each row: "
+                "others are computed without"
+            )
+        self._has_warned = True
 
     def _key(self, batch: Batch, constants: tuple[Hashable, ...]) -> Hashable:
         """Returns what a graph holds only for."""
         sizes = tuple((name, part.shape) for name, part in batch.items())
         parts = tuple((part.shape, part.dtype) for part in _tensors_of(batch))
         model = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors)
-        return sizes, parts, model, constants
+        modes = tuple(module.training for module in self._modules)
+        return sizes, parts, model, modes, constants
 
     def _record(self, batch: Batch, constants: tuple[Hashable, ...]) -> _Recorded:
+        self._check_model()
+        if not self._recorded:
+            # A graph of autograd that nothing needs any more would join the recording.
+            gc.collect()
         batch = {name: _copied(part, self._device) for name, part in batch.items()}
         parameters = [x for x in self._tensors if isinstance(x, nn.Parameter)]
         pending = [parameter.grad for parameter in parameters]
@@ -227,13 +255,26 @@ class GraphedStep:
             return self._step(batch, *constants)
 
         _set_gradients(parameters, [None] * len(parameters))
-        _warm_up(run, self._device)
+        _warm_up(run, self._warm_up_stream)
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         _set_gradients(trained, [self._sum_of(parameter) for parameter in trained])
         torch.cuda.set_rng_state(state, self._device)
-        graph, loss = _capture(run, self._pool)
+        graph, loss = _capture(run, self._stream, self._pool)
         _set_gradients(parameters, pending)
         return _Recorded(graph, _tensors_of(batch), loss, trained)
+
+    def _check_model(self) -> None:
+        """Checks that the model still has the tensors that graphs are recorded with.
+
+        Raises:
+            TrainingError: it has others.
+        """
+        now = [*self._model.parameters(), *self._model.buffers()]
+        if list(map(id, now)) != list(map(id, self._tensors)):
+            raise TrainingError(
+                "tensors of the model were replaced during training, which CUDA graphs do not "
+                "support: train without them"
+            )
 
     def _replay(self, recorded: _Recorded, batch: Batch) -> Tensor:
         for held, given in zip(recorded.inputs, _tensors_of(batch), strict=True):
@@ -262,21 +303,35 @@ class GraphedStep:
             torch._foreach_zero_(begun)
 
 
-def _warm_up(run: Callable[[], Tensor], device: torch.device) -> None:
+def _warm_up(run: Callable[[], Tensor], stream: torch.cuda.Stream) -> None:
     """Runs a step without recording it, so that libraries set themselves up."""
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         run()
     current.wait_stream(stream)
 
 
-def _capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Records a step, and returns the graph and its loss, which hold no values yet."""
+def _capture(
+    run: Callable[[], Tensor], stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Records a step, and returns the graph and its loss, which has no value yet.
+
+    Raises:
+        TrainingError: PyTorch cannot record it.
+    """
     graph = torch.cuda.CUDAGraph()
-    # Not "global": threads that prepare batches may pin memory meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        loss = run()
+    try:
+        # Not "global": threads that prepare batches may pin memory meanwhile.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            loss = run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise TrainingError(
+            f"this step cannot be recorded as a CUDA graph ({first_line(error)}): train without "
+            "--cuda_graphs"
+        ) from error
     return graph, loss
 
 

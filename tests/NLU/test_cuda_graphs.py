@@ -80,11 +80,12 @@ class OwnLoss(Trainer):
         return super().compute_loss(model, inputs, return_outputs) * 2
 
 
-def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_of):
+def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_of, caplog):
     with SimulatedGpu(), SimulatedGraphs() as graphs:
         trainer = make_trainer(model_of("roberta"), OwnLoss, cuda_graphs=True, max_steps=2)
         trainer.train()
     assert graphs.recorded == 0
+    assert "OwnLoss has its own training step or loss, which is run without" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,18 @@ def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_
 def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
         make_trainer(model_of("roberta"), cuda_graphs=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_labels": 1}, "--cuda_graphs supports classes of texts and tokens"),
+        ({"output_attentions": True}, "--cuda_graphs does not support output_attentions"),
+    ],
+)
+def test_models_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
+    with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
+        make_trainer(model_of("roberta", **settings), cuda_graphs=True)
 
 
 def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):

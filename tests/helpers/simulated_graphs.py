@@ -45,9 +45,10 @@ class SimulatedGraphs:
         self.recorded = self.replays = 0
         self._patches = [
             mock.patch.object(GraphedStep, "_record", _record),
-            mock.patch.object(cuda_graphs, "_warm_up", lambda run, device: run()),
+            mock.patch.object(cuda_graphs, "_warm_up", lambda run, stream: run()),
             mock.patch.object(cuda_graphs, "_capture", self._capture),
             mock.patch("torch.cuda.graph_pool_handle"),
+            mock.patch("torch.cuda.Stream"),
             mock.patch("torch.cuda.get_rng_state", _get_random_state),
             mock.patch("torch.cuda.set_rng_state", _set_random_state),
         ]
@@ -61,7 +62,9 @@ class SimulatedGraphs:
         for patch in reversed(self._patches):
             patch.stop()
 
-    def _capture(self, run: Callable[[], Tensor], pool: object) -> tuple["_Graph", Tensor]:
+    def _capture(
+        self, run: Callable[[], Tensor], stream: object, pool: object
+    ) -> tuple["_Graph", Tensor]:
         state = torch.get_rng_state()
         loss = run()
         torch.set_rng_state(state)  # recording draws no random numbers

@@ -251,12 +251,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             compile_layers(self.model.base_model.encoder.layer, args.device)
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
-        self._graphs = (
-            GraphedStep(self._loss_and_gradients, self.model) if args.cuda_graphs else None
-        )
         self._resumed_from = 0  # the step that the last training resumed from, or 0
         self.callback_handler.model = self.model
 
+    _graphs: GraphedStep | None = None  # while the model is trained with CUDA graphs
     use_apex = False  # training steps written for transformers 4.4.2 read it
 
     @property
@@ -433,10 +431,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             # The last step's checkpoint was written before the end of its epoch was processed.
             if not self._progress.has_ended:
                 self._end_epoch(self._progress.epoch, passes)
-        for epoch in range(self._progress.epoch, epochs):
-            if self.control.should_training_stop:
-                break
-            self._train_epoch(epoch, passes)
+        self._graphs = self._new_graphs()
+        try:
+            for epoch in range(self._progress.epoch, epochs):
+                if self.control.should_training_stop:
+                    break
+                self._train_epoch(epoch, passes)
+        finally:
+            self._graphs = None
         self._end_training()
         return self._summary(start)
 
@@ -450,6 +452,18 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._use_model(self.call_model_init(trial))
             self.optimizer = self.lr_scheduler = None
         self._name_trial()
+
+    def _new_graphs(self) -> GraphedStep | None:
+        """Returns the CUDA graphs of a run; None if it has none."""
+        if not self.args.cuda_graphs:
+            return None
+        if not self._has_own_step():
+            logger.warning(
+                "%s has its own training step or loss, which is run without --cuda_graphs",
+                type(self).__name__,
+            )
+            return None
+        return GraphedStep(self._loss_and_gradients, self.model)
 
     def _end_training(self) -> None:
         """Checks the loss and the weights, and loads the best model if `args` ask for it."""
@@ -615,7 +629,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             model.train()
         inputs = self._prepare_inputs(inputs)
         weight = self._weight / self.args.gradient_accumulation_steps
-        if self._graphs is not None and self._has_own_step():
+        if self._graphs is not None:
             return self._graphs(inputs, weight, model)
         return self._loss_and_gradients(inputs, weight, model)
 

@@ -102,11 +102,27 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         _check_smoothing(model, label_names)
 
 
+def _loss_ignores_labels(model: PreTrainedModel) -> bool:
+    """Returns whether the model's loss ignores labels of -100, as classes can be, not scores."""
+    if model.head == "sequence_classification":
+        return model.config.num_labels > 1
+    return model.head in ("token_classification", "masked_lm")
+
+
 def _check_graphs(model: PreTrainedModel, args: TrainingArguments) -> None:
     check_cuda_graphs(args.device, args.world_size, args.torch_compile)
     if args.gradient_checkpointing:
         raise ValueError(
             "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
+        )
+    if not _loss_ignores_labels(model):
+        raise ValueError(
+            "--cuda_graphs supports classes of texts and tokens, and masked language models: leave "
+            "it out"
+        )
+    if model.config.output_attentions or getattr(model.config, "is_decoder", False):
+        raise ValueError(
+            "--cuda_graphs does not support output_attentions and is_decoder: leave it out"
         )
     if consistency.asks_for(model.config):
         raise ValueError(

@@ -11,6 +11,7 @@ from simulated_graphs import SimulatedGraphs
 from torch import nn
 
 import loralib as lora
+from loralib.errors import TrainingError
 from loralib.nn.packing import PackedRows
 from loralib.training import cuda_graphs
 from loralib.training.cuda_graphs import (
@@ -79,10 +80,12 @@ def test_few_sizes_stand_for_all():
         pytest.param(
             {"packed_rows": PackedRows(torch.tensor([[0, 1, 1], [1, 1, 1]]))}, id="padded left"
         ),
+        pytest.param({"packed_rows": PackedRows(torch.tensor([[1, 1], [0, 0]]))}, id="empty row"),
+        pytest.param(make_batch([3, 5], columns=71), id="too wide"),
     ],
 )
 def test_other_batches_stay_as_they_are(batch):
-    assert fill_up(batch, IGNORED) is batch
+    assert fill_up(batch, IGNORED, 70) is batch
 
 
 def test_a_collator_fills_what_another_collates():
@@ -211,11 +214,16 @@ def test_recording_draws_no_random_numbers(graphs):
     assert len(set(losses[0])) > 1
 
 
-def test_batches_that_are_not_filled_run_without_a_graph(graphs):
+def test_batches_that_are_not_filled_run_without_a_graph(graphs, caplog):
     model = Model().to("cuda:0")
     step = GraphedStep(step_of(model), model)
-    step(moved(make_batch(LENGTHS[0])))
+    for lengths in LENGTHS:
+        step(moved(make_batch(lengths)))
     assert graphs.recorded == 0
+    assert [record.message for record in caplog.records] == [
+        "CUDA graphs take batches that are padded on the right, with a token in each row: others "
+        "are computed without"
+    ]
     assert model.inner.lora_B.grad.norm() > 0
 
 
@@ -250,7 +258,18 @@ def test_a_graph_is_not_used_once_its_weights_have_moved(graphs):
     step(batch)
     model.head.bias.requires_grad_(False)
     step(batch)
-    assert graphs.recorded == 3
+    model.inner.eval()
+    step(batch)
+    assert graphs.recorded == 4
+
+
+def test_tensors_that_are_replaced_are_an_error(graphs):
+    """A graph would train those that the model had before."""
+    model = Model().to("cuda:0")
+    step = GraphedStep(step_of(model), model)
+    model.head = nn.Linear(WIDTH, 3, device="cuda:0")
+    with pytest.raises(TrainingError, match="tensors of the model were replaced during training"):
+        step(moved(fill_up(make_batch(LENGTHS[0]), IGNORED)))
 
 
 def test_a_step_that_reads_lengths_is_an_error(graphs):
