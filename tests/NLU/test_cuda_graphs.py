@@ -58,23 +58,6 @@ def test_training_is_that_without_graphs(make_trainer, model_of, kind, family, h
         assert difference <= rounding(parameter.norm(), TERMS, dtype), name
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_numbers_do_not_depend_on_when_a_graph_is_recorded(make_trainer, model_of, family):
-    """The second training has recorded its graphs in the first, and begins from the same seed."""
-    trainer = make_trainer(
-        model_of(family), cuda_graphs=True, use_deterministic_algorithms=True, logging_steps=1
-    )
-    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    found = []
-    for _ in range(2):
-        trainer.model.load_state_dict(start, strict=False)
-        trainer.create_optimizer_and_scheduler(10)
-        trainer.state.log_history.clear()
-        found.append(trained_by(trainer)[0])
-    assert found[0] == found[1]
-
-
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False):
         return super().compute_loss(model, inputs, return_outputs) * 2

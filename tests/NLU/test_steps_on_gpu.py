@@ -322,11 +322,15 @@ def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_resumed_on_a_gpu_ends_bit_exact(make_trainer, model_of, tmp_path, family, settings):
+def test_a_run_resumed_on_a_gpu_ends_bit_exact(
+    make_trainer, model_of, tmp_path, family, settings, graphs
+):
+    """With CUDA graphs, the resumed run records them in other steps."""
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    settings = {"use_deterministic_algorithms": True, **settings}
+    settings = {"use_deterministic_algorithms": True, "cuda_graphs": graphs, **settings}
     ends = []
     for resumed in (None, str(tmp_path / "out" / "checkpoint-4")):
         trainer = make_trainer(
