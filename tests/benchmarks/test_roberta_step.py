@@ -70,6 +70,21 @@ def test_table_of_known_times_and_of_one_that_failed(
     assert dynamic["computed"] == f"{sum(16 * max(batch) for batch in batches):,}"
 
 
+def test_cuda_graphs_are_recorded_before_they_are_timed(script):
+    args = script.contest.parse(script.BENCHMARK, ["--device", "cuda", "--steps", "3"])
+    measurement = script.measure(args)
+    graphs = [one for one in measurement.contestants if one.graphs]
+    assert [one.dtype for one in graphs] == ["float32", "bfloat16", "float16"]
+    assert not any(one.graphs for one in script.contestants("cpu"))
+    for one in graphs:
+        plan = measurement.plan_of(one, 0)
+        timed = plan["batches"][plan["warmup"] :]
+        assert len(timed) == 3
+        assert plan["batches"][plan["warmup"] - 3 : plan["warmup"]] == timed
+        baseline = measurement.baseline_of(one)
+        assert measurement.plan_of(baseline, 0)["batches"][-3:] == timed
+
+
 def test_arithmetic_of_a_step(script):
     """85 M weights in the layers; 16 rows of 10 tokens."""
     full = script.Contestant("full", "peers", full=True)
