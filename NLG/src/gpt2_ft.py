@@ -56,7 +56,7 @@ from loralib.text import counted
 from loralib.training import watch
 from loralib.training.agreement import check_same_weights
 from loralib.training.compiled import compile_layers
-from loralib.training.cuda_graphs import FillingCollator, GraphedStep, check_cuda_graphs
+from loralib.training.cuda_graphs import HINT, FillingCollator, GraphedStep, why_no_graphs
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
@@ -157,8 +157,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """Carries out a run, from reading its data to its last checkpoint."""
     begun = time.perf_counter()
     check_precision(args.fp16, args.bf16, dist_env.device)
-    if args.cuda_graphs:
-        check_cuda_graphs(dist_env.device, dist_env.world_size, args.torch_compile)
+    if args.cuda_graphs and (reason := reason_against_graphs(args, dist_env)):
+        raise ValueError(reason)
     work_dir = Path(args.work_dir)
     launch = find_launch(work_dir, dist_env.world_size)
     args.resume |= launch.is_restart  # the launcher repeats the first attempt's command
@@ -265,6 +265,11 @@ def build_run(
         identity=identity_of(args, model.config, dist_env, max_step, last_step, base.fingerprint),
         loss_of=loss_function(precision, dist_env.device),
     )
+
+
+def reason_against_graphs(args: argparse.Namespace, dist_env: DistEnv) -> str | None:
+    """Returns why the run cannot use CUDA graphs, or None if it can."""
+    return why_no_graphs(dist_env.device, dist_env.world_size, args.torch_compile)
 
 
 def set_max_step(args: argparse.Namespace, data: FT_Dataset, processes: int) -> None:
@@ -581,6 +586,8 @@ def show_beginning(run: Run, step: int) -> None:
     ]
     if step:
         rows.append(("resuming from", f"{RESUME_NAME}, step {step:,}"))
+    elif not args.cuda_graphs and reason_against_graphs(args, dist_env) is None:
+        rows.append(HINT)
     logger.info("training\n%s", table(rows, indent="  "))
 
 

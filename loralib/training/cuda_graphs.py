@@ -38,25 +38,25 @@ _COLUMNS = 64
 _MOST_GRAPHS = 256
 
 
-def check_cuda_graphs(device: torch.device, world_size: int, torch_compile: bool) -> None:
-    """Checks that a run can use CUDA graphs.
+# Shown at the beginning of a run that could use graphs: a name and a value in a table.
+HINT = ("faster with", "--cuda_graphs")
+
+
+def why_no_graphs(device: torch.device, world_size: int, torch_compile: bool) -> str | None:
+    """Returns why a run cannot use CUDA graphs, or None if it can.
 
     Args:
         device: where the run computes.
         world_size: the number of processes.
         torch_compile: whether layers are compiled.
-
-    Raises:
-        ValueError: it cannot.
     """
     if device.type != "cuda":
-        raise ValueError("--cuda_graphs needs a GPU: leave it out")
+        return "--cuda_graphs needs a GPU: leave it out"
     if world_size > 1:
-        raise ValueError(
-            f"--cuda_graphs is for one process, and this run has {world_size}: leave it out"
-        )
+        return f"--cuda_graphs is for one process, and this run has {world_size}: leave it out"
     if torch_compile:
-        raise ValueError("--cuda_graphs and --torch_compile do not go together: leave one out")
+        return "--cuda_graphs and --torch_compile do not go together: leave one out"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------

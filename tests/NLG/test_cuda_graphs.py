@@ -37,3 +37,13 @@ def test_a_run_has_the_losses_of_one_without(tiny, tmp_path, kind, how):
 def test_it_needs_a_gpu(tiny, tmp_path, error_of):
     error = error_of(tiny.flags(tmp_path, "--cuda_graphs"))
     assert "--cuda_graphs needs a GPU: leave it out" in error
+
+
+def test_a_run_that_could_use_graphs_says_so(tiny, tmp_path, caplog):
+    caplog.set_level("INFO")
+    gpt2_ft.main(tiny.flags(tmp_path / "cpu", "--max_step", "1"))
+    assert "training" in caplog.text
+    assert "faster with" not in caplog.text
+    with SimulatedGpu():
+        gpt2_ft.main(tiny.flags(tmp_path / "gpu", "--max_step", "1"))
+    assert "faster with    --cuda_graphs" in caplog.text

@@ -71,6 +71,20 @@ def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_
     assert "OwnLoss has its own training step or loss, which is run without" in caplog.text
 
 
+@pytest.mark.parametrize(("settings", "shown"), [({}, True), ({"num_labels": 1}, False)])
+def test_a_run_that_could_use_graphs_says_so(make_trainer, model_of, caplog, settings, shown):
+    caplog.set_level("INFO")
+    with SimulatedGpu(), SimulatedGraphs():
+        model = model_of("roberta", **settings)
+        make_trainer(model, max_steps=1, log_level="info").train()
+        assert ("faster with" in caplog.text) == shown
+        caplog.clear()
+        if shown:
+            make_trainer(model, cuda_graphs=True, max_steps=1, log_level="info").train()
+            assert "training" in caplog.text
+            assert "faster with" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

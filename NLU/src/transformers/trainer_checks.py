@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from loralib.lora_layer import lora_layers
-from loralib.training.cuda_graphs import check_cuda_graphs
+from loralib.training import cuda_graphs
 
 from . import consistency
 from .modeling_utils import PreTrainedModel
@@ -84,13 +84,11 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         )
     if args.lora_plus_ratio != 1 and not lora_layers(model):
         raise ValueError("--lora_plus_ratio needs a model with LoRA: add --apply_lora")
-    for name in ("gradient_checkpointing", "torch_compile", "cuda_graphs"):
+    for name in ("gradient_checkpointing", "torch_compile"):
         if getattr(args, name) and not ours:
             raise ValueError(f"--{name} needs a model of this package: leave it out")
     if ours:
         consistency.check(model.config)
-        if args.cuda_graphs:
-            _check_graphs(model, args)
         known = inspect.signature(model.forward).parameters
         unknown = [name for name in label_names if name not in known]
         if unknown:
@@ -98,6 +96,8 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
                 f"--label_names: {type(model).__name__} takes no {', '.join(unknown)}: leave the "
                 "flag out, or name the arguments of forward that are labels"
             )
+    if args.cuda_graphs and (reason := why_no_graphs(model, args)):
+        raise ValueError(reason)
     if args.label_smoothing_factor > 0:
         _check_smoothing(model, label_names)
 
@@ -109,26 +109,25 @@ def _loss_ignores_labels(model: PreTrainedModel) -> bool:
     return model.head in ("token_classification", "masked_lm")
 
 
-def _check_graphs(model: PreTrainedModel, args: TrainingArguments) -> None:
-    check_cuda_graphs(args.device, args.world_size, args.torch_compile)
+def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
+    """Returns why a model cannot be trained with CUDA graphs, or None if it can."""
+    if not isinstance(model, PreTrainedModel):
+        return "--cuda_graphs needs a model of this package: leave it out"
     if args.gradient_checkpointing:
-        raise ValueError(
-            "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
-        )
+        return "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
     if not _loss_ignores_labels(model):
-        raise ValueError(
+        return (
             "--cuda_graphs supports classes of texts and tokens, and masked language models: leave "
             "it out"
         )
     if model.config.output_attentions or getattr(model.config, "is_decoder", False):
-        raise ValueError(
-            "--cuda_graphs does not support output_attentions and is_decoder: leave it out"
-        )
+        return "--cuda_graphs does not support output_attentions and is_decoder: leave it out"
     if consistency.asks_for(model.config):
-        raise ValueError(
+        return (
             "--cuda_graphs and consistency training (--reg_loss_wgt, --masking_prob) do not go "
             "together: leave one out"
         )
+    return cuda_graphs.why_no_graphs(args.device, args.world_size, args.torch_compile)
 
 
 def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:

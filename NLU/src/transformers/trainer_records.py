@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.io.console import devices_in_words, steps_in_words, table, training_in_words
 from loralib.text import counted
+from loralib.training.cuda_graphs import HINT
 from loralib.training.distributed import share_warnings, sum_over_processes
 
 from .adapter_kinds import BITFIT, BOTTLENECK
@@ -19,6 +20,7 @@ from .integrations import CurvesCallback
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import CallbackHandler, TrainerState
 from .trainer_checkpoint import TRAINER_STATE_NAME
+from .trainer_checks import why_no_graphs
 from .trainer_data import length_of
 from .trainer_progress import Progress
 from .trainer_pt_utils import metrics_format
@@ -72,6 +74,8 @@ class TrainerRecords:
                 left = "" if self.state.global_step < max_steps else ": nothing is left to train"
                 step = f"step {self.state.global_step:,}{left}"
                 rows.append(("resuming from", f"{checkpoint}, {step}"))
+            elif not args.cuda_graphs and why_no_graphs(self.model, args) is None:
+                rows.append(HINT)
             logger.info("training\n%s", table(rows, indent="  "))
 
     def _about_model(self) -> list[tuple[str, str]]:
