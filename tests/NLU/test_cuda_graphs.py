@@ -94,31 +94,39 @@ def test_a_run_that_could_use_graphs_says_so(make_trainer, model_of, caplog, set
 )
 def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
-        make_trainer(model_of("roberta"), cuda_graphs=True, **settings)
+        make_trainer(model_of("roberta"), cuda_graphs=True, **settings).train()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_labels": 1}, "--cuda_graphs supports classes of texts and tokens"),
+        ({"num_labels": 1}, "--cuda_graphs works for classification, tagging"),
         ({"output_attentions": True}, "--cuda_graphs does not support output_attentions"),
     ],
 )
 def test_models_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
-        make_trainer(model_of("roberta", **settings), cuda_graphs=True)
+        make_trainer(model_of("roberta", **settings), cuda_graphs=True).train()
 
 
 def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):
     with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs and consistency training"):
-        make_trainer(model_of("roberta", reg_loss_wgt=1.0), cuda_graphs=True)
+        make_trainer(model_of("roberta", reg_loss_wgt=1.0), cuda_graphs=True).train()
 
 
 def test_graphs_need_a_gpu(make_trainer):
     with pytest.raises(ValueError, match="--cuda_graphs needs a GPU: leave it out"):
-        make_trainer(cuda_graphs=True)
+        make_trainer(cuda_graphs=True).train()
 
 
 def test_graphs_need_a_model_of_this_package(make_trainer):
-    with pytest.raises(ValueError, match="--cuda_graphs needs a model of this package"):
-        make_trainer(torch.nn.Linear(2, 2), cuda_graphs=True)
+    with SimulatedGpu():
+        trainer = make_trainer(torch.nn.Linear(2, 2), cuda_graphs=True)
+        with pytest.raises(ValueError, match="--cuda_graphs needs a model of this package"):
+            trainer.train()
+
+
+def test_an_evaluation_takes_the_flag_on_a_cpu(make_trainer):
+    """It was trained with the flag on another machine."""
+    found = make_trainer(cuda_graphs=True).evaluate()["eval_loss"]
+    assert found == make_trainer().evaluate()["eval_loss"]

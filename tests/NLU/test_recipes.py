@@ -298,6 +298,16 @@ def test_too_few_gpus_are_an_error_with_advice(started, monkeypatch, capsys, nam
     assert "examples" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("gpus", "kept"), [(0, False), (2, False), (1, True)])
+def test_the_advice_has_cuda_graphs_only_for_one_gpu(started, monkeypatch, gpus, kept):
+    monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
+    monkeypatch.setenv("NPROC", "")
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_mnli", "--cuda_graphs"])
+    assert ended.value.code.startswith("roberta_base_mnli.sh: error: the recipe takes 8 GPUs")
+    assert ("--cuda_graphs" in ended.value.code) == kept
+
+
 @pytest.mark.parametrize(
     ("nproc", "count"), [("01", 1), (" 1", 1), ("+2", 2), ("10\n", 10), ("cpu", os.cpu_count())]
 )

@@ -61,7 +61,13 @@ from .trainer_checkpoint import (
     checkpoint_identities,
     outdated_checkpoints,
 )
-from .trainer_checks import check_evaluation_set, check_hooks, check_model, check_training_set
+from .trainer_checks import (
+    check_evaluation_set,
+    check_hooks,
+    check_model,
+    check_training_set,
+    why_no_graphs,
+)
 from .trainer_data import (
     EpochBatches,
     collator_settings,
@@ -406,6 +412,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 "--evaluation_strategy needs a set to evaluate on: add --do_eval, or give the "
                 "Trainer an eval_dataset"
             )
+        if args.cuda_graphs and (reason := why_no_graphs(self.model, args)):
+            raise ValueError(reason)
         passes = self._training_passes()
         max_steps, epochs = self._updates_and_epochs(passes.length)
         if args.world_size > 1:

@@ -96,8 +96,6 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
                 f"--label_names: {type(model).__name__} takes no {', '.join(unknown)}: leave the "
                 "flag out, or name the arguments of forward that are labels"
             )
-    if args.cuda_graphs and (reason := why_no_graphs(model, args)):
-        raise ValueError(reason)
     if args.label_smoothing_factor > 0:
         _check_smoothing(model, label_names)
 
@@ -111,14 +109,17 @@ def _loss_ignores_labels(model: PreTrainedModel) -> bool:
 
 def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
     """Returns why a model cannot be trained with CUDA graphs, or None if it can."""
+    of_run = cuda_graphs.why_no_graphs(args.device, args.world_size, args.torch_compile)
+    if of_run is not None:
+        return of_run
     if not isinstance(model, PreTrainedModel):
         return "--cuda_graphs needs a model of this package: leave it out"
     if args.gradient_checkpointing:
         return "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
     if not _loss_ignores_labels(model):
         return (
-            "--cuda_graphs supports classes of texts and tokens, and masked language models: leave "
-            "it out"
+            "--cuda_graphs works for classification, tagging and masked language models only: "
+            "leave it out"
         )
     if model.config.output_attentions or getattr(model.config, "is_decoder", False):
         return "--cuda_graphs does not support output_attentions and is_decoder: leave it out"
@@ -127,7 +128,7 @@ def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
             "--cuda_graphs and consistency training (--reg_loss_wgt, --masking_prob) do not go "
             "together: leave one out"
         )
-    return cuda_graphs.why_no_graphs(args.device, args.world_size, args.torch_compile)
+    return None
 
 
 def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:

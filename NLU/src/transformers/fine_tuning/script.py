@@ -18,6 +18,7 @@ from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write_text
 from loralib.io.command_line import summary
 from loralib.io.console import devices_in_words
+from loralib.training.cuda_graphs import why_no_graphs
 
 from ..configuration_utils import PretrainedConfig
 from ..data.data_collator import default_data_collator
@@ -147,6 +148,10 @@ def open_run(
     set_up_datasets(model_args.cache_dir)
     check_sources_kept(args, model_args.sources)
     checkpoint = find_checkpoint(args)
+    if args.do_train and args.cuda_graphs:  # before the model is read
+        reason = why_no_graphs(args.device, args.world_size, args.torch_compile)
+        if reason is not None:
+            raise ValueError(reason)
     if not args.do_train:  # training logs it in its own summary
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)
