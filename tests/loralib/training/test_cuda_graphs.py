@@ -262,13 +262,30 @@ def test_a_graph_is_not_used_once_its_weights_have_moved(graphs):
     assert graphs.recorded == 4
 
 
-def test_tensors_that_are_replaced_are_an_error(graphs):
+def replace_module(model):
+    model.head = nn.Linear(WIDTH, 3, device="cuda:0")
+
+
+def replace_parameter(model):
+    model.head.bias = nn.Parameter(model.head.bias.detach().clone())
+
+
+def add_buffer(model):
+    model.register_buffer("more", torch.zeros(1, device="cuda:0"))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("replace", [replace_module, replace_parameter, add_buffer])
+def test_parts_that_are_replaced_are_an_error(graphs, replace, recorded):
     """A graph would train those that the model had before."""
     model = Model().to("cuda:0")
     step = GraphedStep(step_of(model), model)
-    model.head = nn.Linear(WIDTH, 3, device="cuda:0")
-    with pytest.raises(TrainingError, match="tensors of the model were replaced during training"):
-        step(moved(fill_up(make_batch(LENGTHS[0]), IGNORED)))
+    batch = moved(fill_up(make_batch(LENGTHS[0]), IGNORED))
+    if recorded:
+        step(batch)
+    replace(model)
+    with pytest.raises(TrainingError, match=r"^modules or tensors of the model were replaced"):
+        step(batch)
 
 
 def test_a_step_that_reads_lengths_is_an_error(graphs):
