@@ -14,6 +14,7 @@ from transformers import (
     RobertaForMaskedLM,
     RobertaForTokenClassification,
     Trainer,
+    TrainerCallback,
 )
 from transformers.modeling_losses import IGNORED_LABEL
 from transformers.trainer_pt_utils import LabelSmoother
@@ -103,6 +104,21 @@ def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
         return LabelSmoother(smoothing)(model(**{**batch, "labels": None}), labels)
 
     assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_no_graphs(make_trainer, model_of):
+    """Their memory is freed, and a later step of the caller's own is not run by them."""
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        trainer = make_trainer(model_of("roberta"), cuda_graphs=True, callbacks=[Interrupt()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert graphs.replays == 1
+    assert trainer._graphs is None
 
 
 class OwnLoss(Trainer):
