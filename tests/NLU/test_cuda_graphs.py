@@ -7,6 +7,7 @@ from encoder_options import ENCODER_TERMS
 from simulated_gpu import GPUS, SimulatedGpu, to_cpu
 from simulated_graphs import SimulatedGraphs
 
+from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows
 from loralib.training.cuda_graphs import fill_up
 from transformers import (
@@ -104,6 +105,14 @@ def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
         return LabelSmoother(smoothing)(model(**{**batch, "labels": None}), labels)
 
     assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
+
+
+def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, model_of, tmp_path):
+    with SimulatedGpu(), SimulatedGraphs():
+        make_trainer(model_of("roberta"), save_strategy="steps", save_steps=3).train()
+        trainer = make_trainer(model_of("roberta"), cuda_graphs=True)
+        with pytest.raises(CheckpointError, match="--cuda_graphs False, but this run has True"):
+            trainer.train(str(tmp_path / "out" / "checkpoint-3"))
 
 
 class Interrupt(TrainerCallback):
