@@ -13,6 +13,7 @@ from loralib.training.cuda_graphs import fill_up
 from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
+    RobertaForQuestionAnswering,
     RobertaForTokenClassification,
     Trainer,
     TrainerCallback,
@@ -182,11 +183,18 @@ def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, m
     [
         ({"num_labels": 1}, "--cuda_graphs supports classes of texts and tokens"),
         ({"output_attentions": True}, "--cuda_graphs does not support output_attentions"),
+        ({"is_decoder": True}, "--cuda_graphs does not support output_attentions and is_decoder"),
     ],
 )
 def test_models_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
         make_trainer(model_of("roberta", **settings), cuda_graphs=True)
+
+
+def test_question_answering_does_not_go_with_graphs(make_trainer):
+    model = RobertaForQuestionAnswering(RobertaConfig(60, 32, 2, 4, 48))
+    with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs supports classes of texts"):
+        make_trainer(model, cuda_graphs=True)
 
 
 def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):
