@@ -15,6 +15,7 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -195,7 +196,8 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Tensor], model: nn.Module):
         self._step = step
-        self._model, self._modules = model, list(model.modules())
+        self._modules = list(model.modules())
+        self._parts = self._parts_now()
         self._tensors = [*model.parameters(), *model.buffers()]
         self._device = self._tensors[0].device
         self._recorded: dict[Hashable, _Recorded] = {}
@@ -217,6 +219,7 @@ class GraphedStep:
         if not (isinstance(rows, PackedRows) and rows.is_filled):
             self._warn()
             return self._step(batch, *constants)
+        self._check_model()
         key = self._key(batch, constants)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -242,7 +245,6 @@ class GraphedStep:
         return sizes, parts, model, modes, constants
 
     def _record(self, batch: Batch, constants: tuple[Hashable, ...]) -> _Recorded:
-        self._check_model()
         if not self._recorded:
             # A graph of autograd that nothing needs any more would join the recording.
             gc.collect()
@@ -264,17 +266,26 @@ class GraphedStep:
         return _Recorded(graph, _tensors_of(batch), loss, trained)
 
     def _check_model(self) -> None:
-        """Checks that the model still has the tensors that graphs are recorded with.
+        """Checks that the model still has the modules and tensors that graphs are recorded with.
 
         Raises:
             TrainingError: it has others.
         """
-        now = [*self._model.parameters(), *self._model.buffers()]
-        if list(map(id, now)) != list(map(id, self._tensors)):
+        now = self._parts_now()
+        if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
             raise TrainingError(
-                "tensors of the model were replaced during training, which CUDA graphs do not "
-                "support: train without them"
+                "modules or tensors of the model were replaced during training, which CUDA graphs "
+                "do not support: train without them"
             )
+
+    def _parts_now(self) -> list[nn.Module | Tensor | None]:
+        """Returns what the modules hold; cheaply, because each step compares it."""
+        return [
+            part
+            for module in self._modules
+            for held in (module._parameters, module._buffers, module._modules)
+            for part in held.values()
+        ]
 
     def _replay(self, recorded: _Recorded, batch: Batch) -> Tensor:
         for held, given in zip(recorded.inputs, _tensors_of(batch), strict=True):

@@ -39,6 +39,16 @@ def test_it_needs_a_gpu(tiny, tmp_path, error_of):
     assert "--cuda_graphs needs a GPU: leave it out" in error
 
 
+def test_a_run_without_graphs_is_not_resumed_with_them(tiny, tmp_path, error_of):
+    flags = tiny.flags(tmp_path, *FLAGS)
+    with SimulatedGpu():
+        gpt2_ft.main(flags)
+        error = error_of([*flags, "--resume", "--cuda_graphs"])
+    assert (
+        "belongs to a run with --cuda_graphs False, but this run has True: give the same" in error
+    )
+
+
 def test_a_run_that_could_use_graphs_says_so(tiny, tmp_path, caplog):
     caplog.set_level("INFO")
     gpt2_ft.main(tiny.flags(tmp_path / "cpu", "--max_step", "1"))

@@ -128,6 +128,10 @@ def test_float16_without_a_gpu(figures_of):
     assert figures_of("--max_step", 5, "--fp16")["computed in"] == "float16, on cpu"
 
 
+def test_steps_with_cuda_graphs_are_counted_on_a_cpu(figures_of):
+    assert figures_of("--max_step", 5, "--cuda_graphs") == figures_of("--max_step", 5)
+
+
 def test_a_rate_is_measured_in_steps_of_two_blocks(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("loralib.training.estimate._TIMED", 0.0)
     gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 5, "--estimate"))

@@ -2,12 +2,24 @@
 
 import pytest
 import torch
-from compare import rounding
+from compare import assert_close_to_rounding, rounding
 from encoder_options import ENCODER_TERMS
 from simulated_gpu import GPUS, SimulatedGpu, to_cpu
 from simulated_graphs import SimulatedGraphs
 
-from transformers import Trainer
+from loralib.errors import CheckpointError
+from loralib.nn.packing import PackedRows
+from loralib.training.cuda_graphs import fill_up
+from transformers import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForQuestionAnswering,
+    RobertaForTokenClassification,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.modeling_losses import IGNORED_LABEL
+from transformers.trainer_pt_utils import LabelSmoother
 
 FAMILIES = ("roberta", "deberta")
 LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
@@ -58,6 +70,67 @@ def test_training_is_that_without_graphs(make_trainer, model_of, kind, family, h
         assert difference <= rounding(parameter.norm(), TERMS, dtype), name
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{}, {"lora_variant": "dora"}])
+def test_evaluations_and_checkpoints_between_steps(make_trainer, model_of, family, settings):
+    often = dict.fromkeys(("eval_steps", "save_steps"), 2)
+    often |= dict.fromkeys(("evaluation_strategy", "save_strategy"), "steps")
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        model = model_of(family, **settings)
+        trainer = make_trainer(
+            model, cuda_graphs=True, max_steps=8, load_best_model_at_end=True, **often
+        )
+        trainer.train()
+        assert graphs.replays == 8
+        trainer.train()  # after the best weights were loaded
+        assert graphs.replays == 16
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [RobertaForMaskedLM, RobertaForTokenClassification])
+def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
+    config = RobertaConfig(60, 32, 2, 4, 48, max_position_embeddings=72, type_vocab_size=1)
+    model = kind(config).eval()
+    ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) < torch.tensor([9, 4, 1, 7])[:, None]).long()
+    labels = (ids % 2).masked_fill((mask == 0) | (ids % 3 == 0), IGNORED_LABEL)
+    rows = PackedRows(mask).with_targets(labels != IGNORED_LABEL)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "packed_rows": rows}
+    filled = fill_up(batch, {"labels": IGNORED_LABEL}, config.longest_sequence)
+    assert filled["packed_rows"].is_filled
+
+    def loss(batch):
+        if not smoothing:
+            return model(**batch).loss
+        labels = batch["labels"]
+        return LabelSmoother(smoothing)(model(**{**batch, "labels": None}), labels)
+
+    assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
+
+
+def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, model_of, tmp_path):
+    with SimulatedGpu(), SimulatedGraphs():
+        make_trainer(model_of("roberta"), save_strategy="steps", save_steps=3).train()
+        trainer = make_trainer(model_of("roberta"), cuda_graphs=True)
+        with pytest.raises(CheckpointError, match="--cuda_graphs False, but this run has True"):
+            trainer.train(str(tmp_path / "out" / "checkpoint-3"))
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_no_graphs(make_trainer, model_of):
+    """Their memory is freed, and a later step of the caller's own is not run by them."""
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        trainer = make_trainer(model_of("roberta"), cuda_graphs=True, callbacks=[Interrupt()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert graphs.replays == 1
+    assert trainer._graphs is None
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False):
         return super().compute_loss(model, inputs, return_outputs) * 2
@@ -85,6 +158,14 @@ def test_a_run_that_could_use_graphs_says_so(make_trainer, model_of, caplog, set
             assert "faster with" not in caplog.text
 
 
+def test_a_subclass_with_its_own_loss_is_not_told_of_graphs(make_trainer, model_of, caplog):
+    caplog.set_level("INFO")
+    with SimulatedGpu():
+        make_trainer(model_of("roberta"), OwnLoss, max_steps=1, log_level="info").train()
+    assert "training" in caplog.text
+    assert "faster with" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -102,11 +183,18 @@ def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, m
     [
         ({"num_labels": 1}, "--cuda_graphs works for classification, tagging"),
         ({"output_attentions": True}, "--cuda_graphs does not support output_attentions"),
+        ({"is_decoder": True}, "--cuda_graphs does not support output_attentions and is_decoder"),
     ],
 )
 def test_models_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
         make_trainer(model_of("roberta", **settings), cuda_graphs=True).train()
+
+
+def test_question_answering_does_not_go_with_graphs(make_trainer):
+    model = RobertaForQuestionAnswering(RobertaConfig(60, 32, 2, 4, 48))
+    with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs works for classification"):
+        make_trainer(model, cuda_graphs=True).train()
 
 
 def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):

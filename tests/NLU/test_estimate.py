@@ -184,6 +184,11 @@ def test_half_precision_in_either_dtype(estimate, tiny_base, half):
     assert gib(figures["weights"]) <= gib(full["weights"])
 
 
+def test_steps_with_cuda_graphs_are_counted_on_a_cpu(estimate, tiny_base):
+    flags = [*common(tiny_base), *LORA, "--task_name", "rte"]
+    assert estimate(*flags, "--cuda_graphs") == estimate(*flags)
+
+
 @pytest.fixture
 def gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(training_args, "choose_device", lambda *_: torch.device("cuda", 0))

@@ -285,6 +285,21 @@ def test_texts_longer_than_the_known_distances(path):
     close(model(ids).logits, literal_logits(model, {"input_ids": ids}))
 
 
+def test_each_size_s_table_of_distances_is_kept():
+    """CUDA graphs may read it."""
+    encoder = build("classifier").base_model.encoder
+    known = encoder.config.max_position_embeddings
+    tables = encoder._rows_of_distances
+    encoder.relative_positions(4)
+    (first,) = tables
+    encoder.relative_positions(known + 1)
+    encoder.relative_positions(4)
+    assert tables[0] is first
+    encoder.to("meta").relative_positions(4)
+    encoder.to_empty(device="cpu").relative_positions(4)  # not one more
+    assert [table.device.type for table in tables] == ["cpu", "cpu", "meta"]
+
+
 # ---- padding ----
 
 

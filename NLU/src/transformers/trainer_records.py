@@ -74,9 +74,13 @@ class TrainerRecords:
                 left = "" if self.state.global_step < max_steps else ": nothing is left to train"
                 step = f"step {self.state.global_step:,}{left}"
                 rows.append(("resuming from", f"{checkpoint}, {step}"))
-            elif not args.cuda_graphs and why_no_graphs(self.model, args) is None:
+            elif not args.cuda_graphs and self._could_use_graphs():
                 rows.append(HINT)
             logger.info("training\n%s", table(rows, indent="  "))
+
+    def _could_use_graphs(self) -> bool:
+        """Returns whether --cuda_graphs would make the run faster."""
+        return self._has_own_step() and why_no_graphs(self.model, self.args) is None
 
     def _about_model(self) -> list[tuple[str, str]]:
         model, args = self.model, self.args

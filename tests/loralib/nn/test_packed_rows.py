@@ -13,7 +13,8 @@ TENSORS = ("is_token", "index", "positions", "first", "offsets")
 
 
 def assert_same_rows(ours, theirs):
-    for name in ("shape", "lengths", "spans", "longest", "padded_right", "segments"):
+    sizes = ("shape", "lengths", "spans", "longest", "used_columns")
+    for name in (*sizes, "padded_right", "is_filled", "segments"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for name in (*TENSORS, "targets"):
         one, other = getattr(ours, name), getattr(theirs, name)

@@ -70,6 +70,14 @@ def test_few_sizes_stand_for_all():
     assert sizes == {352, 384, 416, 448, 480}
 
 
+def test_the_added_row_fits_into_few_columns():
+    """A batch of 660 tokens and more has steps of 64, which a row of 12 columns cannot hold."""
+    for length in range(1, 61):
+        rows = fill_up(make_batch([11] * length + [12] * (60 - length)), IGNORED, 12)["packed_rows"]
+        assert rows.shape == (61, 12)
+        assert len(rows.index) % 12 == 0
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -192,6 +200,20 @@ def test_a_size_is_recorded_once(graphs):
     assert (graphs.recorded, graphs.replays) == (3, 6)
 
 
+def test_batches_stay_as_they_are(graphs):
+    """A graph reads memory of its own, which the next batch of the size is copied to."""
+    model = Model().to("cuda:0")
+    step = GraphedStep(step_of(model), model)
+    first, second = (moved(fill_up(make_batch(lengths), IGNORED)) for lengths in LENGTHS[:2])
+    before = {name: first[name].clone() for name in ("input_ids", "labels")}
+    step(first)
+    step(second)
+    assert graphs.recorded == 1
+    for name, part in before.items():
+        assert torch.equal(first[name], part)
+    assert first["packed_rows"].lengths == [*LENGTHS[0], 6]
+
+
 def test_recording_draws_no_random_numbers(graphs):
     """A run that records a size in another step, after a resume, draws the same numbers."""
     model = Model().to("cuda:0")
@@ -262,13 +284,48 @@ def test_a_graph_is_not_used_once_its_weights_have_moved(graphs):
     assert graphs.recorded == 4
 
 
-def test_tensors_that_are_replaced_are_an_error(graphs):
+def replace_module(model):
+    model.head = nn.Linear(WIDTH, 3, device="cuda:0")
+
+
+def replace_parameter(model):
+    model.head.bias = nn.Parameter(model.head.bias.detach().clone())
+
+
+def add_buffer(model):
+    model.register_buffer("more", torch.zeros(1, device="cuda:0"))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("replace", [replace_module, replace_parameter, add_buffer])
+def test_parts_that_are_replaced_are_an_error(graphs, replace, recorded):
     """A graph would train those that the model had before."""
     model = Model().to("cuda:0")
     step = GraphedStep(step_of(model), model)
-    model.head = nn.Linear(WIDTH, 3, device="cuda:0")
-    with pytest.raises(TrainingError, match="tensors of the model were replaced during training"):
-        step(moved(fill_up(make_batch(LENGTHS[0]), IGNORED)))
+    batch = moved(fill_up(make_batch(LENGTHS[0]), IGNORED))
+    if recorded:
+        step(batch)
+    replace(model)
+    with pytest.raises(TrainingError, match=r"^modules or tensors of the model were replaced"):
+        step(batch)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (RuntimeError, TrainingError, "^this step cannot be recorded as a CUDA graph .it waits.: "),
+        (torch.OutOfMemoryError, torch.OutOfMemoryError, "^it waits$"),
+    ],
+)
+def test_steps_that_cannot_be_recorded(monkeypatch, error, raised, message):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+
+    def run():
+        raise error("it waits")
+
+    with pytest.raises(raised, match=message):
+        cuda_graphs._capture(run, None, None)
 
 
 def test_a_step_that_reads_lengths_is_an_error(graphs):

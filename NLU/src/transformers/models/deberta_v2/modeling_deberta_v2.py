@@ -182,7 +182,7 @@ class DebertaV2Encoder(Encoder):
         if config.norm_rel_ebd == "layer_norm":
             self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
-        # CUDA graphs may read tables that have become too short.
+        # One of each size and device that was needed. CUDA graphs may read any of them.
         self._rows_of_distances: list[Tensor] = []
 
     def relative_positions(self, length: int) -> RelativePositions | None:
@@ -206,8 +206,9 @@ class DebertaV2Encoder(Encoder):
         if is_recorded():  # a tensor made while tracing must not be kept
             rows = relative_rows(length, config.position_buckets, config.furthest)
             return torch.tensor(rows, device=device)
-        table = self._rows_of_distances[-1] if self._rows_of_distances else None
-        if table is None or table.device != device or len(table) < 2 * length - 1:
+        known = (t for t in self._rows_of_distances if t.device == device)
+        table = next((t for t in known if len(t) >= 2 * length - 1), None)
+        if table is None:
             longest = max(length, config.max_position_embeddings)
             rows = relative_rows(longest, config.position_buckets, config.furthest)
             with torch.inference_mode(False):  # training may use the table later
