@@ -178,6 +178,19 @@ def make_classifier():
 
 
 @pytest.fixture
+def lora_classifier(make_classifier):
+    """Makes a classifier with LoRA on query and value, of which only LoRA and the head train."""
+
+    def make(family: str, **settings):
+        lora = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
+        model = make_classifier(family, **{"num_labels": 2, "pad_token_id": 1, **lora, **settings})
+        model.train_only(("lora",))
+        return model
+
+    return make
+
+
+@pytest.fixture
 def batch() -> dict:
     """Four rows of 4 to 11 tokens, padded, with labels of three classes; for either family."""
     import torch

@@ -22,20 +22,9 @@ from transformers.modeling_losses import IGNORED_LABEL
 from transformers.trainer_pt_utils import LabelSmoother
 
 FAMILIES = ("roberta", "deberta")
-LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Ten updates, each by a gradient that rounds as often as an encoder's output.
 TERMS = 10 * ENCODER_TERMS
-
-
-@pytest.fixture
-def model_of(make_classifier):
-    def make(family, **settings):
-        model = make_classifier(family, **{"num_labels": 2, "pad_token_id": 1, **LORA, **settings})
-        model.train_only(("lora",))
-        return model
-
-    return make
 
 
 def trained_by(trainer):
@@ -48,11 +37,11 @@ def trained_by(trainer):
 @pytest.mark.parametrize("how", [{}, {"fp16": True}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", GPUS)
-def test_training_is_that_without_graphs(make_trainer, model_of, kind, family, how):
+def test_training_is_that_without_graphs(make_trainer, lora_classifier, kind, family, how):
     how = {"logging_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1.0, **how}
 
     def run(**more):
-        return trained_by(make_trainer(model_of(family, **NO_DROPOUT), **how, **more))
+        return trained_by(make_trainer(lora_classifier(family, **NO_DROPOUT), **how, **more))
 
     with kind():
         losses, expected = run()
@@ -72,11 +61,11 @@ def test_training_is_that_without_graphs(make_trainer, model_of, kind, family, h
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"lora_variant": "dora"}])
-def test_evaluations_and_checkpoints_between_steps(make_trainer, model_of, family, settings):
+def test_evaluations_and_checkpoints_between_steps(make_trainer, lora_classifier, family, settings):
     often = dict.fromkeys(("eval_steps", "save_steps"), 2)
     often |= dict.fromkeys(("evaluation_strategy", "save_strategy"), "steps")
     with SimulatedGpu(), SimulatedGraphs() as graphs:
-        model = model_of(family, **settings)
+        model = lora_classifier(family, **settings)
         trainer = make_trainer(
             model, cuda_graphs=True, max_steps=8, load_best_model_at_end=True, **often
         )
@@ -108,10 +97,10 @@ def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
     assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
 
 
-def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, model_of, tmp_path):
+def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, lora_classifier, tmp_path):
     with SimulatedGpu(), SimulatedGraphs():
-        make_trainer(model_of("roberta"), save_strategy="steps", save_steps=3).train()
-        trainer = make_trainer(model_of("roberta"), cuda_graphs=True)
+        make_trainer(lora_classifier("roberta"), save_strategy="steps", save_steps=3).train()
+        trainer = make_trainer(lora_classifier("roberta"), cuda_graphs=True)
         with pytest.raises(CheckpointError, match="--cuda_graphs False, but this run has True"):
             trainer.train(str(tmp_path / "out" / "checkpoint-3"))
 
@@ -121,10 +110,12 @@ class Interrupt(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_keeps_no_graphs(make_trainer, model_of):
+def test_an_interrupted_run_keeps_no_graphs(make_trainer, lora_classifier):
     """Their memory is freed, and a later step of the caller's own is not run by them."""
     with SimulatedGpu(), SimulatedGraphs() as graphs:
-        trainer = make_trainer(model_of("roberta"), cuda_graphs=True, callbacks=[Interrupt()])
+        trainer = make_trainer(
+            lora_classifier("roberta"), cuda_graphs=True, callbacks=[Interrupt()]
+        )
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     assert graphs.replays == 1
@@ -136,19 +127,21 @@ class OwnLoss(Trainer):
         return super().compute_loss(model, inputs, return_outputs) * 2
 
 
-def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, model_of, caplog):
+def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, lora_classifier, caplog):
     with SimulatedGpu(), SimulatedGraphs() as graphs:
-        trainer = make_trainer(model_of("roberta"), OwnLoss, cuda_graphs=True, max_steps=2)
+        trainer = make_trainer(lora_classifier("roberta"), OwnLoss, cuda_graphs=True, max_steps=2)
         trainer.train()
     assert graphs.recorded == 0
     assert "OwnLoss has its own training step or loss, which is run without" in caplog.text
 
 
 @pytest.mark.parametrize(("settings", "shown"), [({}, True), ({"num_labels": 1}, False)])
-def test_a_run_that_could_use_graphs_says_so(make_trainer, model_of, caplog, settings, shown):
+def test_a_run_that_could_use_graphs_says_so(
+    make_trainer, lora_classifier, caplog, settings, shown
+):
     caplog.set_level("INFO")
     with SimulatedGpu(), SimulatedGraphs():
-        model = model_of("roberta", **settings)
+        model = lora_classifier("roberta", **settings)
         make_trainer(model, max_steps=1, log_level="info").train()
         assert ("faster with" in caplog.text) == shown
         caplog.clear()
@@ -158,10 +151,10 @@ def test_a_run_that_could_use_graphs_says_so(make_trainer, model_of, caplog, set
             assert "faster with" not in caplog.text
 
 
-def test_a_subclass_with_its_own_loss_is_not_told_of_graphs(make_trainer, model_of, caplog):
+def test_a_subclass_with_its_own_loss_is_not_told_of_graphs(make_trainer, lora_classifier, caplog):
     caplog.set_level("INFO")
     with SimulatedGpu():
-        make_trainer(model_of("roberta"), OwnLoss, max_steps=1, log_level="info").train()
+        make_trainer(lora_classifier("roberta"), OwnLoss, max_steps=1, log_level="info").train()
     assert "training" in caplog.text
     assert "faster with" not in caplog.text
 
@@ -173,9 +166,9 @@ def test_a_subclass_with_its_own_loss_is_not_told_of_graphs(make_trainer, model_
         ({"torch_compile": True}, "--cuda_graphs and --torch_compile do not go together"),
     ],
 )
-def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
+def test_settings_that_do_not_go_with_graphs(make_trainer, lora_classifier, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
-        make_trainer(model_of("roberta"), cuda_graphs=True, **settings).train()
+        make_trainer(lora_classifier("roberta"), cuda_graphs=True, **settings).train()
 
 
 @pytest.mark.parametrize(
@@ -186,9 +179,9 @@ def test_settings_that_do_not_go_with_graphs(make_trainer, model_of, settings, m
         ({"is_decoder": True}, "--cuda_graphs does not support output_attentions and is_decoder"),
     ],
 )
-def test_models_that_do_not_go_with_graphs(make_trainer, model_of, settings, message):
+def test_models_that_do_not_go_with_graphs(make_trainer, lora_classifier, settings, message):
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
-        make_trainer(model_of("roberta", **settings), cuda_graphs=True).train()
+        make_trainer(lora_classifier("roberta", **settings), cuda_graphs=True).train()
 
 
 def test_question_answering_does_not_go_with_graphs(make_trainer):
@@ -197,9 +190,9 @@ def test_question_answering_does_not_go_with_graphs(make_trainer):
         make_trainer(model, cuda_graphs=True).train()
 
 
-def test_consistency_training_does_not_go_with_graphs(make_trainer, model_of):
+def test_consistency_training_does_not_go_with_graphs(make_trainer, lora_classifier):
     with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs and consistency training"):
-        make_trainer(model_of("roberta", reg_loss_wgt=1.0), cuda_graphs=True).train()
+        make_trainer(lora_classifier("roberta", reg_loss_wgt=1.0), cuda_graphs=True).train()
 
 
 def test_graphs_need_a_gpu(make_trainer):
@@ -207,7 +200,7 @@ def test_graphs_need_a_gpu(make_trainer):
         make_trainer(cuda_graphs=True).train()
 
 
-def test_graphs_need_a_model_of_this_package(make_trainer):
+def test_graphs_need_a_lora_classifier_this_package(make_trainer):
     with SimulatedGpu():
         trainer = make_trainer(torch.nn.Linear(2, 2), cuda_graphs=True)
         with pytest.raises(ValueError, match="--cuda_graphs needs a model of this package"):

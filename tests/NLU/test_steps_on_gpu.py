@@ -23,7 +23,6 @@ from transformers.data.data_collator import PackedCollator
 from transformers.models.deberta_v2 import attention_deberta_v2
 
 FAMILIES = ("roberta", "deberta")
-LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
 CONSISTENCY = {
     "R-Drop": {"reg_loss_wgt": 1.0},
     "Cutoff": {"masking_prob": 0.5, "unk_token_id": 3, "special_token_ids": [0, 1, 2, 3, 4]},
@@ -58,17 +57,6 @@ def gpu():
         yield gpu
 
 
-@pytest.fixture
-def model_of(make_classifier):
-    def make(family, **settings):
-        settings = {"num_labels": 2, "pad_token_id": 1, **LORA, **settings}
-        model = make_classifier(family, **settings)
-        model.train_only(("lora",))
-        return model
-
-    return make
-
-
 def loss_of(gpu, model, batch, dtype):
     """Computes the loss of a batch on the device, as the Trainer does."""
     if dtype is not torch.float32:
@@ -86,17 +74,17 @@ def loss_of(gpu, model, batch, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_update_waits_on_the_simulated_gpu(make_trainer, model_of, gpu, family):
+def test_no_update_waits_on_the_simulated_gpu(make_trainer, lora_classifier, gpu, family):
     steps = Steps(gpu)
-    make_trainer(model_of(family), callbacks=[steps], bf16=True, max_grad_norm=1.0).train()
+    make_trainer(lora_classifier(family), callbacks=[steps], bf16=True, max_grad_norm=1.0).train()
     assert len(steps.waits) == 10
     assert not any(steps.waits)
     assert max(steps.launches[1:]) <= LAUNCHES[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_weights_are_cast_before_they_are_moved(make_trainer, model_of, gpu, family):
-    model = make_trainer(model_of(family), bf16=True).model
+def test_frozen_weights_are_cast_before_they_are_moved(make_trainer, lora_classifier, gpu, family):
+    model = make_trainer(lora_classifier(family), bf16=True).model
     assert {p.dtype for p in model.base_model.embeddings.parameters()} == {torch.bfloat16}
     assert {parameter.is_cuda for parameter in model.parameters()} == {True}
     assert gpu.launches["_to_copy"] == 0
@@ -125,9 +113,11 @@ class NoWaits(TrainerCallback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_update_waits_on_a_gpu(make_trainer, model_of, family):
+def test_no_update_waits_on_a_gpu(make_trainer, lora_classifier, family):
     half = torch.cuda.is_bf16_supported(including_emulation=False)
-    trainer = make_trainer(model_of(family), callbacks=[NoWaits()], bf16=half, max_grad_norm=1.0)
+    trainer = make_trainer(
+        lora_classifier(family), callbacks=[NoWaits()], bf16=half, max_grad_norm=1.0
+    )
     try:
         trainer.train()
     finally:
@@ -135,8 +125,8 @@ def test_no_update_waits_on_a_gpu(make_trainer, model_of, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family):
-    model = model_of(family, num_labels=3).train()
+def test_attention_is_one_kernel_in_each_direction(lora_classifier, gpu, batch, family):
+    model = lora_classifier(family, num_labels=3).train()
     loss_of(gpu, model, batch, torch.bfloat16).backward()
     name = {"roberta": "flash_attention", "deberta": "scaled_dot_product_efficient_attention"}
     forward = {"roberta": "_forward", "deberta": ""}
@@ -146,7 +136,7 @@ def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family)
     assert family == "deberta" or not padded
 
 
-def test_products_with_relative_positions_are_aligned(model_of, gpu, batch, monkeypatch):
+def test_products_with_relative_positions_are_aligned(lora_classifier, gpu, batch, monkeypatch):
     """Aligned in memory to 16 bytes: the number of distances is a multiple of 8."""
     widths, multiply = [], attention_deberta_v2._products
 
@@ -155,23 +145,23 @@ def test_products_with_relative_positions_are_aligned(model_of, gpu, batch, monk
         return multiply(content, distances)
 
     monkeypatch.setattr(attention_deberta_v2, "_products", record)
-    loss_of(gpu, model_of("deberta", num_labels=3), batch, torch.bfloat16)
+    loss_of(gpu, lora_classifier("deberta", num_labels=3), batch, torch.bfloat16)
     # Rows have 16 columns; the second of two layers has one query per row.
     assert widths == [32, 32, 16, 16]
 
 
-def test_no_layer_pads_its_scores(model_of, gpu, batch):
+def test_no_layer_pads_its_scores(lora_classifier, gpu, batch):
     """DeBERTa's rows, of 11 tokens, are padded to 16 columns once per batch instead."""
-    model = model_of("deberta", num_labels=3)
+    model = lora_classifier("deberta", num_labels=3)
     loss_of(gpu, model, batch, torch.float32)
     assert gpu.launches["constant_pad_nd"] == 1
 
 
 @pytest.mark.parametrize("terms", ["c2p", "p2c", "p2c|c2p"])
 @pytest.mark.parametrize("length", [16, 11])
-def test_attention_is_one_kernel_for_rows_of_one_length(model_of, gpu, terms, length):
+def test_attention_is_one_kernel_for_rows_of_one_length(lora_classifier, gpu, terms, length):
     """With rows of one length, no mask makes a new tensor of the scores."""
-    model = model_of("deberta", pos_att_type=terms).train()
+    model = lora_classifier("deberta", pos_att_type=terms).train()
     ids = torch.arange(2, 2 + length).expand(3, -1)
     rows = {"input_ids": ids, "labels": torch.zeros(3, dtype=torch.long)}
     loss_of(gpu, model, rows, torch.float16).backward()
@@ -180,9 +170,9 @@ def test_attention_is_one_kernel_for_rows_of_one_length(model_of, gpu, terms, le
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float16_waits_only_for_the_scaler(make_trainer, model_of, gpu, family):
+def test_float16_waits_only_for_the_scaler(make_trainer, lora_classifier, gpu, family):
     steps = Steps(gpu)
-    make_trainer(model_of(family), callbacks=[steps], fp16=True, max_grad_norm=1.0).train()
+    make_trainer(lora_classifier(family), callbacks=[steps], fp16=True, max_grad_norm=1.0).train()
     for waits in steps.waits:
         assert len(waits) == 1
         assert waits[0].startswith("_local_scalar_dense in ")
@@ -190,18 +180,18 @@ def test_float16_waits_only_for_the_scaler(make_trainer, model_of, gpu, family):
 
 
 @pytest.mark.slow
-def test_accumulation_and_adafactor_do_not_wait(make_trainer, model_of, gpu):
+def test_accumulation_and_adafactor_do_not_wait(make_trainer, lora_classifier, gpu):
     steps = Steps(gpu)
     more = {"gradient_accumulation_steps": 2, "adafactor": True, "label_smoothing_factor": 0.1}
-    make_trainer(model_of("roberta"), callbacks=[steps], bf16=True, **more).train()
+    make_trainer(lora_classifier("roberta"), callbacks=[steps], bf16=True, **more).train()
     assert steps.waits == [[]] * len(steps.waits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONSISTENCY)
-def test_consistency_training_does_not_wait(make_trainer, model_of, gpu, kind):
+def test_consistency_training_does_not_wait(make_trainer, lora_classifier, gpu, kind):
     steps = Steps(gpu)
-    model = model_of("roberta", **CONSISTENCY[kind])
+    model = lora_classifier("roberta", **CONSISTENCY[kind])
     make_trainer(model, callbacks=[steps], bf16=True).train()
     assert steps.waits == [[]] * len(steps.waits)
 
@@ -216,11 +206,13 @@ def test_a_masked_language_model_does_not_wait(gpu, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_waits_of_an_evaluation_do_not_grow_with_its_batches(make_trainer, model_of, gpu, family):
+def test_waits_of_an_evaluation_do_not_grow_with_its_batches(
+    make_trainer, lora_classifier, gpu, family
+):
     waits = []
     for size in (9, 4, 1):
         trainer = make_trainer(
-            model_of(family),
+            lora_classifier(family),
             bf16=True,
             per_device_eval_batch_size=size,
             compute_metrics=lambda prediction: {},
@@ -239,15 +231,15 @@ def test_waits_of_an_evaluation_do_not_grow_with_its_batches(make_trainer, model
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, ENCODER_TERMS), (torch.bfloat16, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", GPUS)
-def test_losses_and_gradients_equal_the_cpu_s(model_of, batch, kind, family, dtype, terms):
+def test_losses_and_gradients_equal_the_cpu_s(lora_classifier, batch, kind, family, dtype, terms):
     settings = {"num_labels": 3, **NO_DROPOUT}
-    expected = model_of(family, **settings).train()
+    expected = lora_classifier(family, **settings).train()
     if dtype is not torch.float32:
         cast_frozen(expected, dtype)
     with Precision(dtype, "cpu").autocast():
         loss = expected(**batch).loss
     loss.backward()
-    model = model_of(family, **settings).train()
+    model = lora_classifier(family, **settings).train()
     with kind() as gpu:
         ours = loss_of(gpu, model, batch, dtype)
         ours.backward()
@@ -262,9 +254,9 @@ def test_losses_and_gradients_equal_the_cpu_s(model_of, batch, kind, family, dty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches_work_with_the_gpu_as_default_device(model_of, gpu, batch, family):
+def test_batches_work_with_the_gpu_as_default_device(lora_classifier, gpu, batch, family):
     """With a GPU as PyTorch's default device, as in a pipeline's `device_placement`."""
-    model = model_of(family, num_labels=3).eval().to("cuda:0")
+    model = lora_classifier(family, num_labels=3).eval().to("cuda:0")
     on_device = {name: x.to("cuda:0") for name, x in batch.items()}
     with torch.no_grad():
         expected = model(**on_device).logits
@@ -272,9 +264,9 @@ def test_batches_work_with_the_gpu_as_default_device(model_of, gpu, batch, famil
             assert torch.equal(on_cpu(model(**on_device).logits), on_cpu(expected))
 
 
-def test_a_pipeline_works_within_device_placement(model_of, gpu, tiny_base):
+def test_a_pipeline_works_within_device_placement(lora_classifier, gpu, tiny_base):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny_base)
-    model = model_of("roberta", vocab_size=len(tokenizer))
+    model = lora_classifier("roberta", vocab_size=len(tokenizer))
     classify = pipeline("text-classification", model, tokenizer=tokenizer, device=0)
     expected = classify(["a film", "a longer film"])
     with classify.device_placement():
@@ -297,18 +289,18 @@ class Diverging(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [5, 7, 10])
-def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, model_of, gpu, tmp_path, last):
-    trainer = make_trainer(model_of("roberta"), kind=Diverging, bf16=True, max_steps=last)
+def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, lora_classifier, gpu, tmp_path, last):
+    trainer = make_trainer(lora_classifier("roberta"), kind=Diverging, bf16=True, max_steps=last)
     with pytest.raises(TrainingError, match="the loss is not finite at step 5; no checkpoint"):
         trainer.train()
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.slow
-def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
+def test_logged_losses_equal_the_cpu_s(make_trainer, lora_classifier):
     def losses(device=None):
         trainer = make_trainer(
-            model_of("roberta", **NO_DROPOUT), logging_steps=3, learning_rate=1e-4
+            lora_classifier("roberta", **NO_DROPOUT), logging_steps=3, learning_rate=1e-4
         )
         assert (trainer.args.device.type == "cuda") == (device is not None)
         trainer.train()
@@ -326,7 +318,7 @@ def test_logged_losses_equal_the_cpu_s(make_trainer, model_of):
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_resumed_on_a_gpu_ends_bit_exact(
-    make_trainer, model_of, tmp_path, family, settings, graphs
+    make_trainer, lora_classifier, tmp_path, family, settings, graphs
 ):
     """With CUDA graphs, the resumed run records them in other steps."""
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -334,7 +326,7 @@ def test_a_run_resumed_on_a_gpu_ends_bit_exact(
     ends = []
     for resumed in (None, str(tmp_path / "out" / "checkpoint-4")):
         trainer = make_trainer(
-            model_of(family, **dropout), save_strategy="steps", save_steps=4, **settings
+            lora_classifier(family, **dropout), save_strategy="steps", save_steps=4, **settings
         )
         trainer.train(resumed)
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
