@@ -41,7 +41,20 @@ def bucketed(count: int, like: Tensor) -> int:
     # A bank of adapters assigns rows by their number, so none are added.
     if not largest_step or in_effect() is not None or count < _FEWEST:
         return count
-    return count + -count % min(2 ** (count.bit_length() - 4), largest_step)
+    return round_up(count, largest_step)
+
+
+def round_up(count: int, largest_step: int, smallest_step: int = 1) -> int:
+    """Returns the next of the numbers that recur, which is `count` itself or larger.
+
+    They are the multiples of a power of two that is at most an eighth of `count`.
+
+    Args:
+        count: the number.
+        largest_step, smallest_step: limits of the power of two.
+    """
+    step = min(max(2 ** max(count.bit_length() - 4, 0), smallest_step), largest_step)
+    return count + -count % step
 
 
 def with_filler_rows(rows: PackedRows, like: Tensor) -> PackedRows:

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from ..errors import TrainingError
 from ..nn.packing import PackedRows
+from ..nn.row_buckets import round_up
 from ..text import first_line
 
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
 
-# Numbers of tokens and of targets are rounded up to multiples of a power of two: at most an eighth
-# of the number, and within these limits.
+# The limits of the steps in which numbers of tokens and of targets are rounded up.
 _SMALLEST_STEP, _LARGEST_STEP = 8, 64
 # Columns are rounded up to a multiple of this. Kernels of attention skip what no row has.
 _COLUMNS = 64
@@ -121,29 +121,20 @@ class FillingCollator:
 
 def _filled_rows(rows: PackedRows, longest: int | None) -> PackedRows:
     """Returns rows of a size that recurs: these, and one more of as many tokens as are missing."""
-    columns = _next_multiple(rows.shape[1], _COLUMNS)
+    columns = rows.shape[1] + -rows.shape[1] % _COLUMNS
     if longest is not None:
         columns = min(columns, longest)
     tokens = len(rows.index)
-    # One more, because the added row needs at least one token.
-    added = _next_multiple(tokens + 1, min(_step(tokens), columns)) - tokens
+    # One more, because the added row needs at least one token. It has no more than fit in.
+    added = round_up(tokens + 1, min(_LARGEST_STEP, columns), _SMALLEST_STEP) - tokens
     filled = PackedRows.from_lengths([*rows.lengths, added], columns)
     filled.longest = filled.used_columns = columns
     filled.is_filled = True
     if rows.targets is not None:
         targets = len(rows.targets)
-        missing = _next_multiple(targets, _step(targets)) - targets
+        missing = round_up(targets, _LARGEST_STEP, _SMALLEST_STEP) - targets
         filled.targets = F.pad(rows.targets, (0, missing), value=tokens)  # the added row's first
     return filled
-
-
-def _step(count: int) -> int:
-    """Returns the step in which numbers of this size are rounded up."""
-    return min(max(2 ** max(count.bit_length() - 4, 0), _SMALLEST_STEP), _LARGEST_STEP)
-
-
-def _next_multiple(count: int, step: int) -> int:
-    return count + -count % step
 
 
 # ------------------------------------------------------------------------------------------------
@@ -220,13 +211,14 @@ class GraphedStep:
             self._warn()
             return self._step(batch, *constants)
         self._check_model()
-        key = self._key(batch, constants)
+        tensors = _tensors_of(batch)
+        key = self._key(batch, tensors, constants)
         recorded = self._recorded.get(key)
         if recorded is None:
             if len(self._recorded) == _MOST_GRAPHS:
                 return self._step(batch, *constants)
             recorded = self._recorded[key] = self._record(batch, constants)
-        return self._replay(recorded, batch)
+        return self._replay(recorded, tensors)
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -236,13 +228,14 @@ class GraphedStep:
             )
         self._has_warned = True
 
-    def _key(self, batch: Batch, constants: tuple[Hashable, ...]) -> Hashable:
-        """Returns what a graph holds only for."""
-        sizes = tuple((name, part.shape) for name, part in batch.items())
-        parts = tuple((part.shape, part.dtype) for part in _tensors_of(batch))
+    def _key(
+        self, batch: Batch, tensors: list[Tensor], constants: tuple[Hashable, ...]
+    ) -> Hashable:
+        """Returns what has to be the same for a graph to be used again."""
+        parts = tuple((part.shape, part.dtype) for part in tensors)
         model = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors)
         modes = tuple(module.training for module in self._modules)
-        return sizes, parts, model, modes, constants
+        return tuple(batch), parts, model, modes, constants
 
     def _record(self, batch: Batch, constants: tuple[Hashable, ...]) -> _Recorded:
         if not self._recorded:
@@ -287,8 +280,8 @@ class GraphedStep:
             for part in held.values()
         ]
 
-    def _replay(self, recorded: _Recorded, batch: Batch) -> Tensor:
-        for held, given in zip(recorded.inputs, _tensors_of(batch), strict=True):
+    def _replay(self, recorded: _Recorded, tensors: list[Tensor]) -> Tensor:
+        for held, given in zip(recorded.inputs, tensors, strict=True):
             held.copy_(given, non_blocking=True)
         self._prepare_sums(recorded.trained)
         recorded.graph.replay()

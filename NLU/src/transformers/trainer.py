@@ -28,7 +28,7 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.tensors import first_not_finite
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
-from loralib.training.cuda_graphs import GraphedStep
+from loralib.training.cuda_graphs import FillingCollator, GraphedStep
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
@@ -37,9 +37,10 @@ from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import check_not_beyond, warn_of_length
 from loralib.utils import with_lora_plus
 
-from .data.data_collator import DataCollatorWithPadding, default_data_collator
+from .data.data_collator import DataCollatorWithPadding, PackedCollator, default_data_collator
 from .data.table_digest import LastDigest
 from .integrations import reporting_callbacks
+from .modeling_losses import IGNORED_LABEL
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
@@ -545,7 +546,11 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         """Returns the run's batches; the Trainer's own loader also marks where their tokens are."""
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
-            loader.collate_fn = self._training_collator()
+            collator = self._collator()
+            if self.args.cuda_graphs and isinstance(collator, PackedCollator):
+                longest = self.model.config.longest_sequence
+                collator = FillingCollator(collator, {"labels": IGNORED_LABEL}, longest)
+            loader.collate_fn = collator
         return EpochBatches(loader, self.args.seed, self.args.device)
 
     def _begin(self, checkpoint: str | None, passes: EpochBatches) -> str | None:
@@ -635,7 +640,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if not self.model.training:
             # Needed after an evaluation only. Not called at every step, as it visits all modules.
             model.train()
-        inputs = self._prepare_inputs(inputs)
         weight = self._weight / self.args.gradient_accumulation_steps
         if self._graphs is not None:
             return self._graphs(inputs, weight, model)
@@ -645,6 +649,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self, inputs: Mapping[str, Any], weight: float, model: nn.Module
     ) -> Tensor:
         """Adds the gradients of `weight` times a batch's loss, and returns that, detached."""
+        inputs = self._prepare_inputs(inputs)  # a graph's are copied to the device before
         with self.precision.autocast():
             loss = self.compute_loss(model, inputs)
         loss = loss * weight

@@ -13,14 +13,12 @@ from torch.utils.data import Dataset
 
 from loralib.nn.routing import is_by_row
 from loralib.training import watch
-from loralib.training.cuda_graphs import FillingCollator
 from loralib.training.distributed import gather_objects
 from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import PackedCollator, only_pads
 from .data.table_digest import LastDigest
-from .modeling_losses import IGNORED_LABEL
 from .trainer_agreement import about_examples, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import ExampleSampler, length_of, lengths_at_hand, overrides, takes_packed_rows
@@ -220,14 +218,6 @@ class TrainerEvaluation(TrainerLoaders):
         if takes_packed_rows(self.model) and self._has_own_step():
             return PackedCollator(self.data_collator)
         return self.data_collator
-
-    def _training_collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """Returns the collator of batches to train on; for CUDA graphs, their sizes recur."""
-        collator = self._collator()
-        if not (self.args.cuda_graphs and isinstance(collator, PackedCollator)):
-            return collator
-        longest = self.model.config.longest_sequence
-        return FillingCollator(collator, {"labels": IGNORED_LABEL}, longest)
 
     def _memory_metrics(self, split: str) -> dict[str, int]:
         """Returns the peak memory if asked for. It is not logged, as it differs between runs."""
