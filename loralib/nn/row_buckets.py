@@ -47,11 +47,12 @@ def bucketed(count: int, like: Tensor) -> int:
 def round_up(count: int, largest_step: int, smallest_step: int = 1) -> int:
     """Returns the next of the numbers that recur, which is `count` itself or larger.
 
-    They are the multiples of a power of two that is at most an eighth of `count`.
+    They are multiples of a step: the largest power of two that is at most an eighth of `count`, but
+    within limits. CUDA graphs take such sizes as well, see training/cuda_graphs.py.
 
     Args:
         count: the number.
-        largest_step, smallest_step: limits of the power of two.
+        largest_step, smallest_step: limits of the step; the first one prevails.
     """
     step = min(max(2 ** max(count.bit_length() - 4, 0), smallest_step), largest_step)
     return count + -count % step

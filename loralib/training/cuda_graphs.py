@@ -181,7 +181,7 @@ class GraphedStep:
 
     Args:
         step: batch, constants -> the detached loss, after a backward pass. Must not wait for the
-            device, nor read `PackedRows.lengths`.
+            device, nor read `PackedRows.lengths`. Moves batches that have no graph to the device.
         model: the model; on a GPU.
     """
 
@@ -203,7 +203,8 @@ class GraphedStep:
         """Runs the step on a batch; without a graph if `fill_up` could not fill it.
 
         Args:
-            batch: tensors and ``packed_rows``, on the device or in pinned memory.
+            batch: tensors and ``packed_rows``, on the device or in pinned memory; copying them from
+                other memory waits for the device.
             constants: further arguments of the step.
         """
         rows = batch.get("packed_rows")

@@ -543,7 +543,11 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         )
 
     def _training_passes(self) -> EpochBatches:
-        """Returns the run's batches; the Trainer's own loader also marks where their tokens are."""
+        """Returns the run's batches.
+
+        The Trainer's own loader also marks where their tokens are and, for CUDA graphs, brings them
+        to sizes that recur.
+        """
         loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
         if not overrides(self, Trainer, ("get_train_dataloader",)):
             collator = self._collator()
