@@ -172,7 +172,7 @@ def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
         earliest = max(last + 1 - max(_LARGEST // size, 1), 0)
         starts = np.arange(earliest, last + 1)
         costs = least[starts] + (last + 1 - starts) * size
-        best = int(costs.argmin())
+        best = int(np.argmin(costs))
         begins.append(earliest + best)
         least[last + 1] = costs[best] + GROUP_OVERHEAD
     groups = []

@@ -72,8 +72,8 @@ def fill_up(batch: Batch, ignored: Mapping[str, int], longest: int | None = None
 
     Args:
         batch: tensors by name, with ``packed_rows`` as its collator makes them on the CPU.
-        ignored: what names of integers, (batch,) or (batch, length), hold where the loss ignores
-            them. Other tensors of (batch, length) are filled with 0.
+        ignored: what labels, (batch,) or (batch, length), hold where the loss ignores them, by
+            name. Other tensors of (batch, length) are filled with 0.
         longest: the most columns that the model takes.
 
     Returns:
@@ -94,7 +94,7 @@ def fill_up(batch: Batch, ignored: Mapping[str, int], longest: int | None = None
             return batch
         if part.shape == rows.shape:
             parts[name] = F.pad(part, (0, wider, 0, 1), value=ignored.get(name, 0))
-        elif name in ignored and part.shape == rows.shape[:1] and not part.is_floating_point():
+        elif name in ignored and part.shape == rows.shape[:1]:
             parts[name] = F.pad(part, (0, 1), value=ignored[name])
         else:
             return batch

@@ -6,13 +6,17 @@ from compare import assert_close_to_rounding, rounding
 from encoder_options import ENCODER_TERMS
 from simulated_gpu import GPUS, SimulatedGpu, to_cpu
 from simulated_graphs import SimulatedGraphs
+from trainer_runs import collate, make_data
 
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows
 from loralib.training.cuda_graphs import fill_up
 from transformers import (
+    DebertaV2ForQuestionAnswering,
     RobertaConfig,
+    RobertaForCausalLM,
     RobertaForMaskedLM,
+    RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
     RobertaForTokenClassification,
     Trainer,
@@ -25,6 +29,7 @@ FAMILIES = ("roberta", "deberta")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Ten updates, each by a gradient that rounds as often as an encoder's output.
 TERMS = 10 * ENCODER_TERMS
+SLOW = {"logging_steps": 1, "learning_rate": 1e-3}
 
 
 def trained_by(trainer):
@@ -34,11 +39,20 @@ def trained_by(trainer):
     return losses, trained
 
 
+def assert_same_training(found, expected, dtype=torch.float32):
+    """Compares losses and trained parameters, as `trained_by` returns them, up to rounding."""
+    losses, parameters = expected
+    assert found[0] == pytest.approx(losses, abs=rounding(max(1, *losses), TERMS, dtype))
+    for name, parameter in parameters.items():
+        difference = (found[1][name] - parameter).norm()
+        assert difference <= rounding(parameter.norm(), TERMS, dtype), name
+
+
 @pytest.mark.parametrize("how", [{}, {"fp16": True}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", GPUS)
 def test_training_is_that_without_graphs(make_trainer, lora_classifier, kind, family, how):
-    how = {"logging_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1.0, **how}
+    how = {**SLOW, "max_grad_norm": 1.0, **how}
 
     def run(**more):
         return trained_by(make_trainer(lora_classifier(family, **NO_DROPOUT), **how, **more))
@@ -53,10 +67,7 @@ def test_training_is_that_without_graphs(make_trainer, lora_classifier, kind, fa
         else:
             ours, trained = run(cuda_graphs=True)
     dtype = torch.float16 if "fp16" in how else torch.float32
-    assert ours == pytest.approx(losses, abs=rounding(1, TERMS, dtype))
-    for name, parameter in expected.items():
-        difference = (trained[name] - parameter).norm()
-        assert difference <= rounding(parameter.norm(), TERMS, dtype), name
+    assert_same_training((ours, trained), (losses, expected), dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,6 +108,50 @@ def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
     assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
 
 
+def test_scores_are_learned_as_without_graphs(make_trainer, lora_classifier):
+    """The added row has a score as well, which must not count."""
+
+    def run(**more):
+        model = lora_classifier("roberta", num_labels=1, **NO_DROPOUT)
+        return trained_by(make_trainer(model, train=make_data(20, scores=True), **SLOW, **more))
+
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        expected = run()
+        assert graphs.replays == 0
+        found = run(cuda_graphs=True)
+        assert graphs.replays == 10  # batches
+    assert_same_training(found, expected)
+
+
+def collate_spans(rows):
+    """The third token answers, up to the last one; some answers end beyond their row."""
+    batch = collate(rows)
+    lengths = batch["attention_mask"].sum(1)
+    ends = (lengths - 1).where(lengths % 3 != 0, 60)
+    return {**batch, "start_positions": lengths.clamp(max=2), "end_positions": ends}
+
+
+@pytest.mark.parametrize("kind", [RobertaForQuestionAnswering, DebertaV2ForQuestionAnswering])
+def test_answers_are_learned_as_without_graphs(make_trainer, make_classifier, kind):
+    """An answer of the added row must not count, as one that is not in its row does not."""
+    family = "roberta" if kind is RobertaForQuestionAnswering else "deberta"
+    settings = make_classifier(family, **NO_DROPOUT).config
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in make_data(20)]
+
+    def run(**more):
+        torch.manual_seed(0)
+        trainer = make_trainer(kind(settings), train=rows, **SLOW, **more)
+        trainer.data_collator = collate_spans
+        return trained_by(trainer)
+
+    with SimulatedGpu(), SimulatedGraphs() as graphs:
+        losses, _ = run()
+        found, _ = run(cuda_graphs=True)
+        assert graphs.replays == 10  # batches
+    # Not weights: those without a gradient, such as the keys' biases, follow its rounding in Adam.
+    assert found == pytest.approx(losses, abs=rounding(max(losses), TERMS))
+
+
 def test_a_run_without_graphs_is_not_resumed_with_them(make_trainer, lora_classifier, tmp_path):
     with SimulatedGpu(), SimulatedGraphs():
         make_trainer(lora_classifier("roberta"), save_strategy="steps", save_steps=3).train()
@@ -135,7 +190,7 @@ def test_a_subclass_with_its_own_loss_trains_without_graphs(make_trainer, lora_c
     assert "OwnLoss has its own training step or loss, which is run without" in caplog.text
 
 
-@pytest.mark.parametrize(("settings", "shown"), [({}, True), ({"num_labels": 1}, False)])
+@pytest.mark.parametrize(("settings", "shown"), [({}, True), ({"reg_loss_wgt": 1.0}, False)])
 def test_a_run_that_could_use_graphs_says_so(
     make_trainer, lora_classifier, caplog, settings, shown
 ):
@@ -174,7 +229,6 @@ def test_settings_that_do_not_go_with_graphs(make_trainer, lora_classifier, sett
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_labels": 1}, "--cuda_graphs works for classification, tagging"),
         ({"output_attentions": True}, "--cuda_graphs does not support output_attentions"),
         ({"is_decoder": True}, "--cuda_graphs does not support output_attentions and is_decoder"),
     ],
@@ -184,9 +238,11 @@ def test_models_that_do_not_go_with_graphs(make_trainer, lora_classifier, settin
         make_trainer(lora_classifier("roberta", **settings), cuda_graphs=True).train()
 
 
-def test_question_answering_does_not_go_with_graphs(make_trainer):
-    model = RobertaForQuestionAnswering(RobertaConfig(60, 32, 2, 4, 48))
-    with SimulatedGpu(), pytest.raises(ValueError, match="--cuda_graphs works for classification"):
+@pytest.mark.parametrize("kind", [RobertaForMultipleChoice, RobertaForCausalLM])
+def test_heads_that_do_not_go_with_graphs(make_trainer, kind):
+    model = kind(RobertaConfig(60, 32, 2, 4, 48))
+    message = "--cuda_graphs does not support multiple choice and causal language models"
+    with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
         make_trainer(model, cuda_graphs=True).train()
 
 

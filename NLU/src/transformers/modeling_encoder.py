@@ -617,6 +617,6 @@ class EncoderForSequenceClassification(PreTrainedModel):
             return self._as_asked(consistency.two_passes(self, labels, **given), return_dict)
         encoded = self.base_model.encode(**given, first_only=True)
         logits = self.logits_of(encoded.last)
-        loss = None if labels is None else classification_loss(logits, labels)
+        loss = None if labels is None else classification_loss(logits, labels, packed_rows)
         output = SequenceClassifierOutput(loss, logits, *encoded.shown)
         return self._as_asked(output, return_dict)

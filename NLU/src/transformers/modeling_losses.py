@@ -3,18 +3,27 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from loralib.nn.packing import PackedRows
+
 # The label of what a loss ignores; torch's cross-entropy skips it.
 IGNORED_LABEL = -100
+# The first and last token of an answer that a loss ignores: beyond the columns of any batch.
+IGNORED_POSITION = 2**31 - 1
 
 
-def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def classification_loss(
+    logits: Tensor, labels: Tensor, packed_rows: PackedRows | None = None
+) -> Tensor:
     """Returns the mean cross-entropy or, if there is one label, the mean squared error.
 
     Args:
         logits: (batch, labels).
         labels: (batch,), classes or scores.
+        packed_rows: the batch's rows. A row that was added to them (`is_filled`) does not count.
     """
     labels = labels.flatten()
+    if packed_rows is not None and packed_rows.is_filled:
+        logits, labels = logits[:-1], labels[:-1]
     if logits.shape[-1] == 1:
         return F.mse_loss(logits.squeeze(-1).float(), labels.float())
     return F.cross_entropy(logits.float(), labels)

@@ -40,7 +40,7 @@ from loralib.utils import with_lora_plus
 from .data.data_collator import DataCollatorWithPadding, PackedCollator, default_data_collator
 from .data.table_digest import LastDigest
 from .integrations import reporting_callbacks
-from .modeling_losses import IGNORED_LABEL
+from .modeling_losses import IGNORED_LABEL, IGNORED_POSITION
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
@@ -93,6 +93,13 @@ from .utils import logging
 
 DEFAULT_CALLBACKS = [DefaultFlowCallback]
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
+
+# What the labels of a row of filler tokens are. Scores have no such value; see classification_loss.
+_IGNORED = {
+    "labels": IGNORED_LABEL,
+    "start_positions": IGNORED_POSITION,
+    "end_positions": IGNORED_POSITION,
+}
 
 logger = logging.get_logger(__name__)
 
@@ -553,7 +560,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             collator = self._collator()
             if self.args.cuda_graphs and isinstance(collator, PackedCollator):
                 longest = self.model.config.longest_sequence
-                collator = FillingCollator(collator, {"labels": IGNORED_LABEL}, longest)
+                collator = FillingCollator(collator, _IGNORED, longest)
             loader.collate_fn = collator
         return EpochBatches(loader, self.args.seed, self.args.device)
 

@@ -32,6 +32,15 @@ HOOKS_NOT_CALLED = (
 )
 
 
+# Those whose loss leaves out a row of filler tokens.
+_HEADS_WITH_GRAPHS = (
+    "masked_lm",
+    "question_answering",
+    "sequence_classification",
+    "token_classification",
+)
+
+
 def check_hooks(trainer_class: type) -> None:
     """Warns of overridden methods that this Trainer never calls and would otherwise ignore."""
     unused = [name for name in HOOKS_NOT_CALLED if hasattr(trainer_class, name)]
@@ -100,13 +109,6 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         _check_smoothing(model, label_names)
 
 
-def _loss_ignores_labels(model: PreTrainedModel) -> bool:
-    """Returns whether the model's loss ignores labels of -100, as classes can be, not scores."""
-    if model.head == "sequence_classification":
-        return model.config.num_labels > 1
-    return model.head in ("token_classification", "masked_lm")
-
-
 def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
     """Returns why a model cannot be trained with CUDA graphs, or None if it can."""
     of_run = cuda_graphs.why_no_graphs(args.device, args.world_size, args.torch_compile)
@@ -116,10 +118,10 @@ def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
         return "--cuda_graphs needs a model of this package: leave it out"
     if args.gradient_checkpointing:
         return "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
-    if not _loss_ignores_labels(model):
+    if model.head not in _HEADS_WITH_GRAPHS:
         return (
-            "--cuda_graphs works for classification, tagging and masked language models only: "
-            "leave it out"
+            "--cuda_graphs does not support multiple choice and causal language models: leave it "
+            "out"
         )
     if model.config.output_attentions or getattr(model.config, "is_decoder", False):
         return "--cuda_graphs does not support output_attentions and is_decoder: leave it out"

@@ -81,7 +81,6 @@ def test_the_added_row_fits_into_few_columns():
 @pytest.mark.parametrize(
     "batch",
     [
-        pytest.param(make_batch([3, 5], labels=torch.rand(2)), id="scores"),
         pytest.param(make_batch([3, 5], start_positions=torch.tensor([1, 2])), id="positions"),
         pytest.param(make_batch([3, 5], names=["a", "b"]), id="names"),
         pytest.param({"input_ids": torch.ones(2, 3)}, id="no rows"),
