@@ -269,7 +269,7 @@ def build_run(
 
 def reason_against_graphs(args: argparse.Namespace, dist_env: DistEnv) -> str | None:
     """Returns why the run cannot use CUDA graphs, or None if it can."""
-    return why_no_graphs(dist_env.device, dist_env.world_size, args.torch_compile)
+    return why_no_graphs(dist_env.device, args.torch_compile)
 
 
 def set_max_step(args: argparse.Namespace, data: FT_Dataset, processes: int) -> None:
@@ -285,7 +285,9 @@ def set_up_model(run: Run) -> nn.Module:
         choose_products(frozen_weights(run.model), run.precision.dtype, dist_env.world_size)
     if args.torch_compile:
         compile_layers(run.model.transformer.h, dist_env.device)
-    ddp_model = wrap_ddp(run.model, dist_env.device, dist_env.world_size, init_sync=False)
+    ddp_model = wrap_ddp(
+        run.model, dist_env.device, dist_env.world_size, args.cuda_graphs, init_sync=False
+    )
     warm_up_ddp(ddp_model, lambda: run.loss_of(ddp_model, short_batch()).backward())
     return ddp_model
 

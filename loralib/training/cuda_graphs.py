@@ -43,18 +43,15 @@ _MOST_GRAPHS = 256
 HINT = ("faster with", "--cuda_graphs")
 
 
-def why_no_graphs(device: torch.device, world_size: int, torch_compile: bool) -> str | None:
+def why_no_graphs(device: torch.device, torch_compile: bool) -> str | None:
     """Returns why a run cannot use CUDA graphs, or None if it can.
 
     Args:
         device: where the run computes.
-        world_size: the number of processes.
         torch_compile: whether layers are compiled.
     """
     if device.type != "cuda":
         return "--cuda_graphs needs a GPU: leave it out"
-    if world_size > 1:
-        return f"--cuda_graphs is for one process, and this run has {world_size}: leave it out"
     if torch_compile:
         return "--cuda_graphs and --torch_compile do not go together: leave one out"
     return None
@@ -174,6 +171,8 @@ class _Recorded(NamedTuple):
 
 class GraphedStep:
     """Adds a batch's gradients to those of the parameters, and returns the loss, by CUDA graphs.
+
+    Hooks of the model and of its parameters run only while a step is recorded.
 
     Everything that the step does besides reading the batch has to be the same for each batch of a
     size: which parameters are trained, dropout's probability. Parameters may change in place; if

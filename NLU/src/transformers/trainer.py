@@ -372,6 +372,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self.model,
             args.device,
             args.world_size,
+            args.cuda_graphs,
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
         )
 

@@ -111,13 +111,15 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
 
 def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
     """Returns why a model cannot be trained with CUDA graphs, or None if it can."""
-    of_run = cuda_graphs.why_no_graphs(args.device, args.world_size, args.torch_compile)
+    of_run = cuda_graphs.why_no_graphs(args.device, args.torch_compile)
     if of_run is not None:
         return of_run
     if not isinstance(model, PreTrainedModel):
         return "--cuda_graphs needs a model of this package: leave it out"
     if args.gradient_checkpointing:
         return "--cuda_graphs and --gradient_checkpointing do not go together: leave one out"
+    if args.world_size > 1 and args.ddp_find_unused_parameters:
+        return "--cuda_graphs and --ddp_find_unused_parameters do not go together: leave one out"
     if model.head not in _HEADS_WITH_GRAPHS:
         return (
             "--cuda_graphs does not support multiple choice and causal language models: leave it "

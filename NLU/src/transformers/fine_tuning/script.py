@@ -149,7 +149,7 @@ def open_run(
     check_sources_kept(args, model_args.sources)
     checkpoint = find_checkpoint(args)
     if args.do_train and args.cuda_graphs:  # before the model is read
-        reason = why_no_graphs(args.device, args.world_size, args.torch_compile)
+        reason = why_no_graphs(args.device, args.torch_compile)
         if reason is not None:
             raise ValueError(reason)
     if not args.do_train:  # training logs it in its own summary
