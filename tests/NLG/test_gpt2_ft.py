@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_same_bits
+from paths import HELPERS
 
 import gpt2_ft
 from data_utils import FT_Dataset
@@ -160,6 +161,19 @@ def test_two_processes_train_on_the_mean_gradient(launch, trial, compare, tmp_pa
     compare(trial, argv, world_size=2)
     # Only one process logs.
     assert result.stderr.count(": valid_loss ") == 1
+
+
+@pytest.mark.distributed
+def test_two_processes_with_graphs_train_on_the_mean_gradient(
+    launch, trial, compare, read_metrics, tmp_path
+):
+    more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
+    argv = trial.flags(tmp_path / "run", *more.split())
+    result = launch("torch.distributed.launch", HELPERS / "graphed_run.py", SCRIPT, *argv)
+    assert result.returncode == 0, result.stderr
+    compare(trial, argv, world_size=2)
+    steps = len(read_metrics(tmp_path / "run")[0])
+    assert result.stderr.count(f"replays: {steps}\n") == 2
 
 
 @pytest.mark.distributed

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,28 @@ def test_two_processes_train_as_one_with_twice_the_batch(
     assert "train_runtime" not in result.stdout
     assert result.stderr.count("train_runtime ") == 1
     assert result.stderr.count("***** eval metrics *****") == 1
+
+
+@pytest.mark.distributed
+def test_two_processes_with_graphs_train_as_one_with_twice_the_batch(
+    run_glue, base_without_dropout, tiny_glue, tmp_path
+):
+    """Gradients of several batches are averaged once, and those left over are resumed."""
+    more = ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"]
+    given = partial(arguments, base_without_dropout, tiny_glue)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for out in (whole, resumed):
+        if out is resumed:
+            shutil.copytree(whole / "checkpoint-1", out / "checkpoint-1")
+        call = given(out, 4, "--save_strategy", "epoch", *more)
+        result = launch("torch.distributed.run", HELPERS / "graphed_run.py", SCRIPT, *call)
+        assert result.returncode == 0, result.stderr
+        # Six batches, an evaluation and a checkpoint, then four: the fourth of each epoch is due.
+        assert f"replays: {10 if out is whole else 4}\n" in result.stderr
+    run_glue.main(given(tmp_path / "one", 8, *more))
+    assert_same_run(whole, tmp_path / "one", 1e-5)
+    ended = [lora_of(out) for out in (whole, resumed)]
+    assert [name for name in ended[0] if not torch.equal(ended[0][name], ended[1][name])] == []
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,16 @@ def test_a_single_process_needs_no_ddp():
     assert model.weight.grad is not None
 
 
+def printed_by_two(code, folder, *more):
+    """Returns the last lines that two processes print, which get a store, their rank and `more`."""
+    command = [preloaded_python(), "-c", code, f"file://{folder}/store"]
+    processes = [
+        subprocess.Popen([*command, str(n), *more], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    return [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+
+
 BUFFERS = """
 import sys
 import torch
@@ -92,13 +102,81 @@ end_at_once(0)
 @pytest.mark.parametrize(("kind", "last"), [("constant", 11.0), ("batch norm", 10.0)])
 def test_buffers_are_sent_in_every_pass_only_if_some_can_change(tmp_path, kind, last):
     """LoRA's own buffers are constant, and sent once, at the beginning."""
-    command = [preloaded_python(), "-c", BUFFERS, f"file://{tmp_path}/store"]
-    processes = [
-        subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for number in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    printed = printed_by_two(BUFFERS, tmp_path, kind)
     assert printed == ["[10.0, 10.0]", f"[10.0, {last}]"]
+
+
+AFTERWARDS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from loralib.errors import TrainingError
+from loralib.training import ddp
+from loralib.training.process import end_at_once
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+ddp._BUCKET = 200  # bytes: less than the second weight has
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(rank)  # the first process's weights are for all
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 20), nn.Linear(20, 3)
+        self.last.double()
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("count", torch.tensor(10.0 + rank))
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)).double())
+
+def gradients(graphs):
+    model = Model()
+    wrapped = ddp.wrap_ddp(model, torch.device("cpu"), 2, graphs)
+    assert isinstance(wrapped, ddp.AveragedAfterwards) == graphs
+    assert model.count == 10
+    for number, due in enumerate([False, True]):
+        with ddp.sync_gradients(wrapped, due):
+            x = torch.full((2, 3), 1.0 + rank + 2 * number)
+            wrapped(x).square().sum().backward()
+        if not due:
+            own = model.first.weight.grad.clone()
+    assert not torch.equal(own, model.first.weight.grad)
+    return model, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+_, expected = gradients(False)
+model, found = gradients(True)
+assert len(found) == 5 and found.keys() == expected.keys()
+for name, gradient in expected.items():
+    torch.testing.assert_close(found[name], gradient)  # sums of at most 80 terms
+sizes = [len(bucket) for bucket in ddp._buckets(list(found.values()))]
+shared = [torch.zeros_like(gradient) for gradient in found.values()]
+for zeros, gradient in zip(shared, found.values()):
+    if rank == 0:
+        zeros.copy_(gradient)
+    dist.broadcast(zeros, 0)
+    assert torch.equal(zeros, gradient)  # both processes have the same bits
+
+model.unused = nn.Parameter(torch.ones(1))
+try:
+    with ddp.sync_gradients(ddp.AveragedAfterwards(model), True):
+        model(torch.ones(2, 3)).sum().backward()
+except TrainingError as error:
+    print(sizes, error)
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+@pytest.mark.distributed
+def test_gradients_averaged_afterwards_are_those_of_ddp(tmp_path):
+    """In buckets: a weight with its bias, one that is too large, its bias, and one of float64."""
+    assert printed_by_two(AFTERWARDS, tmp_path) == 2 * [
+        "[2, 1, 1, 1] unused is trained, but the loss does not depend on it: freeze it, or train "
+        "without --cuda_graphs"
+    ]
 
 
 @pytest.mark.parametrize("due", [True, False])
