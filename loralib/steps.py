@@ -40,8 +40,13 @@ _IF_ALL = (
     "use_reentrant=False keeps gradients from them"
 )
 
-# A new object at each step. A counter would make a compiled step recompile at each new value.
-_latest_step = object()
+
+class _Step:
+    """A step of an optimizer, equal to no other. torch.compile cannot assign a plain object()."""
+
+
+# A counter, instead of an object, would make a compiled step recompile at each new value.
+_latest_step = _Step()
 
 # All layers with LoRA in this process, by the id of their weight.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -103,7 +108,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
     Of a compiled step, it notes only that there was one.
     """
     global _latest_step
-    _latest_step = object()
+    _latest_step = _Step()
     if torch.compiler.is_compiling() or not _layers:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]
