@@ -91,6 +91,8 @@ def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None
 def _average_at_the_end(model: nn.Module) -> Iterator[None]:
     """Averages the gradients of a model over the processes at the end of the block.
 
+    Those left over from before a parameter was frozen are among them: the optimizer applies them.
+
     Raises:
         TrainingError: a trained parameter has no gradient. The processes would otherwise average
             gradients of different parameters if only some of them had it.
@@ -98,14 +100,13 @@ def _average_at_the_end(model: nn.Module) -> Iterator[None]:
     yield
     gradients = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+        elif parameter.requires_grad:
             raise TrainingError(
                 f"{name} is trained, but the loss does not depend on it: freeze it, or train "
                 "without --cuda_graphs"
             )
-        gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
         _average(bucket)
 

@@ -131,6 +131,11 @@ class Model(nn.Module):
     def forward(self, x):
         return self.last(self.second(self.first(x)).double())
 
+def differs(own):
+    both = [torch.zeros_like(own) for _ in range(2)]
+    dist.all_gather(both, own)
+    return not torch.equal(*both)
+
 def gradients(graphs):
     model = Model()
     wrapped = ddp.wrap_ddp(model, torch.device("cpu"), 2, graphs)
@@ -141,8 +146,7 @@ def gradients(graphs):
             x = torch.full((2, 3), 1.0 + rank + 2 * number)
             wrapped(x).square().sum().backward()
         if not due:
-            own = model.first.weight.grad.clone()
-    assert not torch.equal(own, model.first.weight.grad)
+            assert differs(model.first.weight.grad)
     return model, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 _, expected = gradients(False)
@@ -157,6 +161,13 @@ for zeros, gradient in zip(shared, found.values()):
         zeros.copy_(gradient)
     dist.broadcast(zeros, 0)
     assert torch.equal(zeros, gradient)  # both processes have the same bits
+
+model.zero_grad()
+for due in (False, True):
+    with ddp.sync_gradients(ddp.AveragedAfterwards(model), due):
+        model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+    assert differs(model.first.weight.grad) == (not due)
+    model.first.weight.requires_grad_(False)  # what it has is averaged with the others
 
 model.unused = nn.Parameter(torch.ones(1))
 try:
