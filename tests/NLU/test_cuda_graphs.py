@@ -18,9 +18,11 @@ from transformers import (
     RobertaForMaskedLM,
     RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
+    RobertaForSequenceClassification,
     RobertaForTokenClassification,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 from transformers.modeling_losses import IGNORED_LABEL
 from transformers.trainer_pt_utils import LabelSmoother
@@ -108,11 +110,12 @@ def test_labels_of_tokens_are_filled_with_ignored_ones(kind, smoothing):
     assert_close_to_rounding(loss(filled), loss(batch), ENCODER_TERMS)
 
 
-def test_scores_are_learned_as_without_graphs(make_trainer, lora_classifier):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_learned_as_without_graphs(make_trainer, lora_classifier, family):
     """The added row has a score as well, which must not count."""
 
     def run(**more):
-        model = lora_classifier("roberta", num_labels=1, **NO_DROPOUT)
+        model = lora_classifier(family, num_labels=1, **NO_DROPOUT)
         return trained_by(make_trainer(model, train=make_data(20, scores=True), **SLOW, **more))
 
     with SimulatedGpu(), SimulatedGraphs() as graphs:
@@ -244,6 +247,30 @@ def test_heads_that_do_not_go_with_graphs(make_trainer, kind):
     message = "--cuda_graphs does not support multiple choice and causal language models"
     with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
         make_trainer(model, cuda_graphs=True).train()
+
+
+class OwnForward(RobertaForSequenceClassification):
+    def forward(self, labels=None, packed_rows=None, **inputs):
+        logits = super().forward(packed_rows=packed_rows, **inputs).logits
+        return {"loss": (logits.squeeze(-1) - labels).abs().mean(), "logits": logits}
+
+
+def test_a_forward_of_ones_own_does_not_learn_scores_with_graphs(make_trainer):
+    """It would count the filler row's score."""
+    model = OwnForward(RobertaConfig(60, 32, 2, 4, 48, num_labels=1))
+    message = "--cuda_graphs does not support a forward of your own that learns scores"
+    with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
+        make_trainer(model, cuda_graphs=True).train()
+
+
+def test_unused_parameters_are_not_looked_for_with_graphs(
+    make_trainer, lora_classifier, monkeypatch
+):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    more = {"cuda_graphs": True, "ddp_find_unused_parameters": True}
+    message = "--cuda_graphs and --ddp_find_unused_parameters do not go together"
+    with SimulatedGpu(), pytest.raises(ValueError, match=f"^{message}"):
+        make_trainer(lora_classifier("roberta"), **more).train()
 
 
 def test_consistency_training_does_not_go_with_graphs(make_trainer, lora_classifier):

@@ -11,8 +11,9 @@ from loralib.lora_layer import lora_layers
 from loralib.training import cuda_graphs
 
 from . import consistency
+from .modeling_encoder import EncoderForSequenceClassification
 from .modeling_utils import PreTrainedModel
-from .trainer_data import is_iterable_only, length_of
+from .trainer_data import is_iterable_only, length_of, overrides
 from .trainer_weights import adapted_by
 from .training_args import TrainingArguments
 
@@ -125,6 +126,10 @@ def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
             "--cuda_graphs does not support multiple choice and causal language models: leave it "
             "out"
         )
+    if _has_own_loss_of_scores(model):
+        return (
+            "--cuda_graphs does not support a forward of your own that learns scores: leave it out"
+        )
     if model.config.output_attentions or getattr(model.config, "is_decoder", False):
         return "--cuda_graphs does not support output_attentions and is_decoder: leave it out"
     if consistency.asks_for(model.config):
@@ -133,6 +138,16 @@ def why_no_graphs(model: nn.Module, args: TrainingArguments) -> str | None:
             "together: leave one out"
         )
     return None
+
+
+def _has_own_loss_of_scores(model: PreTrainedModel) -> bool:
+    """Returns whether a loss that is not this package's may count the score of a filler row."""
+    own = EncoderForSequenceClassification
+    return (
+        isinstance(model, own)
+        and model.config.num_labels == 1
+        and overrides(model, own, ["forward"])
+    )
 
 
 def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:
