@@ -10,6 +10,7 @@ from .text import module_label
 
 # The names of wrapper classes, and the attribute in which each holds the wrapped module.
 _WRAPPERS = {
+    "AveragedAfterwards": "module",  # training/ddp.py's
     "AveragedModel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DataParallel": "module",

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import loralib as lora
 from loralib.adapted_layers import AdaptedProjection
 from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.training.ddp import AveragedAfterwards
 from loralib.wrappers import unwrapped
 
 
@@ -65,7 +66,9 @@ def test_a_file_of_a_wrapped_model_is_read_with_the_model_s_names(tmp_path):
     assert_same_bits(read.tensors, lora.lora_state_dict(model))
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, AveragedAfterwards, AveragedModel, torch.compile]
+)
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
 @torch.no_grad()
 def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
