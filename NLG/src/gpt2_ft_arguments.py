@@ -94,7 +94,7 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
         "--cuda_graphs",
         action="store_true",
         help="record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast "
-        "on an H100; for one process",
+        "on an H100",
     )
     add(
         "--use_deterministic_algorithms",

@@ -238,7 +238,7 @@ class TrainingArguments:
     cuda_graphs: bool = flag(
         False,
         "record a step's work on a GPU once, and start it as a whole: 3 to 12 times as fast on "
-        "an H100; for one process",
+        "an H100",
     )
 
     # The launcher's record of restarts. Set by scripts, which resume on their own.
