@@ -109,21 +109,42 @@ def show_estimate(tree: Tree, run: Run, flags: Sequence[str]) -> int:
 
 def _run_program(command: list[str], variables: dict[str, str], log: TextIO, lock: int) -> int:
     """Runs a program and returns its exit status; ends it if this program is stopped."""
-    program = subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        pass_fds=(lock,),
-        start_new_session=True,
-    )
+    program = None
     try:
+        # An exception while Popen starts the program would leave it running.
+        with _signals_delayed():
+            program = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
         return program.wait()
     except BaseException:
-        os.killpg(program.pid, signal.SIGTERM)
-        program.wait()
+        if program is not None:
+            os.killpg(program.pid, signal.SIGTERM)
+            program.wait()
         raise
+
+
+@contextmanager
+def _signals_delayed() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM act at the end of the block; for the main thread."""
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda arrived, _: received.append(arrived))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in received:
+        signal.raise_signal(number)
 
 
 @contextmanager

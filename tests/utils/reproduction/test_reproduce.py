@@ -1,5 +1,6 @@
 """Tests utils/reproduce.py: its command line, what it runs or leaves out, and a small trial."""
 
+import os
 import re
 import signal
 import subprocess
@@ -276,6 +277,34 @@ def test_sigterm_ends_it_with_its_table(out, tmp_path):
     assert program.returncode == 143
     assert "- E2E: unfinished; the same command resumes it" in printed
     wait_for_lock(run_of(out, "e2e_gpt2_md", 1).folder)
+
+
+def test_a_program_is_ended_if_the_signal_arrives_while_it_starts(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)
+
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    monkeypatch.setattr(programs.subprocess, "Popen", Interrupted)
+    try:
+        with (
+            programs.lock_folder(tmp_path / "run") as lock,
+            (tmp_path / "log").open("w") as log,
+            pytest.raises(SystemExit, match=r"^143$"),
+        ):
+            programs._run_program(["sleep", "600"], dict(os.environ), log, lock)
+        assert signal.getsignal(signal.SIGTERM) is stop
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0], 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait_for_lock(folder, seconds=60):
