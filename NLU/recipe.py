@@ -356,7 +356,7 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     if recipe.nproc == 1 or recipe.nproc <= (gpus := gpu_count()):
         return
     fewer, flags = fitted(recipe, gpus)
-    if gpus == 0 or fewer > 1:  # these are for one process on a GPU
+    if gpus == 0:
         extra = [flag for flag in extra if flag != "--cuda_graphs"]
     raise ValueError(
         f"the recipe takes {recipe.nproc} GPUs, but this machine has {gpus}; for the same batches: "

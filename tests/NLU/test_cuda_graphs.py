@@ -283,7 +283,7 @@ def test_graphs_need_a_gpu(make_trainer):
         make_trainer(cuda_graphs=True).train()
 
 
-def test_graphs_need_a_lora_classifier_this_package(make_trainer):
+def test_graphs_need_a_model_of_this_package(make_trainer):
     with SimulatedGpu():
         trainer = make_trainer(torch.nn.Linear(2, 2), cuda_graphs=True)
         with pytest.raises(ValueError, match="--cuda_graphs needs a model of this package"):
