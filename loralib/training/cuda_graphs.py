@@ -192,7 +192,7 @@ class GraphedStep:
         self._device = self._tensors[0].device
         self._recorded: dict[Hashable, _Recorded] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._has_warned = False
+        self._warnings: set[str] = set()
         # Streams of its own. A graph is destroyed with what cuBLAS keeps for its stream; and cuBLAS
         # keeps memory for each stream, so each recording takes the same two.
         self._warm_up_stream, self._stream = (torch.cuda.Stream(self._device) for _ in range(2))
@@ -208,7 +208,10 @@ class GraphedStep:
         """
         rows = batch.get("packed_rows")
         if not (isinstance(rows, PackedRows) and rows.is_filled):
-            self._warn()
+            self._warn_once(
+                "CUDA graphs take batches that are padded on the right, with a token in each row: "
+                "others are computed without"
+            )
             return self._step(batch, *constants)
         self._check_model()
         tensors = _tensors_of(batch)
@@ -216,17 +219,18 @@ class GraphedStep:
         recorded = self._recorded.get(key)
         if recorded is None:
             if len(self._recorded) == _MOST_GRAPHS:
+                self._warn_once(
+                    f"there are CUDA graphs for {_MOST_GRAPHS} sizes of batch, the most that are "
+                    "recorded: batches of other sizes are computed without"
+                )
                 return self._step(batch, *constants)
             recorded = self._recorded[key] = self._record(batch, constants)
         return self._replay(recorded, tensors)
 
-    def _warn(self) -> None:
-        if not self._has_warned:
-            logger.warning(
-                "CUDA graphs take batches that are padded on the right, with a token in each row: "
-                "others are computed without"
-            )
-        self._has_warned = True
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warnings:
+            logger.warning(message)
+        self._warnings.add(message)
 
     def _key(
         self, batch: Batch, tensors: list[Tensor], constants: tuple[Hashable, ...]

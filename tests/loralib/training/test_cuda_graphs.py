@@ -259,13 +259,17 @@ def test_gradients_of_batches_with_and_without_graphs_are_added_up(graphs):
         assert_close_to_rounding(found[name], gradient, 100 * WIDTH)
 
 
-def test_only_so_many_sizes_are_recorded(graphs, monkeypatch):
+def test_only_so_many_sizes_are_recorded(graphs, monkeypatch, caplog):
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 1)
     model = Model().to("cuda:0")
     step = GraphedStep(step_of(model), model)
     for lengths in LENGTHS:
         step(moved(fill_up(make_batch(lengths), IGNORED)))
     assert (graphs.recorded, graphs.replays) == (1, 4)
+    assert [record.message for record in caplog.records] == [
+        "there are CUDA graphs for 1 sizes of batch, the most that are recorded: batches of other "
+        "sizes are computed without"
+    ]
 
 
 def test_a_graph_is_not_used_once_its_weights_have_moved(graphs):
