@@ -299,7 +299,7 @@ def matrix_rate(dtype: str, products: Products, args: argparse.Namespace) -> flo
 
 
 def run_worker(python: str, name: str, plan: dict) -> dict:
-    """Runs a worker, and returns what it wrote.
+    """Runs a worker, on at most one GPU, and returns what it wrote.
 
     Raises:
         RuntimeError: the worker failed; the message says how.
@@ -313,6 +313,10 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
         environment["PYTHONPATH"] = str(ROOT.parent)
     if plan["threads"]:
         environment["OMP_NUM_THREADS"] = str(plan["threads"])
+    if plan["device"] == "cuda":
+        # Upstream's Trainer would divide each batch among all GPUs that it sees.
+        seen = environment.get("CUDA_VISIBLE_DEVICES", "0")
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[0]
     with tempfile.TemporaryDirectory() as folder:
         given, written = Path(folder, "plan.json"), Path(folder, "result.json")
         given.write_text(json.dumps(plan), encoding="utf-8")

@@ -328,18 +328,24 @@ def _capture(
     Raises:
         TrainingError: PyTorch cannot record it.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, first = torch.cuda.CUDAGraph(), None
     try:
         # Not "global": threads that prepare batches may pin memory meanwhile.
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            loss = run()
-    except torch.OutOfMemoryError:
-        raise
+            try:
+                loss = run()
+            except BaseException as error:
+                first = error
+                raise
     except RuntimeError as error:
+        # To end a recording that has failed is an error as well, which hides the first one.
+        cause = first or error
+        if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+            raise cause from None
         raise TrainingError(
-            f"this step cannot be recorded as a CUDA graph ({first_line(error)}): train without "
+            f"this step cannot be recorded as a CUDA graph ({first_line(cause)}): train without "
             "--cuda_graphs"
-        ) from error
+        ) from cause
     return graph, loss
 
 

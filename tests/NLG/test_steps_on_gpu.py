@@ -188,7 +188,8 @@ def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
 
 
 @pytest.mark.gpu
-def test_two_processes_on_two_gpus(tiny, tmp_path, environment_with_gpus):
+@pytest.mark.parametrize("how", [[], ["--cuda_graphs"], ["--cuda_graphs", "--grad_acc", "2"]])
+def test_two_processes_on_two_gpus(tiny, tmp_path, environment_with_gpus, how):
     """They communicate by NCCL; the losses are those of two processes on a CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -197,7 +198,8 @@ def test_two_processes_on_two_gpus(tiny, tmp_path, environment_with_gpus):
         ("cpu", {"CUDA_VISIBLE_DEVICES": ""}),
         ("gpu", environment_with_gpus),
     ):
-        flags = tiny.flags(tmp_path / name, *["--max_step", "4", "--lr", "1e-4"])
+        more = [flag for flag in how if name == "gpu" or flag != "--cuda_graphs"]
+        flags = tiny.flags(tmp_path / name, *["--max_step", "4", "--lr", "1e-4"], *more)
         calls = tmp_path / f"{name}.json"
         calls.write_text(json.dumps([{"argv": flags, "kill_in_step": None}]))
         run = launch(2, HELPERS / "tiny_gpt2_ft.py", calls, **environment)

@@ -98,9 +98,9 @@ def test_workers_find_only_the_packages_they_need(contest, monkeypatch, worker):
 
     monkeypatch.setattr(contest.subprocess, "run", run)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert contest.run_worker("python", "x", {"worker": worker, "threads": None}) == {
-        "seconds": [1]
-    }
+    assert contest.run_worker(
+        "python", "x", {"worker": worker, "threads": None, "device": "cpu"}
+    ) == {"seconds": [1]}
     root = str(contest.ROOT.parent)
     ours = f"{contest.NLG}{contest.os.pathsep}elsewhere"
     assert given == [{"ours": ours, "loralib": root, "peers": None}[worker]]

@@ -191,7 +191,33 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     with pytest.raises(RuntimeError, match=why):
-        contest.run_worker(str(python), "x_peers", {"threads": 1, "worker": "peers"})
+        contest.run_worker(
+            str(python), "x_peers", {"threads": 1, "worker": "peers", "device": "cpu"}
+        )
+
+
+@pytest.mark.parametrize("worker", ["ours", "peers", "loralib"])
+@pytest.mark.parametrize(
+    ("device", "seen", "given"),
+    [
+        ("cuda", None, "0"),
+        ("cuda", "3,5", "3"),
+        ("cuda", "", ""),
+        ("cpu", "3,5", "3,5"),
+    ],
+)
+def test_a_worker_sees_one_gpu(contest, tmp_path, monkeypatch, worker, device, seen, given):
+    """Upstream's Trainer would use several."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "sees <$CUDA_VISIBLE_DEVICES>" >&2; exit 1\n')
+    python.chmod(0o755)
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    plan = {"threads": None, "worker": worker, "device": device}
+    with pytest.raises(RuntimeError, match=f"^sees <{given}>$"):
+        contest.run_worker(str(python), "x", plan)
 
 
 @pytest.mark.parametrize(

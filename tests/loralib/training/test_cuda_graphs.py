@@ -1,6 +1,6 @@
 """Tests batches of sizes that recur, and steps as CUDA graphs, simulated and real."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -312,22 +312,46 @@ def test_parts_that_are_replaced_are_an_error(graphs, replace, recorded):
         step(batch)
 
 
+@contextmanager
+def failing_at_the_end():
+    """PyTorch's block of a recording, which fails at its end if something in it has failed."""
+    try:
+        yield
+    except BaseException:
+        raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+
+@pytest.mark.parametrize("block", [nullcontext, failing_at_the_end])
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
         (RuntimeError, TrainingError, "^this step cannot be recorded as a CUDA graph .it waits.: "),
         (torch.OutOfMemoryError, torch.OutOfMemoryError, "^it waits$"),
+        (KeyboardInterrupt, KeyboardInterrupt, "^it waits$"),
     ],
 )
-def test_steps_that_cannot_be_recorded(monkeypatch, error, raised, message):
+def test_steps_that_cannot_be_recorded(monkeypatch, block, error, raised, message):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: block())
 
     def run():
         raise error("it waits")
 
     with pytest.raises(raised, match=message):
         cuda_graphs._capture(run, None, None)
+
+
+def test_a_recording_that_cannot_end_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+
+    @contextmanager
+    def block(*_, **__):
+        yield
+        raise RuntimeError("a stream is left")
+
+    monkeypatch.setattr(torch.cuda, "graph", block)
+    with pytest.raises(TrainingError, match=r"recorded as a CUDA graph \(a stream is left\): "):
+        cuda_graphs._capture(lambda: torch.zeros(()), None, None)
 
 
 def test_a_step_that_reads_lengths_is_an_error(graphs):
