@@ -193,8 +193,9 @@ class GraphedStep:
         self._recorded: dict[Hashable, _Recorded] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._warnings: set[str] = set()
-        # Streams of its own. A graph is destroyed with what cuBLAS keeps for its stream; and cuBLAS
-        # keeps memory for each stream, so each recording takes the same two.
+        # Streams of its own. A graph is destroyed with what cuBLAS keeps for its stream, which the
+        # stream's other graphs read as well; so they are destroyed together. And cuBLAS keeps
+        # memory for each stream, so each recording takes the same two.
         self._warm_up_stream, self._stream = (torch.cuda.Stream(self._device) for _ in range(2))
         self._pool = torch.cuda.graph_pool_handle()
 

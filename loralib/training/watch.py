@@ -1,7 +1,9 @@
 """Ends a run when one of its processes hangs.
 
-A process that dies closes its connections, and the others end at once. One that hangs does not, so
-each process writes to the run's key-value store that it is alive and how much progress it has made.
+A process that dies closes its connections, and the others end at once: if they communicate by
+gloo, by themselves; by NCCL on one machine, when the launcher ends them. One that hangs does not,
+so each process writes to the run's key-value store that it is alive and how much progress it has
+made.
 """
 
 import logging
