@@ -46,6 +46,9 @@ rounding:
 - The tensors are not the layer's own parameters, or are not plain tensors: sharded by FSDP or as
   DTensors, offloaded by hooks, parametrized, quantized, or inference tensors.
 
+If `layer.lora_dropout` alone is put into training mode again, as for Monte Carlo dropout, both
+branches are computed as well, with dropout.
+
 Layers compute in their input's dtype, or in autocast's. W may be stored in half precision while A,
 B and the bias stay in float32: these are cast when they are used, and their gradients are float32.
 """

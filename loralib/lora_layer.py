@@ -460,6 +460,8 @@ class LoRALayer:
             return self.frozen_weight
         if not self._in_effect or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
+        if getattr(self.lora_dropout, "training", False):  # on its own, for Monte Carlo dropout
+            return None
         kept = self._merged_copy
         valid = up_to_date(kept, self, self.frozen_weight, self._merge)
         if valid is not kept:  # setting a module's attribute takes time

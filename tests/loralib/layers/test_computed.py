@@ -139,6 +139,16 @@ def test_dropout_keeps_the_mean(name):
         assert ((outs.mean(dim=0) - reference(layer, x)).abs() < 5 * error + 1e-4).all()
 
 
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_may_stay_on_in_evaluation_mode(name):
+    layer, x = built(CASES[name], lora_dropout=1.0).eval(), CASES[name].x()
+    with torch.no_grad():
+        close(layer(x), reference(layer, x))
+        layer.lora_dropout.train()  # as Monte Carlo dropout does
+        close(layer(x), run_plain(layer, x, base_of(layer).weight))
+        close(layer.eval()(x), reference(layer, x))
+
+
 # ---- torch.compile ----
 
 
