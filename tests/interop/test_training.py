@@ -1,11 +1,13 @@
 """LoRA with gradient checkpointing, compilation, device maps, and several processes."""
 
+import copy
 import sys
 
 import accelerate
 import pytest
 import torch
 import torchvision
+from diffusers.hooks import apply_layerwise_casting
 from models import BY_NAME, output_of, train
 from ours import R, assert_close, step, with_lora
 from theirs import adapter_of
@@ -41,6 +43,36 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, variant: str
     assert own_grads.keys() == grads.keys()
     for tensor_name, grad in grads.items():
         assert_close(own_grads[tensor_name], grad, what=tensor_name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Layerwise casting
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn])
+def test_diffusers_casts_the_layers_without_lora(storage: torch.dtype):
+    """The guide's way: casting A and B as well would break the backward pass."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).bfloat16()
+    names = lora.add_lora(model, ["0", "3"], r=2)
+    for name in names:
+        nn.init.normal_(model.get_submodule(name).lora_B)
+    expected, x = copy.deepcopy(model).float(), torch.randn(4, 8)
+    with torch.no_grad():
+        for parameter in expected[2].parameters():
+            parameter.copy_(parameter.to(storage))
+    apply_layerwise_casting(model, storage, torch.float32, skip_modules_classes=(lora.LoRALayer,))
+    outputs = []
+    for each in (model, expected):
+        outputs.append(each(x))
+        outputs[-1].square().sum().backward()
+    assert model[0].weight.dtype is torch.bfloat16
+    assert model[2].weight.dtype is storage
+    assert_close(*outputs)
+    for name in names:
+        for factor in ("lora_A", "lora_B"):
+            pair = (getattr(each.get_submodule(name), factor).grad for each in (model, expected))
+            assert_close(*pair, what=f"{name}.{factor}")
 
 
 # ------------------------------------------------------------------------------------------------
