@@ -142,7 +142,7 @@ def _schedule(
 
 def _warmed(step: int, warmup: int, after: Callable[[int], float]) -> float:
     """Returns the factor: a linear rise over `warmup` steps, then `after(step - warmup)`."""
-    return step / max(1, warmup) if step < warmup else after(step - warmup)
+    return step / warmup if step < warmup else after(step - warmup)
 
 
 def _constant(step: int) -> float:
