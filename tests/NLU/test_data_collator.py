@@ -293,7 +293,7 @@ def test_special_tokens_are_never_targets(tokenizer):
 
 
 def test_the_examples_own_special_tokens_mask_is_followed_too(tokenizer):
-    rows = [{"input_ids": [0, 5, 6], "special_tokens_mask": [1, 1, 0]}, {"input_ids": [7]}]
+    rows = [{"input_ids": [0, 5, 6], "special_tokens_mask": [0, 1, 0]}, {"input_ids": [7]}]
     rows[1]["special_tokens_mask"] = [0]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=1.0)
     batch = collator(rows)
@@ -381,6 +381,12 @@ def test_the_first_token_begins_a_word():
     targets = (batch["labels"] != -100)[:, 1:5].view(-1, 2, 2)
     assert torch.equal(targets.any(2), targets.all(2))
     assert torch.equal(targets.all(2).sum(1), torch.ones(30).long())
+
+
+def test_a_row_without_special_tokens_begins_with_a_word():
+    tokenizer = tokenizer_of(["Ġa", "b"])
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1.0, generator=seeded())
+    assert collator([[B, B, A, B]])["labels"].tolist() == [[B, B, A, B]]
 
 
 def test_each_token_is_a_word_if_no_spelling_marks_words(tokenizer):
