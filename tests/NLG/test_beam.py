@@ -466,6 +466,7 @@ def test_on_a_gpu(model, beams):
         ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size must be at least 0, not -2"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"repetition_penalty": math.nan}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be finite"),
         ({"length_penalty": math.nan}, r"length_penalty must lie in \[-50, 50\], not nan"),
         ({"length_penalty": 1000}, r"length_penalty must lie in \[-50, 50\], not 1000"),
     ],

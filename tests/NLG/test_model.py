@@ -638,6 +638,14 @@ def test_invalid_settings_are_refused(settings, message):
         GPT2Config(**{"n_embd": 32, "n_layer": 2, "n_head": 4, **LORA, **settings})
 
 
+def test_patterns_keep_only_the_layers_that_differ():
+    patterns = {"lora_rank_pattern": {"h.0.*": 2, "h.1.*": 1}, "lora_alpha_pattern": {"*": 6}}
+    config = GPT2Config(32, 2, 4, **LORA, **patterns)
+    assert config.lora_rank_pattern == {"transformer.h.1.attn.c_attn": 1}
+    assert config.lora_alpha_pattern == {}
+    assert GPT2Config(32, 2, 4, **patterns) == GPT2Config(32, 2, 4)  # no LoRA
+
+
 # ---- batches that are filled up ----
 
 
