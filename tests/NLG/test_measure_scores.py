@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,32 @@ class TestPretendedJava:
 @pytest.fixture
 def no_java(monkeypatch):
     monkeypatch.setattr(metrics, "missing_java", lambda: "there is no Java; get some")
+
+
+def texts_for_each_metric(monkeypatch, task):
+    """Returns the references and predictions that each of a task's metrics gets, by label."""
+    monkeypatch.setattr(metrics, "missing_java", lambda: None)
+    monkeypatch.setattr(metrics, "ptb_tokens", lambda *texts: ("tokens of", texts))
+    task = [replace(metric, score=lambda *texts: texts) for metric in task.values()]
+    return metrics.score(task, [["a", ""], ["b", "c"]], ["d", ""])
+
+
+def test_metrics_get_empty_references_or_tokens_if_they_take_them(monkeypatch):
+    given, filled = ([["a", ""], ["b", "c"]], ["d", ""]), ([["a"], ["b", "c"]], ["d", ""])
+    tokens = ("tokens of", filled)
+    assert texts_for_each_metric(monkeypatch, metrics.E2E) == {
+        "BLEU": filled,
+        "NIST": filled,
+        "METEOR": tokens,
+        "ROUGE_L": tokens,
+        "CIDEr": tokens,
+    }
+    assert texts_for_each_metric(monkeypatch, metrics.WEBNLG_AND_DART) == {
+        "BLEU": given,
+        "METEOR": filled,
+        "TER": given,
+        "chrF++": filled,
+    }
 
 
 # ---- The program ----
@@ -290,6 +317,7 @@ def test_empty_predictions_are_warned_of(tmp_path, caplog):
         ("a\n\n\nb\n", "a\nb\n", "ref.txt:3: a blank line, but no references before it"),
         ("\na\n", "a\n", "ref.txt:1: a blank line, but no references before it"),
         ("\udcff\n", "a\n", "ref.txt: not text in UTF-8"),
+        ("\udcff\udcfea\0", "a\n", "ref.txt: is UTF-16 text; save it as UTF-8"),
         (None, "a\n", "ref.txt"),
         ("a\n", None, "pred.txt"),
     ],
@@ -342,6 +370,8 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, message):
         (["-R", "r"], "give either"),
         (["r", "p", "-R", "r", "-H", "p"], "give either"),
         (["r", "p", "-H", "p"], "give either"),
+        (["r", "-H", "p"], "give either"),
+        (["r", "-R", "r"], "give either"),
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, argv, message):
