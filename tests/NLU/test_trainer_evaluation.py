@@ -351,14 +351,14 @@ def test_fp16_needs_a_gpu(make_trainer):
 
 
 class Diverging(Trainer):
-    """Its fifth batch has a loss of NaN."""
+    """One of its batches, the fifth by default, has a loss of NaN."""
 
-    seen = 0
+    bad, seen = 5, 0
 
     def compute_loss(self, model, inputs, return_outputs=False):
         loss = super().compute_loss(model, inputs, return_outputs)
         self.seen += 1
-        return loss * float("nan") if self.seen == 5 else loss
+        return loss * float("nan") if self.seen == self.bad else loss
 
 
 # An epoch has five batches. With two per update, the fifth is added to the next two.
@@ -383,6 +383,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     resumed = make_trainer(gradient_accumulation_steps=accumulated)
     resumed.train(resume_from_checkpoint=str(folder))
     assert all(p.isfinite().all() for p in resumed.model.parameters())
+
+
+def test_the_first_loss_may_be_the_one_that_is_not_finite(make_trainer):
+    trainer = make_trainer(kind=Diverging)
+    trainer.bad = 1
+    message = "^the loss is not finite at step 1; no checkpoint was saved before; "
+    with pytest.raises(TrainingError, match=message):
+        trainer.train()
+    assert trainer.seen == 1
 
 
 @pytest.mark.parametrize(
