@@ -125,3 +125,14 @@ def test_evaluations_score_completions_only(tiny, tmp_path, objective):
     assert (trained.joint_lm, evaluated.joint_lm) == (objective == "jlm", False)
     assert (trained.batch_size, evaluated.batch_size) == (4, 3)
     assert {trained.max_seq_length, evaluated.max_seq_length} == {12}
+
+
+@pytest.mark.parametrize(
+    ("objective", "rank", "is_warned_of"), [("clm", 0, True), ("clm", 1, False), ("jlm", 0, False)]
+)
+def test_ends_of_texts_matter_if_completions_are_learned(
+    tiny, tmp_path, caplog, objective, rank, is_warned_of
+):
+    args = parse_args(tiny.flags(tmp_path, "--obj", objective))
+    read_data(args, DistEnv(rank, 2, rank, torch.device("cpu")))
+    assert any("where a text ends" in text for text in caplog.messages) == is_warned_of
