@@ -1,6 +1,7 @@
 """Tests of losses that stay on the device until they are read."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_on_a_gpu_losses_are_due_when_there_are_many(monkeypatch):
         assert not losses.are_due
         add(losses, [1.0], "cuda:0")
         assert losses.are_due
+
+
+def test_a_loss_that_is_held_does_not_hold_its_graph():
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            nodes.append(weakref.ref(ctx))
+            return x.clone()
+
+    nodes, losses = [], PendingLosses()
+    losses.add(1, Identity.apply(torch.ones((), requires_grad=True)))
+    assert nodes[0]() is None
+    assert losses.read() == [(1, 1.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

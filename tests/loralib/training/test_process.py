@@ -35,7 +35,10 @@ def test_a_script_that_succeeds_reports_nothing(lines):
     assert (done, lines) == ([1], [])
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, TrainingError, ValueError, FileNotFoundError])
+@pytest.mark.parametrize(
+    "kind",
+    [CheckpointError, TrainingError, ValueError, FileNotFoundError, torch.OutOfMemoryError],
+)
 def test_an_error_is_one_line(kind, lines, monkeypatch):
     def main():
         raise kind("first\n  second")

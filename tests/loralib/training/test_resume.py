@@ -16,6 +16,7 @@ from loralib.training.resume import (
     naming_damaged_file,
     read_state,
     restore,
+    warn_of_length,
 )
 
 
@@ -103,6 +104,23 @@ def test_restore_refuses_states_with_invalid_entries(checked):
     for entry, value in (("last_epoch", "3"), ("base_lrs", [])):
         with pytest.raises(ValueError, match=f"'{entry}'"):
             restore(schedule, {**state, entry: value}, checked)
+
+
+def test_restore_does_not_check_entries_that_need_no_check():
+    optimizer = AdamW([nn.Parameter(torch.zeros(3))])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    state = {**schedule.state_dict(), "_step_count": "3"}
+    with pytest.raises(ValueError, match="'_step_count'"):
+        restore(schedule, state)
+    restore(schedule, state, ("base_lrs", "last_epoch"))
+    assert schedule.state_dict()["_step_count"] == "3"
+
+
+@pytest.mark.parametrize(("before", "now"), [(10, 10), (10, 12), (10, 8)])
+def test_only_a_schedule_of_another_length_is_warned_of(before, now, caplog):
+    warn_of_length("run", before, now)
+    expected = f"run belongs to a run of {before} steps, but this run has {now}: from here on"
+    assert [text.startswith(expected) for text in caplog.messages] == [True] * (before != now)
 
 
 def test_a_run_with_other_settings_is_refused(tmp_path):
