@@ -12,6 +12,7 @@ from loralib.io.command_line import (
     check_bounds,
     layers_of_words,
     pattern_of_words,
+    summary,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,6 +216,11 @@ def test_help_keeps_the_lines_of_a_description_that_has_several(monkeypatch, des
         assert max(map(len, said.splitlines())) <= 80
     else:
         assert said.splitlines()[2:5] == lines
+
+
+def test_the_summary_is_a_docstrings_first_line():
+    assert summary("Does it.\n\n    At length.") == "Does it."
+    assert summary(None) is None
 
 
 def test_patterns_of_words():
