@@ -15,6 +15,8 @@ from encoder import get_encoder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
 
+NEEDED = ("vocab", "sample_file", "input_file", "output_ref_file", "output_pred_file")
+
 # Context, reference, whether the category is seen, predicted text.
 ROWS = [
     ("A", "First of A.", True, " A is said.<|endoftext|> and more"),
@@ -43,9 +45,8 @@ def run(tmp_path, vocab_folder):
         if keys is not None:
             (tmp_path / "keys").write_text("".join(f"{key}\n" for key in keys))
             flags = (*flags, "--ref_unique_file", str(tmp_path / "keys"))
-        names = ("vocab", "sample_file", "input_file", "output_ref_file", "output_pred_file")
         paths = (vocab_folder, *(tmp_path / name for name in ("sample", "input", "ref", "pred")))
-        arguments = [f"--{name}={path}" for name, path in zip(names, paths, strict=True)]
+        arguments = [f"--{name}={path}" for name, path in zip(NEEDED, paths, strict=True)]
         gpt2_decode.main([*arguments, *flags])
         return written(tmp_path)
 
@@ -144,10 +145,21 @@ def test_the_recorded_length_ends_a_prediction(run, vocab_folder):
     assert made["pred"] == [""] * 3
 
 
-def test_references_beyond_ref_num_are_counted(run, caplog):
-    made = run("--ref_type", "dart", "--ref_num", "1")
-    assert sorted(made) == ["pred", "ref/reference0"]
-    assert "--ref_num 1 leaves out 3 references" in caplog.text
+@pytest.mark.parametrize(
+    ("count", "left_out"), [(1, "3 references"), (2, "1 reference"), (3, None), (4, None)]
+)
+def test_references_beyond_ref_num_are_counted(run, caplog, count, left_out):
+    made = run("--ref_type", "dart", "--ref_num", str(count))
+    assert sorted(made) == ["pred", *(f"ref/reference{n}" for n in range(count))]
+    warnings = [text for text in caplog.messages if "leaves out" in text]
+    assert warnings == ([f"--ref_num {count} leaves out {left_out}"] if left_out else [])
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_missing_path_is_refused(missing, capsys):
+    with pytest.raises(SystemExit):
+        gpt2_decode.main([f"--{name}=x" for name in NEEDED if name != missing])
+    assert f"the following arguments are required: --{missing}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
