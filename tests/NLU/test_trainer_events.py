@@ -156,13 +156,15 @@ def test_callbacks_can_stop_a_run_or_an_epoch(make, event, request_name, steps):
     assert trainer.train().global_step == steps
 
 
-def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path):
+@pytest.mark.parametrize("step", [1, 2])
+def test_resuming_after_a_stopped_epoch_begins_with_the_next_one(make, tmp_path, step):
     settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "num_train_epochs": 3}
-    whole = make(save_strategy="epoch", **settings)
+    whole = make(save_strategy="epoch", logging_steps=1, **settings)
     whole.train()
-    assert [record["epoch"] for record in whole.state.log_history] == [2.5]
+    epochs = [record["epoch"] for record in whole.state.log_history if "loss" in record]
+    assert epochs == [0.5, 1.5, 2.5]
     resumed = make(**settings)
-    assert resumed.train(str(tmp_path / "out" / "checkpoint-2")).global_step == 3
+    assert resumed.train(str(tmp_path / "out" / f"checkpoint-{step}")).global_step == 3
     assert resumed.model.a.item() == whole.model.a.item()
 
 
