@@ -11,14 +11,14 @@ class FileServer:
     Attributes:
         cuts: {path: [how many bytes to send before hanging up, for each of the next requests]}.
         errors: {path: status to answer with}.
-        etags: {path: ETag}; a file without one is sent without.
+        etags, dates: {path: ETag}, {path: date of change}; a file without one is sent without.
         unannounced: paths of files that are sent without their length.
         ranges: whether Range is obeyed.
         log: (path, Range header, If-Range header) of each request.
     """
 
     def __init__(self):
-        self.files, self.cuts, self.errors, self.etags = {}, {}, {}, {}
+        self.files, self.cuts, self.errors, self.etags, self.dates = {}, {}, {}, {}, {}
         self.unannounced = set()
         self.ranges = True
         self.log = []
@@ -50,7 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 200:
             return self.send_error(status)
         content, start = told.files[self.path], 0
-        if wanted and told.ranges and if_range == told.etags.get(self.path):
+        known = told.etags.get(self.path), told.dates.get(self.path)
+        if wanted and told.ranges and if_range in known and not (if_range or "").startswith("W/"):
             start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
             if start >= len(content):
                 return self.send_error(416)
@@ -60,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(200)
         if self.path in told.etags:
             self.send_header("ETag", told.etags[self.path])
+        if self.path in told.dates:
+            self.send_header("Last-Modified", told.dates[self.path])
         if self.path not in told.unannounced:
             self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()

@@ -39,6 +39,16 @@ def test_cut_connection_is_continued(server, tmp_path):
     assert names(tmp_path) == ["file.zip"]
 
 
+@pytest.mark.parametrize("etag", [None, 'W/"one"'])
+def test_without_a_strong_etag_the_date_identifies_the_file(server, tmp_path, etag):
+    date = "Thu, 17 Jun 2021 17:37:18 GMT"
+    server.etags, server.dates = {PATH: etag} if etag else {}, {PATH: date}
+    server.cuts[PATH] = [1000]
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip").read_bytes() == CONTENT
+    assert server.log == [(PATH, None, None), (PATH, "bytes=1000-", date)]
+
+
 @pytest.mark.parametrize("change", ["nothing", "content", "no_ranges", "no_etag"])
 def test_next_call_continues_or_starts_over(server, tmp_path, change):
     target = tmp_path / "file.zip"
