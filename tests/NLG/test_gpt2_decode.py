@@ -264,6 +264,13 @@ def test_input_that_does_not_fit_is_refused(given, message, run, tmp_path):
     assert written(tmp_path) == {}
 
 
+@pytest.mark.parametrize("ids", [[], [5], [5, END_OF_TEXT_ID, 7]])
+def test_a_contexts_digest_ignores_the_end_tokens_after_it(ids):
+    ends = [END_OF_TEXT_ID] * 2
+    assert context_digest(ids) == context_digest(ids + ends)
+    assert context_digest(ids) != context_digest([6, *ids])
+
+
 def predictions_for(vocab_folder, contexts, add_bos=True):
     """Returns predictions with the digests of their contexts, as gpt2_beam.py writes them."""
     ids = get_encoder(vocab_folder).encode_batch(contexts)

@@ -14,12 +14,14 @@ class FileServer:
         etags, dates: {path: ETag}, {path: date of change}; a file without one is sent without.
         unannounced: paths of files that are sent without their length.
         ranges: whether Range is obeyed.
+        shifts: {path: how many bytes later than asked for the next partial answer starts}.
         log: (path, Range header, If-Range header) of each request.
     """
 
     def __init__(self):
         self.files, self.cuts, self.errors, self.etags, self.dates = {}, {}, {}, {}, {}
         self.unannounced = set()
+        self.shifts = {}
         self.ranges = True
         self.log = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -53,6 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         known = told.etags.get(self.path), told.dates.get(self.path)
         if wanted and told.ranges and if_range in known and not (if_range or "").startswith("W/"):
             start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+            start += told.shifts.pop(self.path, 0)
             if start >= len(content):
                 return self.send_error(416)
             self.send_response(206)

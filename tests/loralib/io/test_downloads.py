@@ -49,6 +49,13 @@ def test_without_a_strong_etag_the_date_identifies_the_file(server, tmp_path, et
     assert server.log == [(PATH, None, None), (PATH, "bytes=1000-", date)]
 
 
+def test_other_bytes_than_those_asked_for_are_not_used(server, tmp_path):
+    server.cuts[PATH], server.shifts[PATH] = [1000], 7
+    download(server.url + PATH, tmp_path / "file.zip", WAY_OUT)
+    assert (tmp_path / "file.zip").read_bytes() == CONTENT
+    assert [sent for _, sent, _ in server.log] == [None, "bytes=1000-", None]
+
+
 @pytest.mark.parametrize("change", ["nothing", "content", "no_ranges", "no_etag"])
 def test_next_call_continues_or_starts_over(server, tmp_path, change):
     target = tmp_path / "file.zip"
