@@ -47,6 +47,7 @@ JOINED = [[0, 1, 2], [3, 4, 5], [7, -100, -100]]
 def test_rows_of_different_widths_are_concatenated(convert):
     wide, narrow = convert(WIDE), convert(NARROW)
     assert nested_concat(wide, narrow).tolist() == JOINED
+    assert type(nested_concat(wide, narrow)) is type(wide)
     nested = nested_concat([wide, (wide, narrow)], [narrow, (narrow, narrow)])
     assert nested[0].tolist() == JOINED
     assert isinstance(nested[1], tuple)
