@@ -1,5 +1,7 @@
 """Tests of the low-rank update against its formula, block by block."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,9 +117,36 @@ def test_the_linear_layer_and_its_gradients(shape, dropped, x):
 
     A, B = delta.A.requires_grad_(), delta.B.requires_grad_()
     expected = F.linear(x, weight, bias) + (x * mask) @ dense(delta).T
-    torch.testing.assert_close(run(x, weight, bias, A, B), expected)
-    assert torch.autograd.gradcheck(run, (x, weight, bias, A, B))
-    assert torch.autograd.gradgradcheck(run, (x, weight, bias, A, B))
+    out, inputs = run(x, weight, bias, A, B), (x, weight, bias, A, B)
+    torch.testing.assert_close(out, expected)
+    # With create_graph, the backward pass computes B's gradient in another way.
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), inputs, create_graph=True),
+        torch.autograd.grad(expected.square().sum(), inputs),
+    )
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_the_linear_layer_if_some_tensors_are_frozen(shape, dropped, x):
+    """What is kept for the backward pass depends on which gradients it needs."""
+    delta = make(shape)
+    weight = torch.randn(delta.out_features, INPUTS, dtype=torch.float64)
+    tensors = {"x": x, "weight": weight, "A": delta.A, "B": delta.B}
+    mask = (torch.rand(7, INPUTS) < 0.5).double() * 2 if dropped else torch.ones(7, INPUTS)
+    for is_trained in itertools.product([False, True], repeat=len(tensors)):
+        for tensor, flag in zip(tensors.values(), is_trained, strict=True):
+            tensor.requires_grad_(flag)
+        trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
+        if trained:
+            out = delta.linear(x, x * mask if dropped else None, weight, None)
+            expected = F.linear(x, weight) + (x * mask) @ dense(delta).T
+            torch.testing.assert_close(
+                torch.autograd.grad(out.square().sum(), trained),
+                torch.autograd.grad(expected.square().sum(), trained),
+            )
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
