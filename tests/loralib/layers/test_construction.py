@@ -88,8 +88,10 @@ def test_other_keywords_are_those_of_the_plain_layer(name):
 )
 def test_initial_values_have_the_right_distributions(make, fan_in, reset):
     layer = make()
+    shape = base_of(layer).weight.shape
     if reset:
         randomised(layer).reset_parameters()
+        assert base_of(layer).weight.shape == shape
     # Kaiming uniform with a = √5 is U(-1/√fan_in, 1/√fan_in).
     for tensor, fan in ((base_of(layer).weight, fan_in), (layer.lora_A, layer.lora_A.shape[1])):
         bound = fan**-0.5
@@ -221,6 +223,15 @@ def test_arrays_and_tensors_of_one_number_are_accepted():
         model = torch.nn.Sequential(torch.nn.Linear(4, 6))
         lora.add_lora(model, "0", one(2), one(3.0), one(0.5), freeze_A=one(True))
         assert (model[0].scaling, model[0].lora_dropout.p, model[0].freeze_A) == (1.5, 0.5, True)
+
+
+@pytest.mark.parametrize("freeze_A", [False, True])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_a_new_layer_trains_A_unless_it_is_frozen(name, freeze_A):
+    layer = CASES[name].make(r=R, freeze_A=freeze_A)
+    assert layer.lora_A.requires_grad == (not freeze_A)
+    assert layer.lora_B.requires_grad
+    assert not base_of(layer).weight.requires_grad
 
 
 def test_none_counts_as_false_for_flags():
