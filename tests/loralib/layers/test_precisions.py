@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 from compare import rounding
-from layer_cases import R, base_of, built, close, close_in_half, gradients, reference, update
+from layer_cases import (
+    CASES,
+    WITH_DROPOUT,
+    R,
+    base_of,
+    built,
+    close,
+    close_in_half,
+    gradients,
+    reference,
+    update,
+)
 
 import loralib as lora
 
@@ -42,6 +53,19 @@ def test_frozen_weights_can_be_in_half_precision_and_trained_ones_in_float32(cas
         if isinstance(layer, lora.Embedding):
             expected["lora_A"][:, layer.padding_idx] = 0
         close_in_half(actual, expected, atol=0.3, rtol=0.05)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@torch.no_grad()
+def test_outputs_are_in_float32_if_only_the_frozen_weight_is_in_half_precision(name, mode):
+    layer, x = built(CASES[name]).train(mode), CASES[name].x()
+    base_of(layer).weight.data = base_of(layer).weight.data.bfloat16()
+    out = layer(x)
+    assert out.dtype == torch.float32
+    # The merged copy is in the weight's precision.
+    expected = reference(copy.deepcopy(layer).float(), x)
+    close_in_half(out, expected, atol=1e-5 if mode else 0.1, rtol=0)
 
 
 def test_a_weight_merged_in_half_precision_is_rounded_once(case):
