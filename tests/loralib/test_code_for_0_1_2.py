@@ -4,6 +4,7 @@ import copy
 import pickle
 import types
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -514,10 +515,13 @@ def test_a_layer_that_0_1_2_has_pickled_is_loaded(name, mode, format, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:source code of class")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("build", [lora.Linear, OwnForward])
+@pytest.mark.parametrize(
+    "build", [lora.Linear, partial(lora.MergedLinear, enable_lora=[True]), OwnForward]
+)
 def test_a_merged_layer_that_0_1_2_has_pickled_is_refused(build, format, tmp_path):
     layer = build(6, 4, r=2, lora_dropout=0.5).eval()
-    message = rf"pickled this {build.__name__} in evaluation mode, .* call train\(\), and save"
+    kind = type(layer).__name__
+    message = rf"pickled this {kind} in evaluation mode, .* call train\(\), and save"
     with pytest.raises(CheckpointError, match=message):
         pickled(layer, tmp_path / "layer", state_of_0_1_2, **format)
     without = build(6, 4, r=0, lora_dropout=0.5).eval()
