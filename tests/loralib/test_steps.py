@@ -198,7 +198,17 @@ def emptied(model):
     return model
 
 
-@pytest.mark.parametrize("change", [renewed, emptied, copy.deepcopy])
+def converted(model):
+    """Returns a model whose conversion has replaced the parameters, as PyTorch may do."""
+    is_usual = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.double().float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(is_usual)
+
+
+@pytest.mark.parametrize("change", [renewed, emptied, converted, copy.deepcopy])
 def test_weights_trained_along_are_recorded_after_a_and_b_were_replaced(change):
     model = change(HEAD.adapted().requires_grad_(True))
     steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), count=2)
