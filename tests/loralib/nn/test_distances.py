@@ -18,7 +18,9 @@ TERMS = 3 * 4 + 9 + 9 + 20
 TERM_NAMES = [("c2p", "p2c"), ("c2p",), ("p2c",)]
 
 
-def test_skew():
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_skew(is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     scores = torch.arange(2 * 3 * 6.0).view(2, 3, 6)
     skewed = skew(scores, 4)
     assert skewed[1].tolist() == [[20, 21, 22, 23], [25, 26, 27, 28], [30, 31, 32, 33]]
