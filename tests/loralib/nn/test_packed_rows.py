@@ -149,3 +149,13 @@ def test_twice_equals_the_rows_of_the_repeated_mask():
     assert_same_rows(PackedRows(HOLES).twice(), PackedRows(both))
     twice = PackedRows(HOLES).with_targets(is_target).twice()
     assert_same_rows(twice, PackedRows(both).with_targets(torch.cat([is_target, is_target])))
+
+
+def test_copied_rows_are_the_same_in_memory_of_their_own():
+    rows = PackedRows.from_lengths([3, 1, 2])
+    rows = rows.with_targets(rows.is_token)
+    copied = rows.copied("cpu")
+    assert_same_rows(copied, rows)
+    assert len(copied.tensors()) == len(TENSORS) + 1
+    for ours, theirs in zip(copied.tensors(), rows.tensors(), strict=True):
+        assert ours.data_ptr() != theirs.data_ptr()
