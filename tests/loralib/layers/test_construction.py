@@ -225,6 +225,14 @@ def test_arrays_and_tensors_of_one_number_are_accepted():
         assert (model[0].scaling, model[0].lora_dropout.p, model[0].freeze_A) == (1.5, 0.5, True)
 
 
+def test_a_layer_of_rank_0_has_nothing_to_start_from_its_weight(case):
+    layer = case.make(r=0)
+    expected = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.start_from_weight()
+    assert layer.state_dict().keys() == expected.keys()
+    assert all(torch.equal(layer.state_dict()[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("freeze_A", [False, True])
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_a_new_layer_trains_A_unless_it_is_frozen(name, freeze_A):
