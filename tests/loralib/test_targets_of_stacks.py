@@ -9,6 +9,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.errors import UnsupportedLayerError
+from loralib.stacks import matrices
 
 LINEAR = ("layers.0.shared.down_proj",)
 DOWN = tuple(f"layers.{layer}.experts.down_proj_lora" for layer in range(2))
@@ -170,3 +171,11 @@ def test_an_original_tensor_of_weight_norm_is_adapted_if_it_is_named(tmp_path, t
     close(loaded["block"]["conv"](x), out)
     lora.merge(model)
     close(conv(x), out)
+
+
+def test_a_stack_is_out_by_in_unless_its_module_says_otherwise():
+    module = nn.Module()
+    module.stack = nn.Parameter(torch.randn(3, 4, 6))
+    assert matrices(module, module.stack) is module.stack
+    module.is_transposed = True
+    assert torch.equal(matrices(module, module.stack), module.stack.mT)
