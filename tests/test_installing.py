@@ -1,5 +1,6 @@
 """Tests of installing: the two wheels, conda's environment, and make_environment.sh."""
 
+import os
 import re
 import shlex
 import shutil
@@ -212,6 +213,30 @@ def test_an_environment_is_accepted_through_a_symbolic_link(tmp_path):
     done = subprocess.run(["bash", tmp_path / "link" / script], capture_output=True, text=True)
     assert "another folder" not in done.stderr
     assert "constraints.txt" in done.stderr  # which it needs next, and which is missing here
+
+
+@pytest.mark.parametrize("minor", [11, 13])
+def test_another_version_of_python_than_the_environment_s_is_refused(tmp_path, minor):
+    """The environment's Python and PYTHON are scripts that answer as Python 3.11 and 3.`minor`."""
+    script, python = tmp_path / "utils/make_environment.sh", tmp_path / ".venv/bin/python"
+    for path in (script, python):
+        path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "utils" / script.name, script)
+    for path, number in ((python, 11), (tmp_path / "other", minor)):
+        path.write_text(
+            f'#!/bin/sh\ncase "$2" in *exit*) exit 0 ;; *print*) echo 3.{number} ;; esac\n'
+        )
+        path.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(tmp_path / "other")}
+    done = subprocess.run(["bash", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    if minor == 11:
+        assert "constraints.txt" in done.stderr  # which it needs next, and which is missing here
+    else:
+        assert done.stderr == (
+            f"make_environment.sh: error: .venv has Python 3.11, not 3.13 (PYTHON={tmp_path}/other"
+            "): remove it first (rm -r .venv)\n"
+        )
 
 
 def test_the_fork_requires_this_version_of_loralib():

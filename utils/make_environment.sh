@@ -3,7 +3,8 @@
 #
 #   bash utils/make_environment.sh [--with-tests]
 #
-# PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10).
+# PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10). A
+# .venv with another version of Python is refused.
 set -euo pipefail
 
 case $* in
@@ -30,6 +31,10 @@ esac
 
 is_supported() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
+}
+
+version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
 
 find_python() {
@@ -60,6 +65,13 @@ fi
 if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
     die ".venv has $(.venv/bin/python --version), but needs Python 3.10 to 3.14: remove" \
         "it (rm -r .venv) and run this again"
+fi
+if [ -x .venv/bin/python ] && [ -n "${PYTHON:-}" ]; then
+    python=$(find_python)
+    if [ "$(version "$python")" != "$(version .venv/bin/python)" ]; then
+        die ".venv has Python $(version .venv/bin/python), not $(version "$python") (PYTHON=$PYTHON):" \
+            "remove it first (rm -r .venv)"
+    fi
 fi
 if [ ! -x .venv/bin/python ]; then
     python=$(find_python)
