@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Fetches GPT-2's vocabulary into vocab, and E2E, WebNLG 2017 and DART into data, or what is named:
+# Fetches GPT-2's vocabulary into vocab, and E2E, WebNLG 2017 and DART into data; or only what is named:
 #
 #   bash download_data.sh [vocab] [e2e] [webnlg] [dart]
 set -euo pipefail
+
+case ${1:-} in
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+esac
 cd "$(dirname "$0")"
 
 if [ $# -eq 0 ]; then

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Fetches GPT-2 small, medium and large into pretrained_checkpoints (5.3 GB), or those named:
+# Fetches GPT-2 small, medium and large into pretrained_checkpoints (5.3 GB); or only those named:
 #
 #   bash download_pretrained_checkpoints.sh [gpt2] [gpt2-medium] [gpt2-large]
 set -euo pipefail
+
+case ${1:-} in
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+esac
 cd "$(dirname "$0")"
 
 if [ $# -eq 0 ]; then

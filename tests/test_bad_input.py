@@ -225,6 +225,8 @@ def test_a_quickstart_given_one_folder_needs_the_other_too(tmp_path, named):
         ("utils/make_environment.sh", "[--with-tests]", True),
         ("NLG/eval/download_evalscript.sh", "what METEOR, ROUGE-L and CIDEr need", True),
         ("NLG/create_datasets.sh", "e2e [webnlg] [dart]", False),
+        ("NLG/download_data.sh", "E2E, WebNLG 2017 and DART into data; or only what", False),
+        ("NLG/download_pretrained_checkpoints.sh", "small, medium and large into pre", False),
         ("run_tests.sh", "arguments go to pytest", False),
     ],
 )
