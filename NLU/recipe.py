@@ -409,6 +409,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     recipes = read_recipes()
     parser = argparse.ArgumentParser(
         prog="recipe.py",
+        usage="%(prog)s RECIPE [--small BASE DATA] [--print] [flags]",
+        description="Run one of the release's recipes, the sections of recipes.ini: "
+        f"{', '.join(recipes)}. RECIPE --help describes one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

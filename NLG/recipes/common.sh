@@ -12,7 +12,8 @@ for flag in "$@"; do
     case $flag in --help | -h) ;; *) continue ;; esac
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
     echo "--estimate only says what the training would take."
-    echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT."
+    echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT, and for a" \
+        "trial TRIAL_DIR (folder with base.pt, a gpt2.xs, vocab and data)."
     exit 0
 done
 case $card in

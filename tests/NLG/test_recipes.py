@@ -39,6 +39,8 @@ def test_help_among_any_flags_ends_the_recipe(flags):
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("Trains, decodes and scores; flags go to the training: ")
     assert len(ended.stdout.splitlines()) == 3
+    for variable in ("NPROC", "SEED", "RUN_DIR", "MASTER_PORT", "TRIAL_DIR"):
+        assert variable in ended.stdout
 
 
 def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:

@@ -219,6 +219,14 @@ def test_a_script_s_help_describes_its_recipe(name, capsys):
     assert f"seed {flags['seed']}." in text
 
 
+def test_help_without_a_recipe_names_all_of_them(capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["--help"])
+    assert ended.value.code == 0
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert f"the sections of recipes.ini: {', '.join(RECIPES)}." in help_text
+
+
 @pytest.fixture
 def started(monkeypatch) -> list:
     """Collects (arguments, environment) of each process that `recipe.main` would become."""
