@@ -91,8 +91,16 @@ HUB_GLUE = "nyu-mll/glue"
 class ModelArguments(AdaptedModelArguments):
     """The model, how it is adapted, and consistency training."""
 
-    apply_rdrop: bool = flag(False, "R-Drop: the same as --reg_loss_wgt 1.0")
-    apply_cutoff: bool = flag(False, "Cutoff: the same as --reg_loss_wgt 1.0 --masking_prob 0.1")
+    apply_rdrop: bool = flag(
+        False,
+        "R-Drop: every batch passes through the model twice, with different dropout, and both "
+        "predictions are trained to agree; the same as --reg_loss_wgt 1.0",
+    )
+    apply_cutoff: bool = flag(
+        False,
+        "Cutoff: like R-Drop, but a tenth of the tokens are hidden from the second pass; the same "
+        "as --reg_loss_wgt 1.0 --masking_prob 0.1",
+    )
     reg_loss_wgt: float = flag(
         0.0,
         "consistency training: weight of the difference between two passes over a batch",
