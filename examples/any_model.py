@@ -1,6 +1,6 @@
 """LoRA in a language model of another library, upstream's Transformers, in three calls of loralib.
 
-    pip install transformers -e .    # in an environment without the fork in NLU/
+    pip install transformers .    # in an environment without the fork in NLU/
     python examples/any_model.py --model HuggingFaceTB/SmolLM2-135M --text my_text.txt
 
 It trains on nine tenths of the text, saves the adapter as a folder that PEFT can also load, and
@@ -27,7 +27,7 @@ def check(output_dir: Path) -> None:
     if "+lora" in transformers.__version__:
         raise ValueError(
             "this needs upstream's Transformers, but the fork in NLU/, which has the same name, is "
-            "installed: in another environment, run pip install transformers -e ."
+            "installed: in another environment, run pip install transformers ."
         )
     if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
         raise ValueError(f"{output_dir}: exists already: give another --output_dir")
