@@ -115,3 +115,4 @@ for name in base lora; do
     python eval/e2e/measure_scores.py "$out/ref.txt" "$out/pred_$name.txt" -p \
         --json "$out/scores.json" --label "$name"
 done
+printf '\nNext: source %q/bin/activate, and docs/gpt2.md for pairs of your own.\n' "$VIRTUAL_ENV"
