@@ -25,6 +25,24 @@ _BOUNDS: list[tuple[dict[str, float], tuple[str, ...]]] = [
     ({"above": 0, "below": math.inf}, ("lora_plus_ratio",)),
 ]
 
+# Flags of Transformers' scripts, and what is meant by them here; see `ArgumentParser`.
+_OTHER_NAMES = {
+    "apply_lora": "--lora_dim",
+    "eval_strategy": "--eval_interval",
+    "learning_rate": "--lr",
+    "lr_scheduler_type": "--scheduler",
+    "max_grad_norm": "--clip",
+    "max_seq_length": "--seq_len",
+    "model_name_or_path": "--init_checkpoint",
+    "num_train_epochs": "--max_epoch",
+    "optim": "the optimizer is AdamW",
+    "output_dir": "--work_dir",
+    "per_device_eval_batch_size": "--valid_batch_size",
+    "per_device_train_batch_size": "--train_batch_size",
+    "use_cpu": "an empty CUDA_VISIBLE_DEVICES in the environment hides the GPUs",
+    "use_lora": "--lora_dim",
+}
+
 
 def parse_args(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
     """Reads the command line.
@@ -36,7 +54,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     Raises:
         ValueError: a number is out of its range, or --report_to names what is not installed.
     """
-    parser = ArgumentParser(description=description)
+    parser = ArgumentParser(description=description, other_names=_OTHER_NAMES)
     _add_training_params(parser)
     _add_output_params(parser)
     _add_estimate_params(parser)

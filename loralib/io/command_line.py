@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NoReturn, TypeVar
 
@@ -48,17 +48,26 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         takes_empty: whether an empty string is a value rather than an error.
+        other_names: flags of other programs, without dashes at their beginning, and what is meant
+            by them here: a flag of this program, or a sentence. Errors say it.
         arguments: those of `argparse.ArgumentParser`.
 
     Attributes:
         given: names of the flags that were given a value, even if it equals the default.
     """
 
-    def __init__(self, *, takes_empty: bool = False, **arguments: Any):
+    def __init__(
+        self,
+        *,
+        takes_empty: bool = False,
+        other_names: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ):
         arguments.setdefault("allow_abbrev", False)
         arguments.setdefault("formatter_class", HelpFormatter)
         super().__init__(**arguments)
         self._takes_empty = takes_empty
+        self._other_names = dict(other_names or {})
         self.given: set[str] = set()
         self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
@@ -87,7 +96,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def refuse(self, unknown: Sequence[str], way_out: str = "") -> NoReturn:
-        """Ends the program with an error for unknown arguments, and suggests similar flags.
+        """Ends the program with an error for unknown arguments, and says what may be meant.
 
         Args:
             unknown: the arguments.
@@ -95,10 +104,19 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         known = list({"_".join(_words(flag)): flag for flag in reversed(flags)}.values())
-        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        near = dict.fromkeys(flag for name in names for flag in _meant_by(name, known))
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}{way_out}")
+        near: list[str] = []
+        notes = []
+        for name in (word.partition("=")[0] for word in unknown if word.startswith("-")):
+            answer = self._other_names.get(name.lstrip("-").replace("-", "_"))
+            if answer is None:
+                near += _meant_by(name, known)
+            elif answer.startswith("--"):
+                near.append(answer)
+            else:
+                notes.append(answer)
+        hints = [f"did you mean {', '.join(dict.fromkeys(near))}?"] if near else []
+        words = "; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints, *notes])
+        self.error(f"{words}{way_out}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""

@@ -13,7 +13,7 @@ from gpt2_ft import (
     warn_of_ends,
     warn_of_rate,
 )
-from gpt2_ft_arguments import check_fits, parse_args
+from gpt2_ft_arguments import _OTHER_NAMES, check_fits, parse_args
 from gpu import DistEnv
 from loralib.lora_layer import lora_layers
 from loralib.training.precision import Precision
@@ -25,6 +25,15 @@ IGNORED_FLAGS = ("--roll_interval", "--roll_lr", "--roll_step", "--eval_epoch")
 def test_flags_of_the_release_without_effect_are_accepted():
     args = vars(parse_args([*FILES, *(word for flag in IGNORED_FLAGS for word in (flag, "3"))]))
     assert [args[flag[2:]] for flag in IGNORED_FLAGS] == [3] * 4
+
+
+def test_flags_of_transformers_scripts_are_answered_with_flags_that_exist(capsys):
+    for name, answer in _OTHER_NAMES.items():
+        with pytest.raises(SystemExit):
+            parse_args([*FILES, f"--{name}"])
+        assert f"--{name}; " in capsys.readouterr().err
+        if answer.startswith("--"):
+            parse_args([*FILES, answer, "1" if answer != "--scheduler" else "linear"])
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 import pytest
 
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.fine_tuning.arguments import AdaptedModelArguments
 from transformers.hf_argparser import flag
 from transformers.training_args import default_logdir
 
@@ -493,3 +494,31 @@ def test_all_flags_of_the_release_are_tested(release_parser, capsys):
     assert "the following arguments are required: --output_dir" in line
     assert len({row[0] for row in (*RELEASE_FLAGS, *REFUSED_FLAGS)}) == 63
     assert re.fullmatch(r"runs/\w{3}\d\d_\d\d-\d\d-\d\d_.+", default_logdir())
+
+
+# ---- flags of other programs ----
+
+
+@pytest.mark.parametrize("group", [AdaptedModelArguments, TrainingArguments])
+def test_flags_of_other_programs_are_none_of_ours_and_their_answers_are(group):
+    flags = {item.name for item in fields(group)}
+    assert not flags & group.other_names.keys()
+    named = [answer.split()[0] for answer in group.other_names.values() if answer[:2] == "--"]
+    assert {name.removeprefix("--") for name in named} < flags
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("--use_cpu", "did you mean --no_cuda?"),
+        ("--use_lora True", "did you mean --apply_lora?"),
+        ("--use_dora", "did you mean --lora_variant dora?"),
+        ("--optim adamw_torch", "the optimizer is AdamW, or with --adafactor Adafactor"),
+        ("--eval_strategy epoch", "did you mean --evaluation_strategy?"),
+    ],
+)
+def test_flags_of_today_s_transformers_are_answered(capsys, given, answer):
+    parser = HfArgumentParser((AdaptedModelArguments, TrainingArguments), prog="paint")
+    required = ["--model_name_or_path", "m", "--output_dir", "o"]
+    line = fails(capsys, parser.parse_args_into_dataclasses, [*required, *given.split()])
+    assert f"unrecognized arguments: {given}; {answer} (" in line

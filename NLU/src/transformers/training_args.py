@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import Enum, EnumMeta
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -80,9 +80,30 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
 }
 
 
+_NO_UPLOADS = "nothing is uploaded: `hf upload REPOSITORY FOLDER` does that after the run"
+_PRECISION = "the precision is set by --bf16 or --fp16"
+
+
 @dataclass
 class TrainingArguments:
     """The settings of a run, with the names of the release's flags."""
+
+    # Flags of today's Transformers, and what is meant by them here; see `ArgumentParser`.
+    other_names: ClassVar[dict[str, str]] = {
+        "bf16_full_eval": "--bf16",
+        "data_seed": "--seed",
+        "dtype": _PRECISION,
+        "eval_on_start": "nothing is evaluated before the first step; see --evaluation_strategy",
+        "full_determinism": "--use_deterministic_algorithms",
+        "hub_model_id": _NO_UPLOADS,
+        "optim": "the optimizer is AdamW, or with --adafactor Adafactor",
+        "push_to_hub": _NO_UPLOADS,
+        "resume_from_checkpoint": "a stopped run resumes if you repeat its command without "
+        "--overwrite_output_dir",
+        "save_safetensors": "adapters are saved as .safetensors, full models as pytorch_model.bin",
+        "torch_dtype": _PRECISION,
+        "use_cpu": "--no_cuda",
+    }
 
     output_dir: str = field(metadata={"help": "folder for checkpoints and results"})
     overwrite_output_dir: bool = flag(

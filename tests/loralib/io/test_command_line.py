@@ -80,6 +80,26 @@ def test_similar_flags_are_suggested_for_an_unknown_one(parser, capsys, unknown,
     assert f"unrecognized arguments: {unknown}{hint} (" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("unknown", "answer"),
+    [
+        (["--use_cpu"], "; did you mean --no_cuda?"),
+        (["--use-cpu=1"], "; did you mean --no_cuda?"),
+        (["--optim", "adam"], "; the optimizer is AdamW"),
+        (["--optim=adam", "--use_cpu", "--dat"], "; did you mean --no_cuda, --data?; the optim"),
+        (["--use_gpu"], " ("),
+    ],
+)
+def test_other_programs_flags_are_answered(capsys, unknown, answer):
+    names = {"use_cpu": "--no_cuda", "optim": "the optimizer is AdamW"}
+    parser = ArgumentParser(prog="train.py", other_names=names)
+    for flag in ("--no_cuda", "--option", "--data"):
+        parser.add_argument(flag)
+    with pytest.raises(SystemExit):
+        parser.parse_args(unknown)
+    assert f"unrecognized arguments: {' '.join(unknown)}{answer}" in capsys.readouterr().err
+
+
 def test_complete_flags_are_parsed(parser):
     assert parser.parse_args(["--data=x", "--lora_rank_pattern", "a=1"]).lora_rank_pattern == [
         "a=1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
@@ -13,11 +14,25 @@ from ..adapter_kinds import PATHS
 from ..hf_argparser import flag
 
 SUFFIXES = (".csv", ".json", ".jsonl")  # of data files
+_QUANTIZED = "quantized models are adapted in code only: docs/any-model.md"
 
 
 @dataclass
 class AdaptedModelArguments:
     """The model, and how it is adapted."""
+
+    # Flags of today's scripts, and what is meant by them here; see `ArgumentParser`.
+    other_names: ClassVar[dict[str, str]] = {
+        "attn_implementation": "there is only one implementation of attention",
+        "load_in_4bit": _QUANTIZED,
+        "load_in_8bit": _QUANTIZED,
+        "token": "--use_auth_token",
+        "trust_remote_code": "code from the hub is never run",
+        "use_dora": "--lora_variant dora",
+        "use_lora": "--apply_lora",
+        "use_peft": "--apply_lora",
+        "use_rslora": "--lora_variant rslora",
+    }
 
     model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
     config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
