@@ -157,7 +157,7 @@ def open_model(
     _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
-        adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
+        adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha, family=GPT2)
         _check_base_alone(base)
     file = adapter or Adapter(base.tensors, base.metadata, str(base.source))
     set_lora(args, file, lora_path or args.init_checkpoint)

@@ -45,6 +45,7 @@ import torch
 from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import Adapter
+from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
@@ -71,6 +72,7 @@ from transformers.data.json_rows import RepeatedKeyError, without_repetition
 from transformers.data.text_columns import warn_of_empty_texts
 from transformers.data.word_labels import first_tokens
 from transformers.fine_tuning.lengths import choose_length, report_truncation, truncated_rows
+from transformers.models.auto.configuration_auto import supported_family_of
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import load_tokenizer, run_script, set_up_logging
 from transformers.utils.logging import errors_only
@@ -353,13 +355,18 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
+def read_adapters(args: argparse.Namespace, family: Family) -> dict[str, Adapter]:
     """Reads the adapters by name, and warns of those that do not name their labels.
+
+    Args:
+        args: the flags.
+        family: the base's family.
 
     Raises:
         AlphaError: an adapter does not record its alpha, or all do and --lora_alpha differs.
+        CheckpointError: an adapter cannot be read, or is of another family.
     """
-    where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
+    where = {"cache_dir": args.cache_dir, "token": args.use_auth_token, "family": family}
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}
     # --lora_alpha applies only to adapters that do not record their own.
     silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
@@ -602,7 +609,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_logging(args.log_level)
     lines = read_lines(args.input_file, list(args.adapters))
     config = load_config(args)
-    adapters = read_adapters(args)
+    adapters = read_adapters(args, supported_family_of(config).family)
     head = head_of(adapters)
     source = _in_words(args.input_file)
     check_inputs(lines, head, source)

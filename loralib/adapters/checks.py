@@ -2,14 +2,38 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from ..errors import CheckpointError, MissingPartError, SettingsError, WrongBaseError
-from .adapter import Adapter
+from .adapter import Adapter, lora_modules
+from .families import Family, family_of
 
 logger = logging.getLogger(__name__)
+
+
+def check_family(adapter: Adapter, family: Family) -> None:
+    """Checks that a LoRA adapter may belong to a family's models, by the modules that it adapts.
+
+    Raises:
+        CheckpointError: it belongs to another family, or adapts no module of this one.
+    """
+    modules = lora_modules(adapter.tensors)
+    found = family_of(modules)
+    if family.has_layers_of(modules) or (found is None and _may_be_of(family, modules)):
+        return
+    theirs = found.title if found else f"another model ({min(modules)})"
+    raise CheckpointError(
+        f"{adapter.source}: holds an adapter of {theirs}, not of {family.title}: give one that was "
+        f"trained on a {family.title}"
+    )
+
+
+def _may_be_of(family: Family, modules: Collection[str]) -> bool:
+    """Returns whether modules may be a family's, under any prefix."""
+    parts = {part for module in modules for part in module.split(".")}
+    return not modules or not parts.isdisjoint(family.top_modules)
 
 
 def check_together(adapters: Sequence[Adapter]) -> None:

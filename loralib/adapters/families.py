@@ -110,6 +110,14 @@ class Family:
         """Prefixes of the names of all tensors of a base, including those of tied tensors."""
         return self.backbone, *self.tied
 
+    @property
+    def top_modules(self) -> set[str]:
+        """The top-level modules of its models, with the backbone's own if it is used alone."""
+        in_backbone = self.layers.removeprefix(self.backbone)
+        of_heads = [module for head in self.heads.values() for module in head.modules]
+        names = (self.backbone, in_backbone, *self.tied, *of_heads)
+        return {name.partition(".")[0] for name in names}
+
     def has_layers_of(self, names: Iterable[str]) -> bool:
         """Returns whether some names are in this family's layers, and none in another model's."""
         inside = [within_layer(name) for name in names if name.startswith(self.layers)]

@@ -435,11 +435,11 @@ def test_bad_input_is_an_error_of_one_line(
 def test_an_adapter_of_another_family_is_an_error(
     run_glue, tiny_deberta_base, tiny_glue, trained, tmp_path, monkeypatch, capsys
 ):
-    """The error is about the base, not about targets or positions, which differ as well."""
+    """The error is about the family, not about base, targets or positions, which differ as well."""
     given = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
     given += ["--lora_path", trained, "--output_dir", tmp_path / "out"]
     line = failure(run_glue, [*common(tiny_deberta_base), *given], monkeypatch, capsys)
-    assert "was trained on another base than the one given" in line
+    assert "holds an adapter of RoBERTa, not of DeBERTa-v2: give one that was trained" in line
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,10 @@ BAD_ARGUMENTS = {
     "a name twice": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
     "no such adapter": ("rte={tmp}/none.bin", "none.bin: no such checkpoint file"),
     "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
-    "another family": ("rte={deberta}", "deberta_rte.safetensors: "),
+    "another family": (
+        "rte={deberta}",
+        "deberta_rte.safetensors: holds an adapter of DeBERTa-v2, not of RoBERTa: give one that",
+    ),
     "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
     "another alpha than recorded": (

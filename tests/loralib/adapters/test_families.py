@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from loralib.adapters import families
 from loralib.adapters.adapter import Adapter, adapter_tensors
 from loralib.adapters.canonical import canonical_names
+from loralib.adapters.checks import check_family
 from loralib.adapters.checksums import with_checksum
 from loralib.adapters.deltas import deltas_of, ranks_of
 from loralib.adapters.families import Family, Head, family_of, register
@@ -39,6 +40,40 @@ def test_nlu_and_nlg_register_their_families():
         "gpt2": "GPT-2",
         "plain": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        *((family, modules[0]) for family, modules in MODULES.items() if family != "plain"),
+        ("roberta", "roberta.embeddings.word_embeddings"),
+        ("roberta", "encoder.layer.0.attention.self.query"),  # of the backbone alone
+        ("roberta", "model.roberta.encoder.layer.0.attention.self.query"),
+        ("roberta", "classifier.dense"),
+        ("gpt2", "lm_head"),
+    ],
+)
+def test_an_adapter_of_any_part_of_a_familys_models_may_belong_to_it(family, module):
+    check_family(lora_of(module), family_of(MODULES[family]))
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "theirs"),
+    [
+        ("deberta", MODULES["roberta"][0], "RoBERTa, not of DeBERTa-v2"),
+        ("gpt2", MODULES["roberta"][0], "RoBERTa, not of GPT-2"),
+        ("roberta", MODULES["gpt2"][0], "GPT-2, not of RoBERTa"),
+        ("gpt2", "model.layers.0.q", r"another model \(model.layers.0.q\), not of GPT-2"),
+    ],
+)
+def test_an_adapter_of_another_family_is_refused(family, module, theirs):
+    with pytest.raises(CheckpointError, match=f"^a: holds an adapter of {theirs}: give one that"):
+        check_family(lora_of(module), family_of(MODULES[family]))
+
+
+def lora_of(module):
+    halves = {f"{module}.lora_A": torch.ones(2, 6), f"{module}.lora_B": torch.ones(6, 2)}
+    return Adapter({**halves, "classifier.bias": torch.ones(2)}, None, "a")
 
 
 def test_untied_in_finds_tensors_that_are_tied_to_the_backbone():

@@ -18,6 +18,7 @@ import torch
 from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, in_words
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
+from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AlphaError, CheckpointError
 from loralib.io.command_line import layers_of_words, pattern_of_words
@@ -27,7 +28,7 @@ from ..adaptation_settings import ADAPTATIONS, targets_of_modules
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import PretrainedConfig
 from ..modeling_utils import PreTrainedModel
-from ..models.auto.configuration_auto import AutoConfig
+from ..models.auto.configuration_auto import AutoConfig, supported_family_of
 from ..models.registry import SUPPORTED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
@@ -52,13 +53,27 @@ FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
 }
 
 
-def read_adapters(model_args: AdaptedModelArguments) -> list[Adapter]:
-    """Reads the adapter files that the flags name: LoRA, bottleneck adapters and biases."""
+def base_family(model_args: AdaptedModelArguments) -> Family | None:
+    """Returns the family of the model that the flags name, or None if they name no LoRA for it."""
+    if not model_args.lora_path:
+        return None
+    name = model_args.config_name or model_args.model_name_or_path
+    return supported_family_of(AutoConfig.from_pretrained(name, **_where(model_args))).family
+
+
+def read_adapters(model_args: AdaptedModelArguments, family: Family | None = None) -> list[Adapter]:
+    """Reads the adapter files that the flags name: LoRA, bottleneck adapters and biases.
+
+    Args:
+        model_args: the flags.
+        family: the family of the model that they name. LoRA of another one is refused.
+    """
     given = ((kind, getattr(model_args, path)) for kind, path in PATHS.items())
     where = {
         "cache_dir": model_args.cache_dir,
         "token": model_args.use_auth_token,
         "lora_alpha": model_args.lora_alpha,
+        "family": family,
     }
     return [_read_adapter(path, kind, where) for kind, path in given if path]
 

@@ -33,6 +33,7 @@ from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
 from ..utils.cli import set_up_datasets, set_up_logging
 from .adapted_model import (
+    base_family,
     check_arguments,
     check_heads,
     keep_to_layers,
@@ -154,7 +155,7 @@ def open_run(
             raise ValueError(reason)
     if not args.do_train:  # training logs it in its own summary
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
-    adapters = read_adapters(model_args)
+    adapters = read_adapters(model_args, base_family(model_args))
     check_heads(adapters, head)
     check_arguments(model_args, args, adapters)
     return checkpoint, adapters
@@ -225,7 +226,7 @@ def begin_estimate(
     if model_args.config_name is None:
         model_args.config_name = published_settings(model_args.model_name_or_path)
     leave_out_missing(model_args)
-    adapters = read_adapters(model_args)
+    adapters = read_adapters(model_args, base_family(model_args))
     check_heads(adapters, head)
     check_arguments(model_args, args, adapters)
     return adapters
