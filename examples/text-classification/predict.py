@@ -52,7 +52,7 @@ from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.command_line import summary
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
-from loralib.text import counted, in_short
+from loralib.text import counted, in_short, quoted
 from loralib.training.determinism import set_up_device
 from loralib.training.device import choose_device
 from loralib.training.precision import Precision, cast_frozen, check_precision
@@ -206,7 +206,11 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     if "tokens" in line:
         _check_words(line)
     elif "text" not in line:
-        raise ValueError("has no text")
+        raise ValueError(
+            f"has no text{', only ' + quoted(line) if line else ''}: give a text as 'text' (a pair "
+            "as 'text' and 'text_pair', words to tag as 'tokens'), whatever the column was called "
+            f"in training; {_example(names)}"
+        )
     for key in ("text", "text_pair"):
         if not isinstance(line.get(key, ""), str):
             raise ValueError(f"its {key} is not a string ({json.dumps(line[key]):.40})")
@@ -220,6 +224,10 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     return line
 
 
+def _example(names: Sequence[str]) -> str:
+    return f'a line looks like {{"adapter": {json.dumps(names[0])}, "text": "A dog runs."}}'
+
+
 def _decoded(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     try:
         line = json.loads(content, object_pairs_hook=without_repetition)
@@ -230,8 +238,7 @@ def _decoded(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # Leaves out the position in JSON's message, whose "line 1" would mislead.
         raise ValueError(
-            f"is not JSON ({getattr(error, 'msg', error)}); a line looks like "
-            f'{{"adapter": {json.dumps(names[0])}, "text": "A dog runs."}}'
+            f"is not JSON ({getattr(error, 'msg', error)}); {_example(names)}"
         ) from error
     if not isinstance(line, dict):
         raise ValueError(f"is not a JSON object ({content.decode():.40})")

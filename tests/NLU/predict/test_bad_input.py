@@ -25,7 +25,13 @@ BAD_LINES = {
         '{"adapter": "rte", ',
     ),
     "no object": ('["rte", "a dog"]', 'line 2: is not a JSON object (["rte", "a dog"])'),
-    "no text": ('{"adapter": "rte", "id": 3}', "line 2: has no text"),
+    "no text": (
+        '{"adapter": "rte", "review": "a"}',
+        "line 2: has no text, only 'adapter', 'review': give a text as 'text' (a pair as 'text' "
+        "and 'text_pair', words to tag as 'tokens'), whatever the column was called in training; "
+        'a line looks like {"adapter": "rte", "text": "A dog runs."}',
+    ),
+    "nothing": ("{}", "line 2: has no text: give a text as 'text' (a pair as "),
     "text of another type": (
         '{"adapter": "rte", "text": 3}',
         "line 2: its text is not a string (3)",
