@@ -392,7 +392,8 @@ BAD = {
     "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),
     "own: other columns": (
         f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/other.csv",
-        "other.csv: has no column 'review'",
+        "other.csv: has no column 'review'; its columns are 'text', 'label': rename the one that "
+        "is meant to 'review' in this file",
     ),
     "own: unknown label": (
         f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/unknown.csv",

@@ -462,6 +462,47 @@ def test_a_column_of_the_model_s_classes_is_only_a_text_if_chosen(
 
 
 @pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        (
+            "rev,verdict",
+            "fine,good",
+            "has no column 'review', which the model was trained on, and each value of 'verdict' "
+            "is one of the model's classes: if it is the label, give --label_column verdict; ",
+        ),
+        (
+            "a,b",
+            "1,2",
+            r"has 0 text columns \(a is of int64, b is of int64\); the model was trained on "
+            "'review': rename the columns that are meant, or name them with --text_columns",
+        ),
+    ],
+)
+def test_a_missing_column_of_the_training_is_named(tmp_path, header, row, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{header}\n{row}\n")
+    known = {"known_texts": ("review",), "known_labels": ("bad", "good")}
+    with pytest.raises(ValueError, match=f"^{path}: {message}"):
+        choose_columns(read_table(str(path)), str(path), **known)
+
+
+@pytest.mark.parametrize(
+    ("is_first", "way_out"), [(True, "--{}_column"), (False, "rename the one")]
+)
+def test_a_file_without_the_columns_of_another_one_is_to_be_changed(tmp_path, is_first, way_out):
+    """The flags are for all files, so they can only name columns of the first one."""
+    path = tmp_path / "rows.csv"
+    path.write_text("review,verdict\nfine,good\n")
+    data = read_table(str(path))
+    for columns, flag in ((Columns(("text",)), "text"), (Columns(("review",)), "label")):
+        message = f"has no column '{flag}'; its columns are 'review', 'verdict': "
+        with pytest.raises(ValueError, match=message + way_out.format(flag)) as error:
+            take_columns(data, str(path), columns, is_first=is_first)
+        if not is_first:
+            assert str(error.value).endswith(f"to '{flag}' in this file")
+
+
+@pytest.mark.parametrize(
     ("known", "asked", "texts"),
     [
         (("answer", "question"), None, ("answer", "question")),

@@ -94,7 +94,7 @@ def choose_columns(
         exact = {*known_texts} <= {*others}
         own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
         return Columns(tuple(own), label)
-    found = _find_texts(data, path, others, label)
+    found = _find_texts(data, path, others, label, known_texts)
     # If the label's column is there, or is asked for by name, the first line does hold names.
     if path.endswith(".csv") and label == LABEL and label not in data.column_names:
         _check_names(path, found, known_texts)
@@ -102,10 +102,12 @@ def choose_columns(
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
         if {*data.unique(name)} - {None, ""} <= {*known_labels}:
+            missing = [text for text in known_texts if text.strip().lower() not in by_name]
+            lacks = f"has no column {quoted(missing)}, which the model was trained on, and "
             raise ValueError(
-                f"{path}: each value of '{name}' is one of the model's classes: if it is the "
-                f"label, give --label_column {name}; if it is a text, name all texts with "
-                "--text_columns"
+                f"{path}: {lacks if missing else ''}each value of '{name}' is one of the "
+                f"model's classes: if it is the label, give --label_column {name}; if it is a "
+                "text, name all texts with --text_columns"
             )
     if labeled:  # first, as one of these texts may be the label
         _check_has_label(data, path, Columns(tuple(found), label))
@@ -125,8 +127,16 @@ def _check_asked_for(data: Dataset, path: str, texts: Sequence[str], label: str)
         _check_has(data, path, name, "text_columns")
 
 
-def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> list[str]:
+def _find_texts(
+    data: Dataset, path: str, names: Sequence[str], label: str, known_texts: Sequence[str]
+) -> list[str]:
     """Returns the one or two columns, beside the label's, that can be nothing but texts.
+
+    Args:
+        data, path: the file.
+        names: its columns, without the label's.
+        label: the label's column.
+        known_texts: the text columns that the model was trained on, not all of which are there.
 
     Raises:
         ValueError: there are none, or more than two.
@@ -141,10 +151,17 @@ def _find_texts(data: Dataset, path: str, names: Sequence[str], label: str) -> l
     if not found:
         _refuse_unusable(data, path, names)
     passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
-    raise ValueError(
-        f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
-        f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
+    needed = (
+        f"one or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
         "with --text_columns"
+    )
+    if known_texts:
+        needed = (
+            f"the model was trained on {quoted(known_texts)}: rename the columns that are meant, "
+            "or name them with --text_columns"
+        )
+    raise ValueError(
+        f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); {needed}"
     )
 
 
@@ -286,19 +303,23 @@ def is_number(text: str) -> bool:
     return True
 
 
-def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
+def _check_has(data: Dataset, path: str, name: str, flag: str, is_first: bool = True) -> None:
     names = data.column_names
     if name in names:
         return
     raw = path.endswith(".csv") and any(is_number(n) or _looks_like_a_text(n) for n in names)
     hint = " (the first line has to name the columns)" if raw else ""
+    way_out = f"--{flag} has to name one of them"
+    if not is_first:  # the flag is for all files, and the first one has the column
+        way_out = f"rename the one that is meant to '{name}' in this file"
     raise ValueError(
-        f"{path}: has no column '{name}'; its columns are {quoted(names)}{hint}: --{flag} has to "
-        "name one of them"
+        f"{path}: has no column '{name}'; its columns are {quoted(names)}{hint}: {way_out}"
     )
 
 
-def take_columns(data: Dataset, path: str, columns: Columns, labeled: bool = True) -> Dataset:
+def take_columns(
+    data: Dataset, path: str, columns: Columns, labeled: bool = True, is_first: bool = True
+) -> Dataset:
     """Returns a run's columns under this module's names, after checking that each row has them.
 
     Args:
@@ -306,6 +327,7 @@ def take_columns(data: Dataset, path: str, columns: Columns, labeled: bool = Tru
         path: its name.
         columns: the columns to return.
         labeled: take the label as well.
+        is_first: whether the columns were chosen from this file, not from another one.
 
     Raises:
         ValueError: a column is missing; a row has no value, or one that is not a text or a label.
@@ -313,13 +335,13 @@ def take_columns(data: Dataset, path: str, columns: Columns, labeled: bool = Tru
     names = dict(zip(columns.texts, TEXT_KEYS, strict=False))
     texts = {}
     for name in columns.texts:
-        _check_has(data, path, name, "text_columns")
+        _check_has(data, path, name, "text_columns", is_first)
         texts[name] = _as_written(data, path, name)
         _check_texts(texts[name], path, name)
     warn_of_empty_texts(path, texts)
     if labeled:
         names[columns.label] = LABEL
-        _check_has_label(data, path, columns)
+        _check_has_label(data, path, columns, is_first)
         _check_labels(data, path, columns.label)
     return select_and_rename(data, names)
 
@@ -331,14 +353,14 @@ def select_and_rename(data: Dataset, names: Mapping[str, str]) -> Dataset:
     return data.select_columns(list(names)).rename_columns(renamed)
 
 
-def _check_has_label(data: Dataset, path: str, columns: Columns) -> None:
+def _check_has_label(data: Dataset, path: str, columns: Columns, is_first: bool = True) -> None:
     if not any(_may_be_label(name, columns) for name in data.column_names):
         raise ValueError(
             f"{path}: has no column '{columns.label}', only its text's, "
             f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
             "--do_predict"
         )
-    _check_has(data, path, columns.label, "label_column")
+    _check_has(data, path, columns.label, "label_column", is_first)
 
 
 def _may_be_label(name: str, columns: Columns) -> bool:

@@ -103,7 +103,7 @@ def load_own_files(
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts, cache_dir)
         # A test set's labels, if any, are not used.
-        return take_columns(table, files[split], columns, labeled=split != "test")
+        return take_columns(table, files[split], columns, split != "test", split == splits[0])
 
     sets = {split: read(split) for split in splits}
     labeled = {split: data for split, data in sets.items() if split != "test"}
