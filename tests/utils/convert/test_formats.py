@@ -20,6 +20,9 @@ from loralib.adapters.adapter import Adapter, lora_metadata
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 
+# MNLI's labels, in another order than GLUE's.
+OF_MNLI = ("neutral", "entailment", "contradiction")
+
 
 def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns DeBERTa's tensors under the names of the release's first files."""
@@ -77,9 +80,9 @@ def test_every_format_into_every_format(convert, trained, tmp_path, family, star
 
 def test_task_and_labels_of_an_adapter_whose_alpha_is_unknown(convert, trained, tmp_path):
     torch.save(trained["roberta"].adapter.tensors, tmp_path / "in.bin")
-    named = ("--task", "mnli", "--labels", *LABELS)
+    named = ("--task", "mnli", "--labels", *OF_MNLI)
     notes = convert(tmp_path / "in.bin", tmp_path / "out.bin", *named)["notes"]
-    lost = ["task mnli", f"labels {', '.join(LABELS)}"]
+    lost = ["task mnli", f"labels {', '.join(OF_MNLI)}"]
     assert notes == [f"not in this format: {what}" for what in lost]
 
 
@@ -101,11 +104,11 @@ def test_counters_of_a_trained_head_stay_integers(convert, tmp_path):
 def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained, tmp_path, format):
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "in.bin", given)
-    flags = ["--to", format, "--lora_alpha", 6, "--task", "MNLI", "--labels", *LABELS]
+    flags = ["--to", format, "--lora_alpha", 6, "--task", "MNLI", "--labels", *OF_MNLI]
     printed = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
-    assert (printed["task"], printed["labels"]) == ("mnli", ", ".join(LABELS))
+    assert (printed["task"], printed["labels"]) == ("mnli", ", ".join(OF_MNLI))
     info = read_adapter(tmp_path / OUT[format]).metadata
-    assert (info.task, info.labels) == ("mnli", LABELS)
+    assert (info.task, info.labels) == ("mnli", OF_MNLI)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +135,42 @@ def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, mes
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--task", "RTE", "--labels", "a", "b", "c"],
+            "has a head of 3 outputs, but rte has the labels entailment, not_entailment: leave",
+        ),
+        (["--task", "sst2"], "has a head of 3 outputs, but sst2 has the labels 0, 1: leave --task"),
+        (["--task", "stsb"], "has a head of 3 outputs, but stsb has a score, which is one output"),
+        (
+            ["--task", "mnli", "--labels", "a", "b", "c"],
+            "its labels would be a, b, c, but those of mnli are entailment, neutral, "
+            "contradiction: give these as --labels, in the order of the head's outputs, or leave ",
+        ),
+    ],
+)
+def test_a_glue_task_with_other_labels_is_an_error(trained, tmp_path, failure, flags, message):
+    """run_glue.py could not evaluate the adapter on that task."""
+    write_adapter(tmp_path / "in.bin", trained["roberta"].adapter)
+    line = failure(tmp_path / "in.bin", tmp_path / "out", "--to", "peft", "--lora_alpha", 6, *flags)
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("labels", [("LABEL_0", "LABEL_1", "LABEL_2"), OF_MNLI, None])
+def test_a_glue_task_of_labels_that_are_its_own_or_unnamed(convert, trained, tmp_path, labels):
+    given = trained["roberta"].adapter
+    named = replace(given.metadata, task=None, labels=labels)
+    write_adapter(tmp_path / "in.safetensors", replace(given, metadata=named))
+    printed = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", "MNLI")
+    assert printed["task"] == "mnli"
+
+
+@pytest.mark.parametrize(
     ("task", "written", "note"),
     [
-        ("sst-2", "sst2", None),
+        ("MNLI_mismatched", "mnli-mm", None),
         ("MNLI", "mnli", None),
         ("sst3", "sst3", "sst3 is not a GLUE task (did you mean sst2?); it is recorded as"),
         ("imdb", "imdb", "imdb is not a GLUE task; it is recorded as given"),
