@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -142,7 +143,15 @@ class DataArguments:
         """
         for file in filter(None, self.files.values()):
             if Path(file).suffix not in SUFFIXES:
-                raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl")
+                way_out = f"; {_to_csv(file)}" if Path(file).suffix == ".tsv" else ""
+                raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl{way_out}")
+
+
+def _to_csv(file: str) -> str:
+    """Returns the advice how to write a file with commas in place of tabs."""
+    code = "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, 'excel-tab', strict=True))"
+    given, written = (shlex.quote(str(path)) for path in (file, Path(file).with_suffix(".csv")))
+    return f'replace its tabs: `python -c "import csv, sys; {code}" < {given} > {written}`'
 
 
 @dataclass
