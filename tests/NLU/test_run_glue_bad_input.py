@@ -399,9 +399,9 @@ BAD = {
         f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/unknown.csv",
         "unknown.csv: row 25: unknown label 'perhaps' (expected no, yes)",
     ),
-    "own: blank label": (f"{TRAIN_OWN}/blank.csv", "blank.csv: row 25: has no label"),
-    "own: blank score": (f"{TRAIN_OWN}/score.csv", "score.csv: row 2: has no label"),
-    "own: null text": (f"{TRAIN_OWN}/null.json", "null.json: row 25: has no review"),
+    "own: blank label": (f"{TRAIN_OWN}/blank.csv", "blank.csv: row 25: has no 'label'"),
+    "own: blank score": (f"{TRAIN_OWN}/score.csv", "score.csv: row 2: has no 'label'"),
+    "own: null text": (f"{TRAIN_OWN}/null.json", "null.json: row 25: has no 'review'"),
     "own: labels unknown": (
         "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_r 4 --lora_alpha 8 "
         "--lora_path {tmp}/lone.bin",

@@ -193,10 +193,10 @@ def test_columns_can_be_chosen_by_flags(glue, run_glue, tmp_path, caplog):
     run = ["--do_train", *LORA, "--max_steps", 3, "--output_dir"]
     with caplog.at_level("INFO", logger=run_glue.__name__):
         glue("--train_file", one, *run, "one")
-        assert f"{one}: texts from text; labels from label: classes 0, 1" in caplog.text
+        assert f"{one}: texts from text; labels from label: classes '0', '1'" in caplog.text
         asked = ["--text_columns", "label", "--label_column", "y"]
         glue("--train_file", other, *asked, *run, "other")
-        assert f"{other}: texts from label; labels from y: classes 0, 1" in caplog.text
+        assert f"{other}: texts from label; labels from y: classes '0', '1'" in caplog.text
     assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
 
 

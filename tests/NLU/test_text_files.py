@@ -356,7 +356,7 @@ def test_a_blank_label_is_an_error(tmp_path):
         ("csv", 'text,label\na,x\nb," "\n'),
         ("json", '{"text": "b", "label": " "}'),
     ):
-        with pytest.raises(ValueError, match=r"row \d: has no label"):
+        with pytest.raises(ValueError, match=r"row \d: has no 'label'"):
             read(tmp_path / f"rows.{suffix}", content)
 
 

@@ -141,7 +141,7 @@ CALLS = {
         ),
         (
             "{own}blank.csv",
-            "blank.csv: row 2: has no label",
+            "blank.csv: row 2: has no 'label'",
         ),
         (
             "{own}object.json",

@@ -386,7 +386,7 @@ def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
 def _check_texts(values: Sequence[Any], path: str, name: str) -> None:
     for row, value in enumerate(values, start=1):
         if value is None:
-            raise ValueError(f"{path}: row {row}: has no {name}")
+            raise ValueError(f"{path}: row {row}: has no '{name}'")
         if not isinstance(value, str):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             shown = json.dumps(value, ensure_ascii=False, default=str)
@@ -420,7 +420,7 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
     for row, value in enumerate(values, start=1):
         # Only NaN differs from itself.
         if value is None or value != value or (isinstance(value, str) and not value.strip()):
-            raise ValueError(f"{path}: row {row}: has no {name}")
+            raise ValueError(f"{path}: row {row}: has no '{name}'")
         if not isinstance(value, str | int | float):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loralib.text import in_short
+from loralib.text import quoted
 
 from ..data.processors import GlueTask
 from ..data.text_columns import (
@@ -115,7 +115,7 @@ def load_own_files(
         check_varied(sets["train"], files["train"])
     numbered, labels = _numbered(labeled, files, columns, origin, is_training="train" in sets)
     sets |= {split: data for split, data in numbered.items() if split in sets}
-    what = f"classes {in_short(labels)}" if labels else "scores"
+    what = f"classes {quoted(labels)}" if labels else "scores"
     logger.info(
         "%s: texts from %s%s",
         first,
