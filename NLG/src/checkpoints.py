@@ -15,7 +15,7 @@ from config_json import check_settings_beside
 from family import GPT2
 from lora_flags import FLAGS, check_patterns, patterns_of, set_lora, targets_of_adapter, trains
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.checks import check_base, warn_of_base
+from loralib.adapters.checks import check_base, check_family, warn_of_base
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
@@ -157,7 +157,8 @@ def open_model(
     _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
-        adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha, family=GPT2)
+        adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
+        check_family(adapter, GPT2)
         _check_base_alone(base)
     file = adapter or Adapter(base.tensors, base.metadata, str(base.source))
     set_lora(args, file, lora_path or args.init_checkpoint)

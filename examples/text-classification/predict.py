@@ -45,6 +45,7 @@ import torch
 from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import Adapter
+from loralib.adapters.checks import check_family
 from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AdapterAsModelError, AlphaError, FullModelError, ModelAsAdapterError
@@ -373,8 +374,10 @@ def read_adapters(args: argparse.Namespace, family: Family) -> dict[str, Adapter
         AlphaError: an adapter does not record its alpha, or all do and --lora_alpha differs.
         CheckpointError: an adapter cannot be read, or is of another family.
     """
-    where = {"cache_dir": args.cache_dir, "token": args.use_auth_token, "family": family}
+    where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
     adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}
+    for adapter in adapters.values():
+        check_family(adapter, family)
     # --lora_alpha applies only to adapters that do not record their own.
     silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
     if args.lora_alpha is not None:

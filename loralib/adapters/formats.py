@@ -43,10 +43,9 @@ from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, in_words
 from .canonical import canonical_names, has_ddp_prefix, without_ddp_prefix
-from .checks import check_family
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_in
-from .families import Family, backbone_prefixes, enabled_slices, family_of, in_known_backbone
+from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
 from .validation import check_lora, check_names, check_values
@@ -96,7 +95,6 @@ def read_adapter(
     cache_dir: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
-    family: Family | None = None,
 ) -> Adapter:
     """Reads an adapter of any format.
 
@@ -111,7 +109,6 @@ def read_adapter(
         cache_dir: where files from the hub are kept, as in `resolve_file`.
         revision: branch, tag or commit of a repository on the hub.
         token: an access token for a private repository, or True for the stored one.
-        family: the family of the model that LoRA is for, if it is known.
 
     Returns:
         The adapter. Its metadata is None if neither the file nor `lora_alpha` provides it.
@@ -120,12 +117,12 @@ def read_adapter(
         AlphaError: the file records another alpha than `lora_alpha`.
         FullModelError: it holds a full model with LoRA.
         ModelAsAdapterError: it holds a full model without LoRA.
-        CheckpointError: there is no such adapter, it is damaged or not an adapter of this kind or
-            family, or its metadata contradicts its tensors.
+        CheckpointError: there is no such adapter, it is damaged or not an adapter of this kind, or
+            its metadata contradicts its tensors.
         OSError: the hub cannot be reached.
     """
     where = {"cache_dir": cache_dir, "revision": revision, "token": token}
-    return read_adapter_for((), source, kind, lora_alpha, where, family)
+    return read_adapter_for((), source, kind, lora_alpha, where)
 
 
 def read_adapter_for(
@@ -134,7 +131,6 @@ def read_adapter_for(
     kind: Kind,
     lora_alpha: float | None,
     where: Mapping[str, Any],
-    family: Family | None = None,
 ) -> Adapter:
     """Reads an adapter as `read_adapter` does, for a model whose stacks of matrices are known.
 
@@ -154,8 +150,6 @@ def read_adapter_for(
     else:
         adapter = foreign.read(path, kind)
     if kind == LORA:
-        if family is not None:  # first: another family explains all else that does not fit
-            check_family(adapter, family)
         return check_lora(adapter, lora_alpha)
     check_values(adapter)
     return adapter
@@ -460,8 +454,8 @@ def _unchecked(adapter: Adapter, format: str) -> list[str]:
     if is_known or format == "release":
         return []
     remark = (
-        "belongs to no registered family: its modules are assumed to be linear layers, unless its "
-        "shapes or its metadata (embeddings, slices) say otherwise"
+        "is for a kind of model that is not known here: its modules are assumed to be linear "
+        "layers, unless its shapes or its metadata (embeddings, slices) say otherwise"
     )
     of_peft = "; and a weight that the model uses in several places is adapted in all of them"
     return [remark + of_peft if format == "peft" else remark]

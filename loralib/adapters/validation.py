@@ -44,8 +44,8 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
-            "%s belongs to no registered family: it is unknown whether its layers share a weight "
-            "or stack updates",
+            "%s is for a kind of model that is not known here, whose layers may share a weight or "
+            "stack updates",
             adapter.source,
         )
     return adapter

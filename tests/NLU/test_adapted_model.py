@@ -193,7 +193,7 @@ def test_adapters_are_read_with_the_flags_for_the_hub_and_alpha(monkeypatch):
     asked = []
     monkeypatch.setattr(adapted_model, "read_adapter", lambda *_, **where: asked.append(where))
     read_adapters(flags(lora_path="a", cache_dir="cache", use_auth_token=True, lora_alpha=3))
-    assert asked == [{"cache_dir": "cache", "token": True, "lora_alpha": 3, "family": None}]
+    assert asked == [{"cache_dir": "cache", "token": True, "lora_alpha": 3}]
 
 
 def test_leave_out_missing_clears_flags_of_missing_files_with_a_warning(tmp_path, caplog):

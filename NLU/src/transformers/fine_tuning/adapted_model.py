@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, in_words
-from loralib.adapters.checks import warn_of_base
+from loralib.adapters.checks import check_family, warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.families import Family
 from loralib.adapters.formats import read_adapter
@@ -73,9 +73,12 @@ def read_adapters(model_args: AdaptedModelArguments, family: Family | None = Non
         "cache_dir": model_args.cache_dir,
         "token": model_args.use_auth_token,
         "lora_alpha": model_args.lora_alpha,
-        "family": family,
     }
-    return [_read_adapter(path, kind, where) for kind, path in given if path]
+    adapters = [_read_adapter(path, kind, where) for kind, path in given if path]
+    for adapter in adapters:
+        if family is not None and adapter.kind == LORA:
+            check_family(adapter, family)
+    return adapters
 
 
 def _read_adapter(path: str, kind: Kind, where: Mapping[str, Any]) -> Adapter:
