@@ -341,8 +341,8 @@ class LoRALayer:
             mark_layer(self)
 
     def note_filled(self) -> None:
-        """Notes that A and B have values now, except one that is still on the meta device."""
-        self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
+        """Notes that A and B have values now, even if no write to them was counted."""
+        self._empty = ()
 
     def _still_empty(self) -> tuple[str, ...]:
         """Returns the names of those of A and B that were created without values and have none yet.

@@ -62,6 +62,23 @@ def test_start_from_weights_keeps_loaded_values(nan_in_empty_memory, tmp_path, w
     assert_same_bits(model.state_dict(), trained.state_dict())
 
 
+def test_start_from_weights_keeps_an_adapter_loaded_in_inference_mode(
+    nan_in_empty_memory, tmp_path
+):
+    """There, no writes are counted."""
+    base = Net()
+    trained = drawn(base, ["a"])
+    lora.save_adapter(trained, tmp_path / "a")
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    with torch.inference_mode():
+        model.to_empty(device="cpu").load_state_dict(base.state_dict(), strict=False)
+        lora.load_adapter(model, tmp_path / "a")
+        lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
 def adapted_on_meta(**settings):
     with torch.device("meta"):
         model = Net()
@@ -176,6 +193,23 @@ def test_start_from_weights_keeps_what_a_class_of_transformers_initializes(
         assert (model[0].lora_A == 0.125).all()
         assert not model[0].lora_B.any()
         lora.start_from_weights(model)
+
+
+@pytest.mark.parametrize("version", ["4.40", "4.57", "5.23", "quantizer"])
+@torch.no_grad()
+def test_what_neither_a_file_nor_a_class_of_transformers_has_is_initialized(
+    nan_in_empty_memory, version
+):
+    def initialize(module):
+        if isinstance(module, lora.LoRALayer):
+            nn.init.zeros_(module.lora_B)
+
+    with built_as_in_transformers(version):
+        model = nn.Sequential(lora.Linear(6, 6, r=2))
+    load_as_transformers_does(model, nn.Linear(6, 6).state_dict(prefix="0."), version, initialize)
+    assert model[0].lora_A.isfinite().all()
+    assert model[0].lora_A.any()
+    assert not model[0].lora_B.any()
 
 
 @pytest.mark.parametrize("settings", STARTS, ids=str)
