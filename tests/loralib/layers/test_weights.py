@@ -232,6 +232,15 @@ def test_a_layer_made_in_inference_mode_computes(case):
         close(layer(x), reference(layer, x))
 
 
+def test_a_layer_whose_weight_alone_was_assigned_in_inference_mode_computes(case):
+    layer, x = built(case).eval(), case.x()
+    with torch.inference_mode():
+        base = base_of(layer)
+        base._parameters["weight"] = nn.Parameter(base.weight * 2, requires_grad=False)
+    with torch.no_grad():
+        close(layer(x), reference(layer, x))
+
+
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_a_merged_copy_made_in_inference_mode_can_be_used_by_autograd(name):
     layer, x = built(CASES[name]).requires_grad_(False).eval(), CASES[name].x()
