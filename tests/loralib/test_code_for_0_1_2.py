@@ -343,6 +343,19 @@ def test_convlora_equals_the_layer_of_the_convolution_that_it_is_given(plain):
     assert_close_to_rounding(merged(x), derived(x), 4 * 3**3)
 
 
+def test_a_convolution_with_a_weight_of_its_own_loads_that():
+    class Gated(lora.Conv2d):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.weight = nn.Parameter(torch.zeros(()))
+
+    layer = Gated(3, 4, kernel_size=3, r=2)
+    kernel = layer.conv.weight.clone()
+    layer.load_state_dict({"weight": torch.ones(())}, strict=False)
+    assert layer.weight == 1
+    assert torch.equal(layer.conv.weight, kernel)
+
+
 class Transposed(lora.ConvLoRA):
     def __init__(self, *args, **kwargs):
         super().__init__(nn.ConvTranspose2d, *args, **kwargs)
