@@ -120,6 +120,14 @@ def test_an_optimizer_of_weights_that_are_not_frozen_is_not_warned_of(caplog):
     assert not caplog.records
 
 
+def test_an_optimizer_of_a_weight_that_lora_no_longer_has_is_not_warned_of(caplog):
+    model = nn.Sequential(lora.Linear(8, 8, r=2), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    earlier, model[0].weight = model[0].weight, nn.Parameter(torch.ones(8, 8))
+    trained_for(12, model[1:], torch.optim.SGD([earlier, *model[1].parameters()], lr=0.1))
+    assert not caplog.records
+
+
 def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     model = HEAD.build()
     lora.add_lora(model, "out", r=2)
@@ -269,6 +277,16 @@ def test_lora_without_gradients_is_warned_of_beside_a_head_that_is_trained(caplo
     trained_for(10, model)
     assert "1 of 1 module with LoRA got no gradients (0)" in caplog.text
     assert "unless torch.no_grad, detach or a checkpoint without use_reentrant=False" in caplog.text
+
+
+def test_lora_whose_elements_are_in_another_process_is_not_warned_of(caplog):
+    """As with FSDP, which shards parameters of several layers together."""
+    model = ReadsItsHead()
+    lora.add_lora(model, ["body", "head"], r=2)
+    for parameter in (model.head.lora_A, model.head.lora_B):
+        parameter.data = torch.empty(0)
+    trained_for(12, model)
+    assert not caplog.records
 
 
 def test_an_optimizer_of_parameters_that_are_no_longer_the_models_is_warned_of_once(caplog):
