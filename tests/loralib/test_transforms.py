@@ -183,3 +183,12 @@ def test_vmap_over_an_attention_with_dora():
         gradients = torch.autograd.grad(loss(named, example), named.values())
         for name, theirs in zip(named, gradients, strict=True):
             torch.testing.assert_close(found[name][index], theirs)
+
+
+def test_vmap_over_an_attention_with_dora_in_half_precision():
+    attention = torch.nn.Sequential(torch.nn.MultiheadAttention(8, 2)).bfloat16()
+    lora.add_lora(attention, "0", r=2, variant="dora")
+    layer, x = attention[0], torch.randn(2, 5, 8, dtype=torch.bfloat16)
+    expected = torch.stack([layer(each, each, each)[0] for each in x])
+    found = vmap(lambda each: layer(each, each, each)[0])(x)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
