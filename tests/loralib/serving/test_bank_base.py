@@ -210,6 +210,26 @@ def test_a_base_that_has_changed_since_is_refused(change):
     outputs(bank_of(model), model)  # a new bank accepts it
 
 
+def replace_a_layer(model):
+    model.body[0].query = nn.Linear(WIDTH, WIDTH)
+
+
+def change_a_weight(model):
+    nn.init.ones_(model.body[0].query.weight)
+
+
+@pytest.mark.parametrize("change", [replace_a_layer, change_a_weight])
+def test_a_layer_that_has_changed_is_refused_to_rows_with_an_adapter_of_it(change):
+    model = Own()
+    bank = lora.AdapterBank(model)
+    for name in ("body.0.query", "body.1.value"):
+        bank.add(name, adapter(model, None, head=False, modules=[name]))
+    change(model)
+    with pytest.raises(ValueError, match=r"body\.0\.query has "):
+        outputs(bank, model, ["body.1.value", "body.0.query"])
+    outputs(bank, model, ["body.1.value"] * 2)
+
+
 @pytest.mark.parametrize("wrap", [nn.Sequential, spectral_norm])
 def test_heads_with_buffers_that_no_adapter_holds_are_refused(tmp_path, wrap):
     def base():
