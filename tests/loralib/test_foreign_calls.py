@@ -120,6 +120,27 @@ def test_a_mixed_batch_in_layers_before_an_attention_with_tokens_first(tmp_path)
         close(base(x), torch.cat([models[0](x[:1]), models[1](x[1:])]))
 
 
+@torch.no_grad()
+def test_a_mixed_batch_is_refused_if_one_adapter_is_of_a_layer_with_tokens_first(tmp_path):
+    base = nn.TransformerEncoderLayer(8, 2, 16).eval()
+    for name in ("linear1", "linear2"):
+        lora.save_adapter(drawn(base, [name]), tmp_path / name)
+    bank = bank_of(base, tmp_path / "linear1", tmp_path / "linear2")
+    message = "linear1 is given as many tokens as rows"
+    with bank.use(["a0", "a1", "a0"]), pytest.raises(ValueError, match=message):
+        base(torch.randn(3, 3, 8))
+
+
+@torch.no_grad()
+def test_a_mixed_batch_of_as_many_rows_as_features_beside_an_attention(tmp_path):
+    base = nn.ModuleDict({"a": nn.Linear(3, 3), "pool": nn.MultiheadAttention(4, 2)}).eval()
+    models, x = [drawn(base, ["a"]) for _ in range(2)], torch.randn(3, 3)
+    for number, model in enumerate(models):
+        lora.save_adapter(model, tmp_path / f"{number}")
+    with bank_of(base, tmp_path / "0", tmp_path / "1").use(["a0", "a1", "a1"]):
+        close(base["a"](x), torch.cat([models[0]["a"](x[:1]), models[1]["a"](x[1:])]))
+
+
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 4}])
 @pytest.mark.parametrize("exclude", [[], ["out_proj"]])
 def test_functional_calls_and_several_adapters_of_an_attention(sizes, exclude):
