@@ -130,6 +130,11 @@ def test_autocast_does_not_change_the_precision_of_the_sum():
         assert torch.equal(LowRankSum(*parts).tensor, whole)
 
 
+def test_experts_may_be_called_by_keywords():
+    layer = adapted(layers=1).layers[0]["experts"]
+    assert torch.equal(layer(x=tokens()), layer(tokens()))
+
+
 def test_experts_called_within_another_s_forward_read_their_own_updates():
     class Inner(Experts):
         def forward(self, x, outer):
