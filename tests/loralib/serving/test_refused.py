@@ -366,3 +366,12 @@ def test_an_adapter_of_a_module_that_is_never_called_is_refused():
     )
     with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge it into its base"):
         lora.AdapterBank(model).add("a", adapter)
+
+
+def test_an_adapter_of_an_attention_s_own_projections_is_refused(tmp_path):
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    trained = copy.deepcopy(model)
+    lora.add_lora(trained, "attention", r=2, exclude="out_proj")
+    lora.save_adapter(trained, tmp_path / "a.safetensors")
+    with refuses(CheckpointError, "adapts projections inside attention", "merge it into its base"):
+        lora.AdapterBank(model).add("a", lora.read_adapter(tmp_path / "a.safetensors"))
