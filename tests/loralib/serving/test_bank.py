@@ -259,6 +259,15 @@ def test_casts_are_made_once_and_autograd_may_record_them_later(bank, model, mod
     close_in_half(logits.detach(), expected, 0.06)
 
 
+def test_autograd_may_record_an_adapter_that_was_added_in_inference_mode(model, model_class):
+    batch, bank = make_batch([3, 4]), lora.AdapterBank(model)
+    with torch.inference_mode():
+        bank.add("a", make_adapter(model_class, "a"))
+    with bank.use("a"):
+        model(**batch).sum().backward()
+    assert model.get_submodule(LAYER[model_class]).weight.grad.any()
+
+
 def test_segments_that_are_not_contiguous_in_memory():
     """A layer that returns a transposed output has such segments."""
 
