@@ -34,6 +34,7 @@ QUERIES = ("layers.0.q_proj", "layers.1.q_proj")
         ({"targets": "experts.down_proj", "layers": [1]}, DOWN[1:]),
         ({"targets": DOWN}, DOWN),
         ({"targets": "down_proj_lora", "exclude": DOWN[0]}, DOWN[1:]),
+        ({"targets": "*_proj_lora"}, BOTH),  # not the linear layers, which have no such child
         ({"targets": "experts.*", "exclude": "act_fn"}, BOTH),
         ({"targets": ["q_proj", "experts.*"]}, (*QUERIES, *BOTH)),
         ({"targets": re.compile(r"layers\.0\.experts\..*"), "exclude": "*act_fn"}, BOTH[:2]),
