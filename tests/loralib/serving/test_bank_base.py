@@ -230,6 +230,26 @@ def test_a_layer_that_has_changed_is_refused_to_rows_with_an_adapter_of_it(chang
     outputs(bank, model, ["body.1.value"] * 2)
 
 
+class Served(nn.Module):
+    """Computes with an adapter of its own bank."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.bank = model, bank_of(model)
+
+    def forward(self, ids):
+        with self.bank.use("a"):
+            return self.model(ids)
+
+
+@torch.no_grad()
+def test_weights_that_vmap_gives_are_not_compared():
+    served = Served(Own().double())  # the order of sums differs
+    given = {name: torch.stack([p, 2 * p]) for name, p in served.named_parameters()}
+    out = torch.vmap(lambda own: torch.func.functional_call(served, own, IDS))(given)
+    torch.testing.assert_close(out[0], served(IDS))
+
+
 @pytest.mark.parametrize("wrap", [nn.Sequential, spectral_norm])
 def test_heads_with_buffers_that_no_adapter_holds_are_refused(tmp_path, wrap):
     def base():
