@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from transformers import (
     RobertaModel,
 )
 from transformers.configuration_utils import OWN_SETTINGS
+
+sys.path.append(str(ROOT / "NLG" / "src"))
 
 SCRIPT = ROOT / "utils" / "convert.py"
 FAMILIES = ("roberta", "deberta", "gpt2")
