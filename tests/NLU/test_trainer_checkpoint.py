@@ -189,16 +189,21 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
         assert f"{tmp_path}/checkpoint-4 cannot be removed: Directory not empty" in caplog.text
 
 
-@pytest.mark.parametrize("folder", ["out", "./out", "out/", "a/../out"])
-def test_a_new_run_replaces_an_older_one_s_checkpoints(make_trainer, tmp_path, monkeypatch, folder):
+@pytest.mark.parametrize(
+    ("folder", "steps"), [("out", 4), ("./out", 4), ("out/", 4), ("a/../out", 4), ("out", 5)]
+)
+def test_a_new_run_replaces_an_older_one_s_checkpoints(
+    make_trainer, tmp_path, monkeypatch, folder, steps
+):
+    """And keeps its own, even if one has the name of an older one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     settings = {"output_dir": folder, "save_strategy": "steps"}
     make_trainer(num_train_epochs=3, save_steps=5, **settings).train()
     assert [Path(path).name for path in list_checkpoints("out")][-1] == "checkpoint-15"
-    make_trainer(overwrite_output_dir=True, save_steps=4, **settings).train()
+    make_trainer(overwrite_output_dir=True, save_steps=steps, **settings).train()
     names = [Path(path).name for path in list_checkpoints("out")]
-    assert names == ["checkpoint-4", "checkpoint-8"]
+    assert names == [f"checkpoint-{steps}", f"checkpoint-{2 * steps}"]
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
@@ -350,6 +355,27 @@ def test_random_states_differ_after_the_number_of_processes_changes(
     fresh = torch.Generator().manual_seed(trainer.args.seed + 2)
     assert torch.equal(drawn[2], torch.rand(4, generator=fresh))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_gradients_left_over_are_averaged_over_the_processes_that_saved_them(tmp_path):
+    """A checkpoint of two processes resumes in one, after an epoch's last batch had no update."""
+    settings = {"gradient_accumulation_steps": 4, "save_strategy": "epoch"}
+    make_line_trainer(tmp_path, **settings).train()
+    folder = tmp_path / "checkpoint-1"
+    own = torch.load(folder / "rng_state_0.pth", weights_only=True)
+    own["layout"]["processes"] = 2
+    torch.save(own, folder / "rng_state_0.pth")
+    pending = own["pending_gradients"]
+    other = {name: 3 * gradient for name, gradient in pending.items()}
+    torch.save({**own, "pending_gradients": other}, folder / "rng_state_1.pth")
+    trainer = make_line_trainer(tmp_path, **settings)
+    trainer._prepare_optimizer(2)
+    trainer._progress = Progress()
+    trainer.checkpoints.resume(str(folder), trainer._run_state(), 5)
+    assert {name: p.grad for name, p in trainer.model.named_parameters()} == {
+        name: 2 * gradient for name, gradient in pending.items()
+    }
+    assert set(pending) == {"a", "b"}
 
 
 @pytest.fixture

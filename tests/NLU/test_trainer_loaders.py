@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from loralib.errors import CheckpointError
-from transformers import Trainer, TrainingArguments, TrainingError, trainer_checkpoint
+from transformers import (
+    Trainer,
+    TrainingArguments,
+    TrainingError,
+    default_data_collator,
+    trainer_checkpoint,
+)
 
 
 @pytest.fixture
@@ -342,6 +348,22 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, case, step):
     first, second = (without_runtimes(t.state.log_history) for t in (whole, resumed))
     assert first == second
     assert first[-1]["step"] > step
+
+
+def test_a_stream_resumes_with_another_batch_size(make, tmp_path):
+    """It has no length, but a resumed run still leaves out the examples that it has seen."""
+    seen = []
+
+    def collate(rows):
+        seen.append([row["x"] for row in rows])
+        return default_data_collator(rows)
+
+    settings = {"train_dataset": Stream(24), "max_steps": 4, "data_collator": collate}
+    make(save_strategy="steps", save_steps=2, **settings).train()
+    whole = list(itertools.chain(*seen))
+    seen.clear()
+    make(per_device_train_batch_size=2, **settings).train(str(tmp_path / "out" / "checkpoint-2"))
+    assert seen[4:] == [whole[8:10], whole[10:12]]
 
 
 def test_resume_from_checkpoint_true_finds_the_last_checkpoint(make):
