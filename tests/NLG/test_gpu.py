@@ -215,17 +215,18 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
     assert two_gpus == []
 
 
-def test_processes_compare_their_flags(monkeypatch):
-    compared = []
+def test_processes_compare_their_flags_and_code(monkeypatch):
+    compared, of_code = [], []
     monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
     args = parse("--local_rank", 1)
     args.random_seed, args.eval_interval = 3, 5
     args.work_dir, args.resume = "here", True
-    monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
+    monkeypatch.setattr(gpu, "check_same_code", lambda *given: of_code.append(given))
     check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")), but=["resume"])
     check_same_flags(args, DistEnv(0, 2, 0, torch.device("cpu")))
     alike = {"--random_seed": 3, "--eval_interval": 5}
     assert compared == [alike, {**alike, "--resume": True}]
+    assert of_code == [(0, 2)] * 2
 
 
 def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) -> list:

@@ -87,14 +87,16 @@ def test_settings_without_effect_may_differ(make_trainer, compared):
     assert {"hidden_size (config.json)", "pad_token_id (config.json)"} <= compared.keys()
 
 
-def test_flags_of_a_script_are_compared(compared, monkeypatch):
-    monkeypatch.setattr(trainer_agreement, "check_same_code", lambda *_: None)
+def test_flags_and_code_of_a_script_are_compared(compared, monkeypatch):
+    of_code = []
+    monkeypatch.setattr(trainer_agreement, "check_same_code", lambda *given: of_code.append(given))
     groups = (
         SimpleNamespace(model_name_or_path="own", lora_alpha=4),
         SimpleNamespace(train_file="own", mlm_probability=0.2),
     )
     check_same_flags(two_processes(seed=3, local_rank=1), *groups)
     assert compared == {"--seed": 3, "--lora_alpha": 4, "--mlm_probability": 0.2}
+    assert of_code == [(0, 2)]
 
 
 @pytest.mark.parametrize("script", ["text-classification/run_glue", "language-modeling/run_mlm"])
