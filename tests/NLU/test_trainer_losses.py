@@ -111,6 +111,17 @@ def test_batches_of_weight_0_do_not_count_as_batches_without_a_target():
     assert (progress.loss_total, progress.weight_total, progress.empty_total) == (3.0, 0.5, 1)
 
 
+def test_a_log_resets_only_the_sums_since_the_last_one():
+    progress = Progress()
+    for loss, has_target in ((3.0, True), (0.0, False)):
+        progress.add(torch.tensor(loss), 0.5, has_target)
+    progress.read_losses()
+    progress.note_log(1)
+    found = vars(progress)
+    assert [found[f"{name}_since_log"] for name in ("loss", "weight", "empty")] == [0, 0, 0]
+    assert [found[f"{name}_total"] for name in ("loss", "weight", "empty")] == [3.0, 0.5, 1]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_loss_that_is_not_finite_is_named(first):
     progress = Progress()
