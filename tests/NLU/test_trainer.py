@@ -19,6 +19,7 @@ from transformers import (
     TrainingError,
     get_scheduler,
 )
+from transformers import trainer as trainer_module
 from transformers.optimization import Adafactor
 from transformers.trainer_data import EvaluationBatches, TrainingBatches
 
@@ -116,6 +117,16 @@ def test_warmup_steps_win_over_a_ratio_that_is_rounded_up(make_trainer, settings
     )
 
 
+@pytest.mark.parametrize(("flag", "found"), [(None, False), (False, False), (True, True)])
+def test_ddp_looks_for_unused_parameters_if_asked_to(tmp_path, monkeypatch, flag, found):
+    given = []
+    monkeypatch.setattr(
+        trainer_module, "wrap_ddp", lambda model, *_, **settings: given.append(settings) or model
+    )
+    make_line_trainer(tmp_path, ddp_find_unused_parameters=flag, max_steps=1).train()
+    assert given == [{"find_unused_parameters": found}]
+
+
 # ---- the order of the data ----
 
 
@@ -131,6 +142,8 @@ def test_processes_together_compute_one_process_s_steps(lengths, drop_last):
         # The mean over processes of their weighted mean losses is the mean over examples.
         losses = [np.mean(part) * weight for part, weight in zip(parts, weights, strict=True)]
         assert np.mean(losses) == pytest.approx(np.mean(whole))
+    for share in shares:
+        assert share.examples == sum(map(len, share))
 
 
 def test_a_process_without_an_example_in_the_last_step_has_weight_0():
