@@ -206,6 +206,15 @@ def test_a_new_run_replaces_an_older_one_s_checkpoints(
     assert names == [f"checkpoint-{steps}", f"checkpoint-{2 * steps}"]
 
 
+def test_a_resumed_run_keeps_its_checkpoints(tmp_path):
+    """Even if it has the flag that replaces an older run's."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True}
+    make_line_trainer(tmp_path, **settings).train()
+    make_line_trainer(tmp_path, **settings).train(str(tmp_path / "checkpoint-4"))
+    names = [Path(path).name for path in list_checkpoints(tmp_path)]
+    assert names == [f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)]
+
+
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
     make_trainer, tmp_path, monkeypatch
 ):
