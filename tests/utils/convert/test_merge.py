@@ -26,7 +26,7 @@ from conversion import merged
 from loralib.adapters.families import registered
 from loralib.adapters.formats import write_adapter
 from loralib.io.tensors import read_tensors
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.configuration_utils import OWN_SETTINGS
 
 BASES = {
@@ -157,6 +157,24 @@ def test_one_label_and_other_targets(convert, tmp_path, family):
     close(logits, given.logits)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert settings["id2label"] == {"0": "LABEL_0"}
+
+
+def test_a_decoder_stays_one(convert, tmp_path):
+    """Its base is an encoder: that tokens attend only to earlier ones is in the adapter alone."""
+    base = make_base(tmp_path / "base", "roberta", head="lm")
+    torch.manual_seed(8)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, is_decoder=True, apply_lora=True, lora_r=2, lora_alpha=6
+    ).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.add_(torch.randn(parameter.shape), alpha=0.5)
+    write_adapter(tmp_path / "in.safetensors", model.adapter())
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.config.is_decoder
+    with torch.no_grad():
+        close(merged(**BATCH).logits, model(**BATCH).logits)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
