@@ -395,6 +395,7 @@ def test_adafactor_changes_every_parameter_by_the_learning_rate(make_trainer):
     trainer = make_trainer(adafactor=True, max_steps=1, lr_scheduler_type="constant")
     before = trained(trainer.model)
     trainer.train()
+    assert isinstance(trainer.optimizer, Adafactor)
     moved = {n: (t - before[n]).square().mean().sqrt() for n, t in trained(trainer.model).items()}
     for name, distance in moved.items():
         # A has no gradient while B is zero.

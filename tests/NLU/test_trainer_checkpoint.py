@@ -96,6 +96,21 @@ def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, settings, m
     assert largest_difference(saved, last) > 1e-4
 
 
+def test_a_run_that_only_compares_its_models_ends_with_the_last_one(make_trainer, tmp_path):
+    trainer = make_trainer(
+        compute_metrics=sequence(5, 1),
+        metric_for_best_model="score",
+        evaluation_strategy="steps",
+        save_strategy="steps",
+        eval_steps=5,
+        save_steps=5,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-5")
+    last = read_adapter(tmp_path / "out" / "checkpoint-10").tensors
+    assert_same_bits(trained(trainer.model), last)
+
+
 @pytest.mark.parametrize(
     ("settings", "greater"),
     [
