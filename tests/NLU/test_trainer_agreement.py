@@ -10,6 +10,7 @@ from trainer_runs import make_data
 import transformers.trainer as trainer_module
 from transformers import (
     DataCollatorForLanguageModeling,
+    Trainer,
     TrainingArguments,
     TrainingError,
     trainer_agreement,
@@ -114,6 +115,17 @@ def test_scripts_compare_flags_before_they_read_anything(monkeypatch, tmp_path, 
     with pytest.raises(LookupError) as caught:
         found["main"]([*argv, "--train_file", "nothing.json"])
     assert {"model_name_or_path", "estimate"} <= caught.value.args[0]
+
+
+def test_processes_compare_their_training_before_they_join(make_trainer, monkeypatch):
+    def compare(trainer, *given):
+        raise LookupError(*given)
+
+    monkeypatch.setattr(Trainer, "_check_same_training", compare)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(LookupError) as caught:
+        make_trainer().train()
+    assert caught.value.args == (20, 6)  # examples, and the updates of two epochs
 
 
 def test_training_compares_the_evaluation_set_that_it_will_use(make_trainer, monkeypatch):
