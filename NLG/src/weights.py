@@ -107,12 +107,12 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replaces a parameter or a buffer; LoRA's frozen parameters stay frozen."""
+    """Replaces a parameter or a buffer; frozen parameters stay frozen."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, last)
     if isinstance(old, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad or "lora_" not in name)
+        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(module, last, tensor)
 
 
