@@ -238,6 +238,16 @@ def test_lora_is_added_to_layers_that_lack_it(saved):
     assert model.words.weight.requires_grad
 
 
+@pytest.mark.parametrize("freeze_A", [False, True])
+def test_a_is_frozen_only_if_the_adapter_says_so(saved, freeze_A):
+    model = WORDS.build()
+    lora.load_adapter(model, saved(freeze_A=freeze_A))
+    layers = [module for module in model.modules() if isinstance(module, lora.LoRALayer)]
+    assert layers
+    for layer in layers:
+        assert (layer.lora_A.requires_grad, layer.lora_B.requires_grad) == (not freeze_A, True)
+
+
 def test_a_model_built_with_lora_layers_can_be_saved(tmp_path):
     """Its adapter is the same as that of a plain model with added LoRA."""
     built = nn.Sequential(lora.Linear(4, 5, r=2, lora_alpha=3), nn.Linear(5, 2))
