@@ -15,6 +15,7 @@ from paths import HELPERS
 import gpt2_ft
 from data_utils import FT_Dataset
 from loralib.io.tensors import read_tensors
+from loralib.training import watch
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +142,14 @@ def test_an_evaluation_has_neither_dropout_nor_gradients(tmp_path):
     gpt2_ft.evaluate(model, loss_of, FT_Dataset(path, 2, 8), alone)
     assert modes == [(False, False)] * 2
     assert model.training
+
+
+def test_each_batch_tells_the_watch_that_the_process_goes_on(tiny, monkeypatch, tmp_path):
+    beats = []
+    monkeypatch.setattr(watch, "beat", lambda: beats.append(1))
+    gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 3, "--eval_interval", 2))
+    evaluated = math.ceil(len(tiny.valid_examples) / 3)
+    assert len(beats) == 3 + evaluated
 
 
 def test_best_ppl_is_the_lowest_perplexity_so_far(tiny, read_metrics, tmp_path):

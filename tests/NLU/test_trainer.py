@@ -12,6 +12,7 @@ from small_trainers import Line, make_line_trainer
 from trainer_runs import Recorder, collate, largest_difference, make_data, trained
 
 import transformers
+from loralib.training import watch
 from loralib.training.optimizer import decay_groups
 from transformers import (
     Trainer,
@@ -125,6 +126,16 @@ def test_ddp_looks_for_unused_parameters_if_asked_to(tmp_path, monkeypatch, flag
     )
     make_line_trainer(tmp_path, ddp_find_unused_parameters=flag, max_steps=1).train()
     assert given == [{"find_unused_parameters": found}]
+
+
+def test_each_batch_tells_the_watch_that_the_process_goes_on(tmp_path, monkeypatch):
+    beats = []
+    monkeypatch.setattr(watch, "beat", lambda: beats.append(1))
+    trainer = make_line_trainer(tmp_path, max_steps=4)
+    trainer.train()
+    assert len(beats) == 4
+    trainer.evaluate()  # three batches
+    assert len(beats) == 7
 
 
 # ---- the order of the data ----
