@@ -16,6 +16,7 @@ import gpt2_ft
 from data_utils import FT_Dataset
 from loralib.io.tensors import read_tensors
 from loralib.training import watch
+from model import GPT2LMModel
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +151,21 @@ def test_each_batch_tells_the_watch_that_the_process_goes_on(tiny, monkeypatch, 
     gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 3, "--eval_interval", 2))
     evaluated = math.ceil(len(tiny.valid_examples) / 3)
     assert len(beats) == 3 + evaluated
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [([], torch.float32), (["--bf16"], torch.bfloat16)])
+def test_training_and_evaluation_compute_in_the_flag_s_dtype(
+    tiny, monkeypatch, tmp_path, flags, dtype
+):
+    found, forward, one = [], GPT2LMModel.forward, torch.ones(1, 1)
+
+    def recording(model, *given):
+        found.append((model.training, (one @ one).dtype))
+        return forward(model, *given)
+
+    monkeypatch.setattr(GPT2LMModel, "forward", recording)
+    gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 2, "--eval_interval", 2, *flags))
+    assert set(found) == {(True, dtype), (False, dtype)}
 
 
 def test_best_ppl_is_the_lowest_perplexity_so_far(tiny, read_metrics, tmp_path):

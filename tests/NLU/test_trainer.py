@@ -138,6 +138,23 @@ def test_each_batch_tells_the_watch_that_the_process_goes_on(tmp_path, monkeypat
     assert len(beats) == 7
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)]
+)
+def test_training_and_evaluation_compute_in_the_flag_s_dtype(tmp_path, flags, dtype):
+    found, one = [], torch.ones(1, 1)
+
+    class Recording(Line):
+        def forward(self, x, labels=None):
+            found.append((self.training, (one @ one).dtype))
+            return super().forward(x, labels)
+
+    trainer = make_line_trainer(tmp_path, model=Recording(), max_steps=1, **flags)
+    trainer.train()
+    trainer.evaluate()
+    assert set(found) == {(True, dtype), (False, dtype)}
+
+
 # ---- the order of the data ----
 
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from loralib.training.precision import Precision, cast_frozen, check_precision, compute_dtype
+from loralib.training.precision import (
+    Precision,
+    all_in_half,
+    cast_frozen,
+    check_precision,
+    compute_dtype,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -54,6 +60,21 @@ def test_only_frozen_floating_weights_without_lora_are_held_in_half_precision():
         **dict.fromkeys(("trained", "lora_A", "buffer"), torch.float32),
         "whole": torch.int32,
     }
+
+
+def test_all_in_half_leaves_integers_as_they_are():
+    model = nn.Linear(2, 2)
+    model.register_buffer("ids", torch.arange(3))
+    with all_in_half(model):
+        assert (model.weight.dtype, model.ids.dtype) == (torch.float16, torch.int64)
+    assert (model.weight.dtype, model.ids.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_computes_products_in_the_dtype(dtype):
+    ones = torch.ones(2, 2)
+    with Precision(dtype, "cpu").autocast():
+        assert (ones @ ones).dtype == dtype
 
 
 # ---- updates in float16 ----
