@@ -24,7 +24,7 @@ def build(
     labels: dict[int, str] | None = None,
     numbers: dict[str, int] | None = None,
     anything: Any = None,
-    **others: Any,
+    **others: str,
 ) -> dict:
     return {"heads": heads, **others}
 
