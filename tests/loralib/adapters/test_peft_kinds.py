@@ -17,6 +17,7 @@ from torch import nn
 import loralib as lora
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.merging import merge_into
+from loralib.errors import CheckpointError
 
 PREFIX, WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
@@ -361,6 +362,22 @@ def test_the_base_weight_of_an_embedding_is_left_out(tmp_path, caplog):
     assert "words.base_layer.weight is left out: it is the base's own weight" in caplog.text
     assert adapter.tensors.keys() == read_adapter(tmp_path / "a").tensors.keys()
     assert adapter.lora.embeddings == ("words",)
+
+
+def test_the_base_weight_of_an_embedding_is_compared_with_the_model_s(tmp_path):
+    """In the precision of either, as the base may be held in another one than in training."""
+    model, config, tensors = saved(tmp_path, "embedding")
+
+    def load(name, weight):
+        named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+        named[f"{PREFIX}words.base_layer.weight"] = weight
+        folder = peft_folder(tmp_path / name, named, **config)
+        return lora.load_adapter(CASES["embedding"].build(), folder)
+
+    weight = model.words.weight.detach()
+    assert "words" in load("same", weight.bfloat16())
+    with pytest.raises(CheckpointError, match=r"holds the words\.weight that it was trained with"):
+        load("other", 2 * weight)
 
 
 @pytest.mark.parametrize(
