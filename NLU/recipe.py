@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -410,8 +411,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="recipe.py",
         usage="%(prog)s RECIPE [--small BASE DATA] [--print] [flags]",
-        description="Run one of the release's recipes, the sections of recipes.ini: "
-        f"{', '.join(recipes)}. RECIPE --help describes one of them.",
+        description=textwrap.fill(
+            "Run one of the release's recipes, the sections of recipes.ini. RECIPE --help "
+            f"describes one of them: {', '.join(recipes)}."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

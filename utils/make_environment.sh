@@ -3,8 +3,8 @@
 #
 #   bash utils/make_environment.sh [--with-tests]
 #
-# PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10). A
-# .venv with another version of Python is refused.
+# PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10). Then
+# a .venv with another version of Python is refused.
 set -euo pipefail
 
 case $* in

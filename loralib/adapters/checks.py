@@ -23,10 +23,10 @@ def check_family(adapter: Adapter, family: Family) -> None:
     found = family_of(modules)
     if family.has_layers_of(modules) or (found is None and _may_be_of(family, modules)):
         return
-    theirs = found.title if found else f"another model ({min(modules)})"
+    theirs = f"holds an adapter of {found.title if found else min(modules)}"
     raise CheckpointError(
-        f"{adapter.source}: holds an adapter of {theirs}, not of {family.title}: give one that was "
-        f"trained on a {family.title}"
+        f"{adapter.source}: {theirs}, but the layers of {family.title} are called "
+        f"{family.layers}0, …: give an adapter that was trained on a {family.title}"
     )
 
 

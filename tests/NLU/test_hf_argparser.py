@@ -502,8 +502,8 @@ def test_all_flags_of_the_release_are_tested(release_parser, capsys):
 @pytest.mark.parametrize("group", [AdaptedModelArguments, TrainingArguments])
 def test_flags_of_other_programs_are_none_of_ours_and_their_answers_are(group):
     flags = {item.name for item in fields(group)}
-    assert not flags & group.other_names.keys()
-    named = [answer.split()[0] for answer in group.other_names.values() if answer[:2] == "--"]
+    assert not flags & group._other_names.keys()
+    named = [answer.split()[0] for answer in group._other_names.values() if answer[:2] == "--"]
     assert {name.removeprefix("--") for name in named} < flags
 
 

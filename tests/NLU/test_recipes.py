@@ -224,7 +224,7 @@ def test_help_without_a_recipe_names_all_of_them(capsys):
         recipe.main(["--help"])
     assert ended.value.code == 0
     help_text = " ".join(capsys.readouterr().out.split())
-    assert f"the sections of recipes.ini: {', '.join(RECIPES)}." in help_text
+    assert f"describes one of them: {', '.join(RECIPES)}." in help_text
 
 
 @pytest.fixture

@@ -440,7 +440,10 @@ def test_an_adapter_of_another_family_is_an_error(
     given = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
     given += ["--lora_path", trained, "--output_dir", tmp_path / "out"]
     line = failure(run_glue, [*common(tiny_deberta_base), *given], monkeypatch, capsys)
-    assert "holds an adapter of RoBERTa, not of DeBERTa-v2: give one that was trained" in line
+    assert (
+        "holds an adapter of RoBERTa, but the layers of DeBERTa-v2 are called deberta.encoder"
+        in line
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """Files of tagged words, questions and choices: how they are read, and errors in them."""
 
-import csv
 import datetime
 import json
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -770,17 +766,12 @@ def test_wrong_flags_are_errors(flags, message):
     assert message in error_of(lambda: HubDataArguments(**flags))
 
 
-def test_a_file_with_tabs_is_converted_by_the_command_in_the_error(tmp_path):
-    given = tmp_path / "my rows.tsv"
-    given.write_text('text\tlabel\nyes, it is\ta\n"a ""good"" dog, it is"\tb\nnull\t007\n')
-    message = error_of(lambda: HubDataArguments(train_file=str(given)))
-    advice = f"{given}: its name must end in .csv, .json or .jsonl; replace its tabs: `python "
-    assert message.startswith(advice)
-    command = message.removeprefix(advice).removesuffix("`")
-    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, check=True)
-    rows = list(csv.reader(given.with_suffix(".csv").read_text().splitlines()))
-    texts = ["yes, it is", 'a "good" dog, it is', "null"]
-    assert rows == [["text", "label"], *map(list, zip(texts, ["a", "b", "007"], strict=True))]
+def test_a_file_with_tabs_is_an_error_that_says_what_to_do():
+    message = error_of(lambda: HubDataArguments(train_file="rows.tsv"))
+    assert message == (
+        "rows.tsv: its name must end in .csv, .json or .jsonl; save it with commas in place of "
+        "tabs, and texts that contain one in quotes"
+    )
 
 
 def test_an_empty_name_of_a_data_set_is_an_error():

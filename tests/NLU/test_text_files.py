@@ -467,7 +467,7 @@ def test_a_column_of_the_model_s_classes_is_only_a_text_if_chosen(
         (
             "rev,verdict",
             "fine,good",
-            "has no column 'review', which the model was trained on, and each value of 'verdict' "
+            "lacks 'review', which the model was trained on, and each value of 'verdict' "
             "is one of the model's classes: if it is the label, give --label_column verdict; ",
         ),
         (

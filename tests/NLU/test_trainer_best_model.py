@@ -1,6 +1,5 @@
 """load_best_model_at_end saves at every evaluation, and loads the best model in the end."""
 
-import logging
 import math
 import shutil
 from pathlib import Path
@@ -62,16 +61,6 @@ def test_a_run_ends_with_its_best_model(make_trainer, tmp_path, settings, scores
     steps = [r["step"] for r in trainer.state.log_history if "eval_score" in r]
     saved = [int(path.rpartition("-")[2]) for path in list_checkpoints(tmp_path / "out")]
     assert saved == steps
-
-
-def test_the_best_model_s_epoch_and_metric_are_logged(make_trainer, tmp_path, caplog):
-    settings = {"evaluation_strategy": "steps", "eval_steps": 3}
-    trainer = make_trainer(compute_metrics=sequence(1, 3, 2), **BEST, **settings)
-    with caplog.at_level(logging.INFO, "transformers"):
-        trainer.train()
-    folder = tmp_path / "out" / "checkpoint-6"
-    # An epoch has five steps.
-    assert f"ending with the best model, {folder} (epoch 1.2 of 2, score 3)" in caplog.text
 
 
 class EvaluateAt(TrainerCallback):

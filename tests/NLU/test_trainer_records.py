@@ -199,7 +199,9 @@ def test_tables_of_a_run_s_settings_and_results_are_logged(
     (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
     rows = rows_of(after)
     losses = {r["eval_loss"]: r["step"] for r in trainer.state.log_history if "eval_loss" in r}
-    assert rows["best"] == f"step {losses[min(losses)]}: loss {min(losses):.4g} (by loss)"
+    step = losses[min(losses)]  # an epoch has five
+    best = f"step {step}, epoch {step // 5}: loss {min(losses):.4g} (by loss)"
+    assert rows["best"] == best
     assert "; 10 steps in " in rows["trained"]
     assert rows["files"] == str(tmp_path / "out")
 

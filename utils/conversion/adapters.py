@@ -11,7 +11,6 @@ from conversion.dtypes import check_range, dtypes_of
 from loralib.adapters.adapter import Adapter, in_words, lora_metadata
 from loralib.adapters.deltas import rank_of
 from loralib.adapters.families import family_of
-from loralib.adapters.metadata import default_labels
 from loralib.errors import CheckpointError
 from loralib.text import counted
 from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
@@ -34,8 +33,8 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     """Returns the adapter with the user's task and labels, if it does not record its own.
 
     Raises:
-        CheckpointError: it records others, its head has another number of outputs, or the task is
-            one of GLUE's and has other labels.
+        CheckpointError: it records others, or its head has another number of outputs than labels
+            or a GLUE task need.
     """
     said = adapter.metadata and adapter.metadata.task
     if task:
@@ -52,40 +51,29 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     if labels and outputs != len(labels):
         has = "has no head" if outputs is None else f"has a head of {counted(outputs, 'output')}"
         raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
-    recorded = adapter.metadata and adapter.metadata.labels
-    if (task and not said) or (labels and not recorded):
-        _check_labels_of_task(adapter, task or said, labels or recorded)
+    if task and not said:
+        _check_outputs(adapter, task)
     if adapter.metadata is None:
         return adapter
     own = {what: value for what, value in named.items() if value}
     return replace(adapter, metadata=replace(adapter.metadata, **own))
 
 
-def _check_labels_of_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) -> None:
+def _check_outputs(adapter: Adapter, task: str) -> None:
     """Checks that an adapter's head has the outputs of its task, if that is one of GLUE's.
 
-    Labels may be in another order and case, which run_glue.py follows.
-
     Raises:
-        CheckpointError: the head has another number of outputs, or other labels.
+        CheckpointError: it has another number of outputs.
     """
-    known = GLUE_TASKS.get(_glue_name(task)) if task else None
-    if known is None or not _is_of_texts(adapter):
+    known, outputs = GLUE_TASKS.get(task), adapter.outputs
+    if known is None or not _is_of_texts(adapter) or outputs in (None, known.num_labels):
         return
-    words, outputs = known.label_words, adapter.outputs
-    if outputs not in (None, known.num_labels):
-        needed = f"the labels {', '.join(words)}" if words else "a score, which is one output"
-        raise CheckpointError(
-            f"{adapter.source}: has a head of {counted(outputs, 'output')}, but {known.name} has "
-            f"{needed}: leave --task out, or name another task"
-        )
-    is_named = labels and tuple(labels) != default_labels(len(labels))
-    if is_named and words and sorted(map(str.casefold, labels)) != sorted(words):
-        raise CheckpointError(
-            f"{adapter.source}: its labels would be {in_words(tuple(labels))}, but those of "
-            f"{known.name} are {', '.join(words)}: give these as --labels, in the order of the "
-            "head's outputs, or leave --task out"
-        )
+    words = known.label_words
+    needed = f"the labels {', '.join(words)}" if words else "a score, which is one output"
+    raise CheckpointError(
+        f"{adapter.source}: has a head of {counted(outputs, 'output')}, but {known.name} has "
+        f"{needed}: leave --task out, or name another task"
+    )
 
 
 def _is_of_texts(adapter: Adapter) -> bool:

@@ -50,7 +50,7 @@ class HfArgumentParser(ArgumentParser):
     A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` define its flag. A
     bool can be given bare (``--do_train``) or with a value (``--do_train False``). One that is True
     by default also has ``--no_<flag>``, and one without a default is True, as in transformers 4.4.
-    `add_argument` adds more flags. The dataclasses' ``other_names`` are those of `ArgumentParser`.
+    `add_argument` adds more flags. The dataclasses' ``_other_names`` are those of `ArgumentParser`.
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
@@ -64,7 +64,7 @@ class HfArgumentParser(ArgumentParser):
         named = {
             name: answer
             for type_ in self.dataclass_types
-            for name, answer in getattr(type_, "other_names", {}).items()
+            for name, answer in getattr(type_, "_other_names", {}).items()
         }
         super().__init__(**{"takes_empty": True, "other_names": named, **arguments})
         for type_ in self.dataclass_types:

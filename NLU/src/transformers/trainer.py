@@ -45,7 +45,7 @@ from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_agreement import about_examples, agreed_checkpoint, check_same_settings
-from .trainer_best import best_in_words, note_best
+from .trainer_best import note_best
 from .trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -797,5 +797,5 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 f"--load_best_model_at_end: the best model, {best}, is gone: repeat the command, "
                 "which takes the best of those that remain"
             )
-        logger.info("ending with the best model, %s", best_in_words(self.state, self.args))
+        logger.info("ending with the best model, %s", best)
         self.checkpoints.load_weights(best, self.model)

@@ -55,16 +55,6 @@ def note_best(
         state.best_model_checkpoint = str(folder)
 
 
-def best_in_words(state: TrainerState, args: TrainingArguments) -> str:
-    """Returns what is the best model: …/checkpoint-70 (epoch 7 of 12, accuracy 0.824)."""
-    folder, name = str(state.best_model_checkpoint), args.eval_metric_name
-    for record in state.log_history:
-        if name in record and folder.endswith(f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"):
-            epochs = f"epoch {record['epoch']:g} of {state.num_train_epochs}"
-            return f"{folder} ({epochs}, {name.removeprefix('eval_')} {record[name]:.4g})"
-    return folder
-
-
 def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> None:
     """Finds the best of the existing checkpoints when a run resumes, and records it in `state`.
 

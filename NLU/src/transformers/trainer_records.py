@@ -148,7 +148,8 @@ class TrainerRecords:
             listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
             last, is_kept = self.state.global_step, self.args.load_best_model_at_end
             kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
-            rows.append(("best", f"step {best['step']:,}: {listed} (by {own}){kept}"))
+            when = f"step {best['step']:,}, epoch {best['epoch']:g}"
+            rows.append(("best", f"{when}: {listed} (by {own}){kept}"))
         return rows
 
     def _mean_loss(self, total: float, steps: int, weight: float, empty: int) -> float:

@@ -89,7 +89,7 @@ class TrainingArguments:
     """The settings of a run, with the names of the release's flags."""
 
     # Flags of today's Transformers, and what is meant by them here; see `ArgumentParser`.
-    other_names: ClassVar[dict[str, str]] = {
+    _other_names: ClassVar[dict[str, str]] = {
         "bf16_full_eval": "--bf16",
         "data_seed": "--seed",
         "dtype": _PRECISION,

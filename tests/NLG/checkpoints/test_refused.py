@@ -375,8 +375,8 @@ def test_lora_of_another_model_is_refused(tmp_path, base_path):
     tensors = {f"{module}.lora_A": torch.ones(2, WIDTH), f"{module}.lora_B": torch.ones(WIDTH, 2)}
     path = write_wrapped({**tensors, "classifier.dense.bias": torch.ones(2)}, tmp_path)
     message = [
-        f"{path}: holds an adapter of another model ({module}), not of GPT-2: give one that was "
-        "trained on a GPT-2"
+        f"{path}: holds an adapter of {module}, but the layers of GPT-2 are called "
+        "transformer.h.0, …: give an adapter that was trained on a GPT-2"
     ]
     refuses(message, ("--init_checkpoint", base_path, "--lora_alpha", 6), path)
 

@@ -92,7 +92,7 @@ BAD_ARGUMENTS = {
     "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
     "another family": (
         "rte={deberta}",
-        "deberta_rte.safetensors: holds an adapter of DeBERTa-v2, not of RoBERTa: give one that",
+        "deberta_rte.safetensors: holds an adapter of DeBERTa-v2, but the layers of RoBERTa are",
     ),
     "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),

@@ -103,7 +103,7 @@ def choose_columns(
     for name in of_texts if label not in data.column_names else ():
         if {*data.unique(name)} - {None, ""} <= {*known_labels}:
             missing = [text for text in known_texts if text.strip().lower() not in by_name]
-            lacks = f"has no column {quoted(missing)}, which the model was trained on, and "
+            lacks = f"lacks {quoted(missing)}, which the model was trained on, and "
             raise ValueError(
                 f"{path}: {lacks if missing else ''}each value of '{name}' is one of the "
                 f"model's classes: if it is the label, give --label_column {name}; if it is a "

@@ -58,7 +58,12 @@ def base_family(model_args: AdaptedModelArguments) -> Family | None:
     if not model_args.lora_path:
         return None
     name = model_args.config_name or model_args.model_name_or_path
-    return supported_family_of(AutoConfig.from_pretrained(name, **_where(model_args))).family
+    where = {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "token": model_args.use_auth_token,
+    }
+    return supported_family_of(name, where).family
 
 
 def read_adapters(model_args: AdaptedModelArguments, family: Family | None = None) -> list[Adapter]:

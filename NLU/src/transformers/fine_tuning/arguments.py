@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +14,7 @@ from ..adapter_kinds import PATHS
 from ..hf_argparser import flag
 
 SUFFIXES = (".csv", ".json", ".jsonl")  # of data files
+_OF_TABS = "save it with commas in place of tabs, and texts that contain one in quotes"
 _QUANTIZED = "quantized models are adapted in code only: docs/any-model.md"
 
 
@@ -23,7 +23,7 @@ class AdaptedModelArguments:
     """The model, and how it is adapted."""
 
     # Flags of today's scripts, and what is meant by them here; see `ArgumentParser`.
-    other_names: ClassVar[dict[str, str]] = {
+    _other_names: ClassVar[dict[str, str]] = {
         "attn_implementation": "there is only one implementation of attention",
         "load_in_4bit": _QUANTIZED,
         "load_in_8bit": _QUANTIZED,
@@ -143,15 +143,8 @@ class DataArguments:
         """
         for file in filter(None, self.files.values()):
             if Path(file).suffix not in SUFFIXES:
-                way_out = f"; {_to_csv(file)}" if Path(file).suffix == ".tsv" else ""
+                way_out = f"; {_OF_TABS}" if Path(file).suffix == ".tsv" else ""
                 raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl{way_out}")
-
-
-def _to_csv(file: str) -> str:
-    """Returns the advice how to write a file with commas in place of tabs."""
-    code = "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, 'excel-tab', strict=True))"
-    given, written = (shlex.quote(str(path)) for path in (file, Path(file).with_suffix(".csv")))
-    return f'replace its tabs: `python -c "import csv, sys; {code}" < {given} > {written}`'
 
 
 @dataclass
