@@ -342,7 +342,7 @@ def _capture(
         # To end a recording that has failed is an error as well, which hides the first one.
         cause = first or error
         if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
-            raise cause from None
+            raise cause from cause.__cause__
         raise TrainingError(
             f"this step cannot be recorded as a CUDA graph ({first_line(cause)}): train without "
             "--cuda_graphs"
