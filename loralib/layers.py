@@ -358,8 +358,9 @@ class Embedding(LoRALayer, nn.Embedding):
             self._add_update()
         if kwargs.get("_weight") is None:
             # Initialized a second time, as in 0.1.2, so that a seed gives the same weights.
-            nn.Embedding.reset_parameters(self)
-        self.reset_lora_parameters()
+            self.reset_parameters()
+        else:
+            self.reset_lora_parameters()
 
     @staticmethod
     def check_update(max_norm: float | None, freeze_A: bool, initialization: str) -> None:

@@ -239,7 +239,7 @@ class LoRALayer:
 
     def reset_lora_parameters(self) -> None:
         """Initializes A and B; by default, A as a linear layer's weight, and B with zeros."""
-        if self.r == 0:
+        if self.r == 0 or not hasattr(self, "lora_A"):  # a subclass may have other factors
             return
         self._check_startable()
         is_meta = self.lora_A.is_meta
@@ -269,7 +269,7 @@ class LoRALayer:
         if A or B was created without values and has got memory since, but no values, then both are
         initialized. If values have been loaded into both, or written by hand, these stay.
         """
-        if self.r == 0 or start_is_deferred():
+        if self.r == 0 or start_is_deferred() or not hasattr(self, "lora_A"):
             return
         if self._still_empty() and not self.lora_A.is_meta:
             self.reset_lora_parameters()

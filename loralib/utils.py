@@ -204,10 +204,10 @@ def with_lora_plus(
     Returns:
         The groups without B, in their order, followed by those of B.
     """
-    layers = lora_layers(model).values()
-    faster = {id(layer.lora_B) for layer in layers if not isinstance(layer, Embedding)}
-    if lora_plus_ratio == 1:
-        faster = set()
+    faster = set()
+    if lora_plus_ratio != 1:
+        layers = lora_layers(model).values()
+        faster = {id(layer.lora_B) for layer in layers if not isinstance(layer, Embedding)}
     divided = []
     for is_faster, rate in ((False, lr), (True, lr * lora_plus_ratio)):
         for group in groups:

@@ -298,6 +298,63 @@ def test_a_class_of_another_package_merges_and_unmerges_by_itself():
     assert_close_to_rounding(layer.weight, before, 4, magnitude=4.0)
 
 
+# ---- initial values ----
+
+
+class OwnStart:
+    """Gives A and B initial values of its own, as subclasses of 0.1.2's layers do."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "lora_A"):
+            nn.init.constant_(self.lora_A, 2.0)
+            nn.init.constant_(self.lora_B, 3.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_subclass_initializes_its_factors_by_reset_parameters(name, monkeypatch):
+    plain = type(CASES[name].make(r=2))
+    monkeypatch.setattr(lora, plain.__name__, type("Own", (OwnStart, plain), {}))
+    layer = CASES[name].make(r=2)
+    assert isinstance(layer, OwnStart)
+    assert (layer.lora_A == 2).all()
+    assert (layer.lora_B == 3).all()
+
+
+class SeveralFactors(lora.Linear):
+    """Has factors for each kind of input, under other names than 0.1.2's."""
+
+    def __init__(self, in_features, out_features, r):
+        nn.Linear.__init__(self, in_features, out_features)
+        lora.LoRALayer.__init__(self, r=r, lora_alpha=2 * r, lora_dropout=0.0, merge_weights=True)
+        for kind in ("image", "text"):
+            setattr(self, f"lora_A_{kind}", nn.Parameter(torch.randn(r, in_features)))
+            setattr(self, f"lora_B_{kind}", nn.Parameter(torch.randn(out_features, r)))
+        self.reset_parameters()
+
+    def forward(self, x, kind):
+        A, B = getattr(self, f"lora_A_{kind}"), getattr(self, f"lora_B_{kind}")
+        return F.linear(x, self.weight, self.bias) + x @ A.t() @ B.t() * self.scaling
+
+
+def test_a_subclass_with_factors_of_other_names():
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([SeveralFactors(6, 4, r=2)]), torch.randn(3, 6)
+    layer = model[0]
+    lora.mark_only_lora_as_trainable(model, bias="lora_only")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == lora.lora_state_dict(model, bias="lora_only").keys()
+    assert trained == {name for name, _ in model.named_parameters()} - {"0.weight"}
+    (group,) = lora.parameter_groups(model, lr=1e-3)
+    assert len(group["params"]) == len(trained)
+    lora.start_from_weights(model)  # changes nothing
+    for mode in (True, False):
+        for kind in ("image", "text"):
+            update = getattr(layer, f"lora_B_{kind}") @ getattr(layer, f"lora_A_{kind}")
+            expected = F.linear(x, layer.weight + 2 * update, layer.bias)
+            assert_close_to_rounding(layer.train(mode)(x, kind), expected, 4 * 6)
+
+
 # ---- children and dropout ----
 
 
