@@ -48,8 +48,9 @@ class LoRALayer:
     Attributes:
         scaling: what B A is multiplied by: lora_alpha / r, or what the variant defines.
         merged: whether the mode with the merged weight is in effect. In a subclass with its own
-            forward, which computes with `weight`: whether `weight` contains the update, as in
-            0.1.2. Such a class adds the update to `weight` and then sets this to True.
+            forward, which computes with `weight`, or with its own train: whether `weight` contains
+            the update, as in 0.1.2. Such a class adds the update to `weight` and then sets this to
+            True.
         lora_magnitude_vector: with DoRA only, m, one number for each updated row of the weight.
         lora_A_start: A's initial value, with an initialization that computes it from the weight.
             The update is then s · (B A − B_start A_start), so that it starts as zero.
@@ -59,7 +60,7 @@ class LoRALayer:
         ValueError: r is not an integer or is negative; lora_alpha is not a finite number, and
             r > 0; lora_dropout lies outside [0, 1]; a flag is neither True nor False; the variant
             or the initialization is unknown, or the latter does not fit r; or merged is set to
-            True, except by a class with its own forward.
+            True, except by a class with its own forward or train.
     """
 
     r: int = 0
@@ -88,7 +89,7 @@ class LoRALayer:
     _was_empty: bool = False
 
     # Whether forward computes with the merged copy in the current mode; and whether the weight
-    # itself contains the update, as a class with its own forward says by setting `merged`.
+    # itself contains the update, as a class with its own forward or train says by setting `merged`.
     _in_effect: bool = False
     _set_merged: bool = False
 
@@ -388,10 +389,12 @@ class LoRALayer:
         if self._set_merged or self._computes_elsewhere():
             self._set_merged = bool(value)
         elif value and not self._in_effect:
-            raise ValueError(
-                "merged cannot be set to True: a layer's weight never holds its update here. "
-                "eval() computes with a merged copy, lora.merge(model) makes plain layers"
-            )
+            if _is_from_here(self.train):
+                raise ValueError(
+                    "merged cannot be set to True: a layer's weight never holds its update here. "
+                    "eval() computes with a merged copy, lora.merge(model) makes plain layers"
+                )
+            self._set_merged = True  # by a train() that has added the update to the weight
         else:
             self._in_effect = bool(value)
 

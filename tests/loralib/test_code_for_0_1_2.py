@@ -34,7 +34,7 @@ class OwnForward(lora.Linear):
 
 
 class OwnMerging(lora.Linear):
-    """Merges into its own weight, as 0.1.2 does, and calls the inherited forward."""
+    """Merges into its own weight, as 0.1.2 does, and inherits the forward."""
 
     def train(self, mode=True):
         nn.Linear.train(self, mode)
@@ -44,6 +44,8 @@ class OwnMerging(lora.Linear):
             self.merged = not mode
         return self
 
+
+class OwnMergingAndForward(OwnMerging):
     def forward(self, x):
         return super().forward(x)
 
@@ -55,7 +57,7 @@ def patched(*args, **kwargs):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("build", [OwnForward, OwnMerging, patched])
+@pytest.mark.parametrize("build", [OwnForward, OwnMerging, OwnMergingAndForward, patched])
 def test_a_forward_written_for_0_1_2_has_the_update_in_both_modes(build, grad):
     torch.manual_seed(0)
     layer, x = build(6, 4, r=2, lora_alpha=6), torch.randn(3, 6)
@@ -67,9 +69,10 @@ def test_a_forward_written_for_0_1_2_has_the_update_in_both_modes(build, grad):
             assert_close_to_rounding(layer(x), expected, 4 * 6)
 
 
-def test_an_update_that_is_in_the_weight_is_not_merged_again():
+@pytest.mark.parametrize("build", [OwnMerging, OwnMergingAndForward])
+def test_an_update_that_is_in_the_weight_is_not_merged_again(build):
     torch.manual_seed(0)
-    layer, x = OwnMerging(6, 4, r=2), torch.randn(3, 6)
+    layer, x = build(6, 4, r=2), torch.randn(3, 6)
     nn.init.normal_(layer.lora_B)
     expected = layer(x)
     for mode in (True, False):
@@ -263,6 +266,49 @@ def test_a_submodule_called_base_is_ignored_if_the_layer_has_a_weight(build):
     trained = {name for name, p in layer.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"} | ({"bias"} if hasattr(layer, "bias") else set())
     assert lora.lora_state_dict(layer, bias="lora_only").keys() == trained
+
+
+class EmbeddingWithOwnMerging(lora.Embedding):
+    def train(self, mode=True):
+        nn.Embedding.train(self, mode)
+        if mode == self.merged:
+            sign = -1 if mode else 1
+            self.weight.data += sign * (self.lora_B @ self.lora_A).t() * self.scaling
+            self.merged = not mode
+        return self
+
+
+@torch.no_grad()
+def test_an_embedding_merges_and_unmerges_by_itself():
+    torch.manual_seed(0)
+    layer, ids = EmbeddingWithOwnMerging(6, 4, r=2), torch.arange(6)
+    nn.init.normal_(layer.lora_A)
+    before, expected = layer.weight.clone(), layer.weight + (layer.lora_B @ layer.lora_A).t() / 2
+    for mode in (True, False, True, False, True):
+        assert_close_to_rounding(layer.train(mode)(ids), expected, 4)
+        assert layer.merged != mode
+    assert_close_to_rounding(layer.weight, before, 4)
+
+
+class OwnMode(lora.Linear):
+    """Has a train() of its own that leaves merging to the inherited one."""
+
+    def train(self, mode=True):
+        self.times = getattr(self, "times", 0) + 1
+        return super().train(mode)
+
+
+def test_a_train_that_calls_the_inherited_one_does_not_merge_into_the_weight():
+    torch.manual_seed(0)
+    layer, x = OwnMode(6, 4, r=2), torch.randn(3, 6)
+    nn.init.normal_(layer.lora_B)
+    expected, weight = layer(x), layer.weight.clone()
+    with torch.no_grad():
+        for mode in (False, True, False):
+            assert_close_to_rounding(layer.train(mode)(x), expected, 4 * 6)
+            assert layer.merged != mode
+            layer.merged = not mode  # it is already
+    assert torch.equal(layer.weight, weight)
 
 
 class OwnTrain(lora.LoRALayer, nn.Linear):
