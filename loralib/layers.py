@@ -484,8 +484,9 @@ class ConvLoRA(LoRALayer, nn.Module):
 
     Raises:
         ValueError: r or kernel_size is not an integer, r is negative, or lora_dropout lies outside
-            [0, 1]; the variant is one with DoRA; or conv_module is not one of PyTorch's three, and
-            the class has no forward of its own.
+            [0, 1]; the variant is one with DoRA; conv_module is not one of PyTorch's three, and
+            the class has no forward of its own; or a parameter is assigned to `weight` or `bias`
+            of the layer itself, instead of `conv`'s.
     """
 
     conv: Any
@@ -549,6 +550,18 @@ class ConvLoRA(LoRALayer, nn.Module):
         """Initializes all parameters: W, b and A as the plain convolution does, B with zeros."""
         self.conv.reset_parameters()
         self.reset_lora_parameters()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuses `layer.weight = …`, which is right for `Linear`, and would have no effect here.
+
+        A subclass may compute with such a parameter.
+        """
+        if name in ("weight", "bias") and param is not None and type(self).__module__ == __name__:
+            raise ValueError(
+                f"a {type(self).__name__} computes with its conv.{name}: assign that instead of "
+                f"its {name}"
+            )
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -459,6 +459,16 @@ def test_a_convolution_with_a_weight_of_its_own_loads_that():
     assert torch.equal(layer.conv.weight, kernel)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_a_convolution_would_not_compute_with_is_refused(name):
+    plain, layer = nn.Conv2d(3, 4, 3), lora.Conv2d(3, 4, 3, r=2)
+    with pytest.raises(ValueError, match=rf"a Conv2d computes with its conv\.{name}: assign that"):
+        setattr(layer, name, getattr(plain, name))
+    layer.bias = None  # as in a plain convolution without a bias
+    setattr(layer.conv, name, getattr(plain, name))
+    assert getattr(layer.conv, name) is getattr(plain, name)
+
+
 class Transposed(lora.ConvLoRA):
     def __init__(self, *args, **kwargs):
         super().__init__(nn.ConvTranspose2d, *args, **kwargs)
