@@ -520,6 +520,12 @@ class _NoDropout:
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"{name} cannot be set, because the layer has no dropout: set "
+            "layer.lora_dropout = torch.nn.Dropout(p)"
+        )
+
 
 _unchanged = _NoDropout()
 
