@@ -521,10 +521,11 @@ class _NoDropout:
         return x
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"{name} cannot be set, because the layer has no dropout: set "
-            "layer.lora_dropout = torch.nn.Dropout(p)"
-        )
+        if name != "p" or value != 0:
+            raise AttributeError(
+                f"{name} cannot be set, because the layer has no dropout: set "
+                "layer.lora_dropout = torch.nn.Dropout(p)"
+            )
 
 
 _unchanged = _NoDropout()

@@ -414,6 +414,7 @@ def test_a_layer_without_dropout_has_the_children_of_0_1_2(name):
     message = r"p cannot be set, .* set layer.lora_dropout = torch.nn.Dropout\(p\)"
     with pytest.raises(AttributeError, match=message):
         layer.lora_dropout.p = 0.5  # would have no effect
+    layer.lora_dropout.p = 0.0  # it is already
     out = layer(x)
     layer.lora_dropout = lambda x: x
     torch.testing.assert_close(layer(x), out, atol=0, rtol=0)
