@@ -338,3 +338,21 @@ def test_an_untied_vocabulary_belongs_to_the_adapter(tie, tmp_path):
             CheckpointError, match=r"that the model does not have:.* lm_head.decoder.weight"
         ):
             adapted("roberta", "causal_lm", **LORA).load_adapters([read])
+
+
+def test_a_vocabulary_that_an_adapter_has_untied_stays_its_own(tmp_path, caplog):
+    """In the next adapter, in a checkpoint with LoRA, and in the merged model."""
+    trained = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=False)
+    write_adapter(tmp_path / "a.safetensors", trained.adapter())
+    model = with_other_weights(adapted("roberta", "causal_lm", **LORA))
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    assert_same_bits(model.adapter().tensors, trained.adapter().tensors)
+    inputs = without_labels("causal_lm", given("causal_lm"))
+    with torch.no_grad():
+        expected = real(model.eval()(**inputs).logits, inputs)
+        model.save_pretrained(tmp_path / "with_lora")
+        lora.merge(model).save_pretrained(tmp_path / "merged")
+        for name in ("with_lora", "merged"):
+            again = type(model).from_pretrained(tmp_path / name).eval()
+            close(real(again(**inputs).logits, inputs), expected)
+    assert "tie_word_embeddings" not in caplog.text  # the model has noted it

@@ -83,6 +83,23 @@ def test_tied_untied_and_cloned_weights_are_saved_and_loaded(family, settings, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_projection_with_values_of_its_own_is_saved(family, tmp_path):
+    """As an adapter may bring it. Settings that several models share stay as they are."""
+    model, before = hidden_and_logits(family)
+    shared = model.config
+    output = copy.deepcopy(model.get_output_embeddings())
+    with torch.no_grad():
+        output.weight.add_(torch.randn_like(output.weight))
+    model.set_output_embeddings(output)
+    logits = model(IDS, return_dict=True).logits
+    assert not torch.allclose(logits, before, atol=1e-2)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert torch.equal(again(IDS, return_dict=True).logits, logits)
+    assert (shared.tie_word_embeddings, again.config.tie_word_embeddings) == (True, False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_cloned_from_a_file_with_one_tensor(family, tmp_path):
     model, logits = hidden_and_logits(family)
     state = {n: t for n, t in model.state_dict().items() if not n.endswith("decoder.weight")}

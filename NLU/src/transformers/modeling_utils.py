@@ -194,6 +194,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         """
         if kind not in self.adapted_by:
             raise ValueError(f"the model has no {kind.name} layers: build it with {kind.switch}")
+        self.note_untied()
         config = self.config
         metadata = kind.metadata(
             **self._settings_of(kind),
@@ -448,6 +449,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         if self.config.apply_lora and not lora_layers(self):  # it was merged
             self.config = copy.copy(self.config)
             self.config.apply_lora = False
+        self.note_untied()
         self.config.architectures = [type(self).__name__]
         if save_config:
             self.config.save_pretrained(folder)

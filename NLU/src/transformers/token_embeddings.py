@@ -3,9 +3,11 @@
 ids ── input embeddings (rows, hidden) ─> …… hidden ── output embeddings, the same rows ─> logits
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 # The end of the name of the weight that a language-model head's projection is tied to.
@@ -90,6 +92,19 @@ class TokenEmbeddingsMixin:
         self._fit_output()
         for name, source in self.tied.items():
             self._replace(name, self.get_parameter(source))
+
+    def note_untied(self) -> None:
+        """Turns `config.tie_word_embeddings` off if the projection has other values than the words.
+
+        An adapter whose projection was trained on its own gives the model such a one. With the
+        setting as it was, files would not hold it.
+        """
+        for name, source in self.tied.items():
+            tied, words = self.get_parameter(name), self.get_parameter(source)
+            if source.endswith(_WORDS) and tied is not words and not torch.equal(tied, words):
+                self.config = copy.copy(self.config)  # another model may have the same object
+                self.config.tie_word_embeddings = False
+                return
 
     def _fit_output(self) -> None:
         """Fits the output embeddings' bias, in_features and out_features to their weight."""
