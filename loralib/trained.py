@@ -60,6 +60,11 @@ def untied_from(model: nn.Module) -> set[str]:
     return {name for module in model.modules() for name in vars(module).get(_UNTIED, ())}
 
 
+def is_untied(module: nn.Module) -> bool:
+    """Returns whether an adapter has given a module its own weight in place of a tied one."""
+    return _UNTIED in vars(module)
+
+
 def note_frozen(model: nn.Module) -> None:
     """Notes that all but LoRA was frozen in a model: what is trained later is meant to be."""
     for module in model.modules():

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -590,6 +591,49 @@ def test_a_tied_embedding_is_adapted_if_untie_is_set():
     assert model.embed.weight is not model.head.weight
     torch.testing.assert_close(model(ids()), changed)
     assert not torch.allclose(changed, before, atol=1e-3)
+
+
+class TiedLM(AnyModel):
+    """A language model like upstream's, whose settings say that its head is tied."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.config = config
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+TIES = SimpleNamespace(tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("target", ["embed", "head"])
+@pytest.mark.parametrize("config", [TIES, SimpleNamespace(text_config=TIES)])
+def test_merging_warns_of_settings_that_would_tie_weights_again(target, config, caplog):
+    """Transformers 4 reads a head's weight from a file only if the settings say that it has one."""
+    model = nn.Sequential(TiedLM(config))
+    lora.add_lora(model, target, r=2, untie=True)
+    change(model)
+    assert caplog.text == ""
+    lora.merge(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "0.embed and 0.head have a weight each now, but the config of the TiedLM has "
+        "tie_word_embeddings=True, by which loading may tie them again: set it to False before "
+        "you save the model"
+    ]
+
+
+@pytest.mark.parametrize(("target", "ties"), [("q_proj", True), ("head", False), ("head", None)])
+def test_merging_does_not_warn_if_settings_and_weights_agree(target, ties, caplog):
+    model = TiedLM(SimpleNamespace() if ties is None else SimpleNamespace(tie_word_embeddings=ties))
+    lora.add_lora(model, target, r=2, untie=True)
+    lora.merge(model)
+    assert caplog.text == ""
 
 
 def test_remove_lora_refuses_what_add_lora_has_not_adapted(model):
