@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from family import GPT2
+from loralib.adapters.canonical import uncompiled
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.lora_layer import lora_layers
@@ -18,8 +19,6 @@ from loralib.text import counted, listed
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
-# The prefix that torch.compile adds to names.
-_COMPILED_PREFIX = "_orig_mod."
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 
@@ -36,7 +35,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     """
     named, head = {}, None
     for name, tensor in tensors.items():
-        short = name.replace(_COMPILED_PREFIX, "").removeprefix("module.")
+        short = uncompiled(name).removeprefix("module.")
         if short in GPT2.tied:
             head = tensor
             continue

@@ -11,6 +11,8 @@ from ..io.tensors import same_tensor
 from .families import Family, family_of, in_known_backbone, registered
 
 _DDP_PREFIX = "module."
+# What `torch.compile` adds to names, before those of a model or of a compiled part of it.
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -27,8 +29,8 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     return _without_tied(renamed(tensors, rename, source), source)
 
 
-def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Removes the ``module.`` prefix from the names of a file that was written from a DDP wrapper.
+def without_wrappers(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Removes what DDP and `torch.compile` add to names: ``module.`` and ``_orig_mod.``.
 
     A model may have a module called ``module`` itself. The prefix is taken for DDP's only if all
     names have it, or if the backbone of a registered family follows it.
@@ -36,13 +38,19 @@ def without_ddp_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, 
     Raises:
         CheckpointError: two tensors get the same name.
     """
+    tensors = renamed(tensors, uncompiled, source)
     if not has_ddp_prefix(tensors):
-        return dict(tensors)
+        return tensors
     return renamed(tensors, lambda name: name.removeprefix(_DDP_PREFIX), source)
 
 
+def uncompiled(name: str) -> str:
+    """Returns the name that a tensor has in the model that was given to `torch.compile`."""
+    return _COMPILED.sub("", name)
+
+
 def has_ddp_prefix(names: Collection[str]) -> bool:
-    """Returns whether `without_ddp_prefix` would take a ``module.`` prefix for a DDP wrapper's."""
+    """Returns whether `without_wrappers` would take a ``module.`` prefix for a DDP wrapper's."""
     wrapped = [name.removeprefix(_DDP_PREFIX) for name in names if name.startswith(_DDP_PREFIX)]
     is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
     return is_known or len(wrapped) == len(names) > 0

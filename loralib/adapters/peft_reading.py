@@ -19,7 +19,7 @@ from ..io.tensors import same_tensor
 from ..stacks import layer_of_stack, stack_of_layer
 from ..text import first_line, listed, shown
 from .adapter import LORA, Adapter, Kind, base_biases, lora_metadata
-from .canonical import canonical_names, renamed
+from .canonical import canonical_names, renamed, uncompiled
 from .checksums import read_checked
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
@@ -81,6 +81,7 @@ def read(path: Path, kind: Kind, stacks_of_model: Sequence[str] = ()) -> Adapter
     config, weights = _read_config_of(path), _weights_of(path)
     held, fields = read_checked(weights, kind)
     source = str(weights)
+    held = renamed(held, uncompiled, source)
     tensors = canonical_names(_names_in_model(held, source), source)
     known = LoraMetadata.from_metadata(fields, weights)
     tensors, embeddings = _as_ours(tensors, source)

@@ -76,6 +76,14 @@ def test_old_names_of_norms_are_read(tmp_path):
     same(loaded, tensors)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_what_wrappers_add_to_names_is_removed(tmp_path, prefix):
+    """As in the state dict of a model within DDP, or of a compiled one."""
+    tensors = make(RobertaForSequenceClassification).state_dict()
+    folder = write(tmp_path / "m", {f"{prefix}{n}": t for n, t in tensors.items()}, "bin")
+    same(RobertaForSequenceClassification.from_pretrained(folder), tensors)
+
+
 @pytest.mark.parametrize("format", ["bin", "safetensors"])
 @pytest.mark.parametrize("prefix", ["", "roberta."])
 @pytest.mark.parametrize("model_class", CLASSES)

@@ -27,7 +27,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.canonical import without_ddp_prefix
+from loralib.adapters.canonical import without_wrappers
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.formats import FORMATS, read_adapter, why_not_expressible, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -192,8 +192,24 @@ def test_files_may_hold_parameters(tmp_path, format):
 def test_two_tensors_with_one_canonical_name_are_refused(tmp_path):
     name = f"{MODULES['roberta'][0]}.lora_A"
     tensors = {**tensors_of("roberta"), f"module.{name}": drawn(2, 6)}
-    refused(lambda: without_ddp_prefix(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
+    refused(lambda: without_wrappers(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
     refused_file(tmp_path, tensors, f"holds {name} under two names")
+
+
+@pytest.mark.parametrize("family", MODULES)
+@pytest.mark.parametrize("added", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_what_wrappers_add_to_names_is_removed(tmp_path, family, added):
+    """As in `lora_state_dict` of a compiled model, which DDP may be around or in."""
+    tensors = tensors_of(family)
+    torch.save({added + name: tensor for name, tensor in tensors.items()}, tmp_path / "a.bin")
+    assert_same_bits(read_adapter(tmp_path / "a.bin", lora_alpha=3).tensors, tensors)
+
+
+def test_what_compiling_a_layer_adds_to_names_is_removed(tmp_path):
+    tensors = {"up.lora_A": drawn(2, 6), "up.lora_B": drawn(6, 2), "my_orig_mod.bias": drawn(6)}
+    compiled = {name.replace("up.", "up._orig_mod."): t for name, t in tensors.items()}
+    torch.save(compiled, tmp_path / "a.bin")
+    assert_same_bits(read_adapter(tmp_path / "a.bin", lora_alpha=3).tensors, tensors)
 
 
 # ---- writing ----

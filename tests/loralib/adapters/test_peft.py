@@ -52,6 +52,21 @@ def test_a_peft_folder_can_be_read(tmp_path, given, torch_file):
     )
 
 
+@pytest.mark.parametrize("around", ["the model", "PEFT's model", "a layer"])
+def test_the_folder_of_a_compiled_model_can_be_read(tmp_path, around):
+    """PEFT 0.21 keeps what `torch.compile` adds to names, and finds none of its updates then."""
+    name, compiled = {
+        "the model": ("base_model.model.", "base_model.model._orig_mod."),
+        "PEFT's model": ("base_model.", "_orig_mod.base_model."),
+        "a layer": (".layer.0.", ".layer.0._orig_mod."),
+    }[around]
+    tensors = as_peft(tensors_of("roberta"))
+    tensors = {n.replace(name, compiled): tensor for n, tensor in tensors.items()}
+    assert any("_orig_mod" in name for name in tensors)
+    adapter = read_adapter(peft_folder(tmp_path / "adapter", tensors))
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("shape", [(2, 6), (3, 6)])
 def test_two_peft_tensors_with_one_canonical_name_are_refused(tmp_path, dtype, shape):
