@@ -331,6 +331,11 @@ def check_training_classes(labels, texts=None):
         ),
         (["3,8", "5"], ["3,8 are words, so each is a class: if they are scores, write a decimal"]),
         (["3,8", "5", "1,2,3"], ["numbers (5) and words (1,2,3, 3,8): each is a class"]),
+        (
+            ["2.5", "3.0", "3.8"],
+            ["a.csv: 2.5, 3.8 are texts, so each is a class: if they are scores, write them"],
+        ),
+        (["1.0", "2.0"], []),
         (["inf", "up"], []),
         (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which counts as a class: if"]),
         (

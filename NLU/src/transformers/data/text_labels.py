@@ -100,6 +100,11 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
             "write them alike",
             *(path, in_short(numbers, width=70), in_short(words, width=70)),
         )
+    elif fractions := [number for number in numbers if not float(number).is_integer()]:
+        logger.warning(
+            "%s: %s are texts, so each is a class: if they are scores, write them without quotes",
+            *(path, in_short(fractions, width=70)),
+        )
     else:
         _warn_of_missing(train, path)
     _warn_of_spellings(labels, path)
