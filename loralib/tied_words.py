@@ -68,6 +68,14 @@ def note_untied(model: nn.Module, tied: list[TiedWords]) -> None:
         )
 
 
+def let_note_untied(model: nn.Module) -> None:
+    """Lets models that keep the setting themselves note that an adapter has untied weights."""
+    for part in model.modules():
+        note = getattr(part, "note_untied", None)
+        if callable(note):
+            note()
+
+
 def _words_and_head(part: Any) -> tuple[Any, Any]:
     """Returns the word embeddings and the head of a language model whose settings tie them."""
     config = vars(part).get("config")

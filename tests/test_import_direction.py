@@ -178,6 +178,7 @@ MODULES = {
         "steps",
         "targets",
         "tensor_kinds",
+        "tied_words",
         "text",
         "trained",
         "utils",

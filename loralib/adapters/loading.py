@@ -25,6 +25,7 @@ from ..positions import shared_projections
 from ..quantized_layers import check_unpacked, is_quantized_linear, needs_weight
 from ..stacks import stack_of_layer, stacked_weights
 from ..text import counted, listed
+from ..tied_words import let_note_untied
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from ..wrappers import without_wrappers
@@ -464,5 +465,7 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True
             note_trained(model, [name], adapter.source)
+    if untied:
+        let_note_untied(model)
     for layer in lora_layers(model).values():
         layer.note_filled()

@@ -346,6 +346,7 @@ def test_a_vocabulary_that_an_adapter_has_untied_stays_its_own(tmp_path, caplog)
     write_adapter(tmp_path / "a.safetensors", trained.adapter())
     model = with_other_weights(adapted("roberta", "causal_lm", **LORA))
     lora.load_adapter(model, tmp_path / "a.safetensors")
+    assert not model.config.tie_word_embeddings  # a run that is resumed compares it
     assert_same_bits(model.adapter().tensors, trained.adapter().tensors)
     inputs = without_labels("causal_lm", given("causal_lm"))
     with torch.no_grad():
