@@ -22,6 +22,9 @@ from ..errors import CheckpointError
 from ..text import first_line
 from .atomic import DISK_FULL, NoSpaceError, atomic_write
 
+# The beginning of the texts that Git LFS puts in place of large files.
+_OF_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+
 
 def write_tensors(
     path: str | os.PathLike,
@@ -149,6 +152,7 @@ def read_tensors(
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: damaged or not a checkpoint (it is empty)")
     try:
+        _check_content_is_there(path)
         if is_safetensors(path):
             with safe_open(path, framework="pt", device="cpu") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -197,6 +201,13 @@ def _where(value: Any) -> str:
     entries = value.items() if isinstance(value, Mapping) else ()
     found = next((key for key, entry in entries if _are_named_tensors(entry) and entry), None)
     return "" if found is None else f": these are in its entry {found!r}; save that alone"
+
+
+def _check_content_is_there(path: Path) -> None:
+    """Checks that a file is not the text that Git LFS puts in place of its content."""
+    with open(path, "rb") as file:
+        if file.read(len(_OF_GIT_LFS)) == _OF_GIT_LFS:
+            raise ValueError("it is Git LFS's pointer to a file: git lfs pull fetches the file")
 
 
 def _check_kind(path: Path, is_archive: bool) -> None:

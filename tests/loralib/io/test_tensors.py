@@ -24,6 +24,9 @@ def test_both_formats_of_torch_can_be_read(tmp_path, legacy, suffix):
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(1000))
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
 @pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
 def test_only_a_views_part_of_its_storage_is_written(tmp_path, name):
     view = torch.randn(10_000).view(100, 100)[1:3]
@@ -39,6 +42,8 @@ def test_only_a_views_part_of_its_storage_is_written(tmp_path, name):
         ("a.safetensors", lambda path: b"", "it is empty"),
         ("a.bin", lambda path: b"<html>", "it is neither safetensors nor a torch file"),
         ("a.bin", lambda path: b"P", "it is neither safetensors nor a torch file"),
+        ("a.bin", lambda path: LFS_POINTER, "it is Git LFS's pointer to a file: git lfs pull"),
+        ("a.safetensors", lambda path: LFS_POINTER, "it is Git LFS's pointer to a file"),
         ("a.bin", lambda path: archive(path)[:3000], "it is cut off"),
         ("a.bin", lambda path: archive(path, legacy=True)[:900], "damaged"),
         ("a.bin", lambda path: pickle.dumps([1], 2), "damaged"),
