@@ -69,13 +69,22 @@ class WrongBaseError(CheckpointError):
         base: the name of the adapter's base, if the adapter records it.
         expected: the fingerprint of the adapter's base.
         found: the fingerprint of the base that was given.
+        at_the_end: whether the two differ in the last values of matrices alone.
     """
 
-    def __init__(self, source: str, base: str | None, expected: str, found: str):
+    def __init__(
+        self, source: str, base: str | None, expected: str, found: str, at_the_end: bool = False
+    ):
         self.base, self.expected, self.found = base, expected, found
+        self.at_the_end = at_the_end
         theirs, way_out = "one of unknown name", "give the base that it was trained on"
         if base:
             theirs, way_out = f"'{base}'", f"give '{base}'"
+        if at_the_end:
+            way_out = (
+                "only last rows differ, as if words had been added to both, with random rows: give "
+                "the model that the words were added to before training, as saved then"
+            )
         super().__init__(
             f"{source}: was trained on another base than the one given: {theirs} "
             f"(fingerprint {expected}), not one of fingerprint {found}; {way_out}"

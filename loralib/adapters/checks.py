@@ -9,6 +9,7 @@ import torch
 from ..errors import CheckpointError, MissingPartError, SettingsError, WrongBaseError
 from .adapter import Adapter, lora_modules
 from .families import Family, family_of
+from .fingerprint import are_of_one_base, differ_in_last_values
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,9 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
     if metadata is None or metadata.base_fingerprint is None or base_fingerprint is None:
         return
     theirs = metadata.base_fingerprint
-    if theirs != base_fingerprint:
-        raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint)
+    if not are_of_one_base(theirs, base_fingerprint):
+        at_the_end = differ_in_last_values(theirs, base_fingerprint)
+        raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint, at_the_end)
 
 
 def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
@@ -120,5 +122,6 @@ def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
             "cannot check that it is the adapter's base",
             adapter.source,
         )
-    elif theirs not in fingerprints:
-        check_base(adapter, fingerprints[0])
+    elif not any(are_of_one_base(theirs, each) for each in fingerprints):
+        close = [each for each in fingerprints if differ_in_last_values(theirs, each)]
+        check_base(adapter, [*close, *fingerprints][0])

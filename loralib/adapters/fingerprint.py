@@ -18,10 +18,16 @@ from .model_settings import setting_of
 _LEFT_OUT = ("lora_", "adapter", "pooler.")
 
 
+# How many characters each of a fingerprint's two parts has.
+_PART = 16
+
+
 def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None = None) -> str:
     """Returns a short hash that identifies a base by its weight matrices.
 
-    It is the SHA-256 of up to 1,024 evenly spaced values of every weight matrix of the backbone,
+    It has two parts of 16 characters. The first is the SHA-256 of up to 1,024 evenly spaced values
+    of every weight matrix of the backbone. The second is that of each matrix's last 1,024 values:
+    it differs if a vocabulary was extended by other rows, which the first part may miss. Values are
     rounded to bfloat16, so that a copy of the base in bfloat16 has the same fingerprint. (A copy in
     float16 does not, because its values are rounded twice.) Tensors that may have been trained are
     left out: LoRA, adapters, biases and norms. So is the pooler, which not every model has.
@@ -35,7 +41,7 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
     if not any(name.startswith(starts) for name in tensors):
         starts = ("",)
-    digest = hashlib.sha256()
+    digests = {sampled: hashlib.sha256(), _last_values: hashlib.sha256()}
     for name in sorted(tensors):
         tensor = tensors[name]
         if not isinstance(tensor, Tensor):  # a module's get_extra_state
@@ -45,16 +51,35 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
             continue
         if any(part in name for part in _LEFT_OUT):
             continue
-        sample = sampled(tensor).bfloat16()
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        for chosen, digest in digests.items():
+            values = chosen(tensor).bfloat16()
+            digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+            digest.update(values.contiguous().view(torch.int16).numpy().tobytes())
+    return "".join(digest.hexdigest()[:_PART] for digest in digests.values())
 
 
 def sampled(tensor: Tensor) -> Tensor:
     """Returns up to 1,024 evenly spaced values of a tensor, on the CPU."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // 1024)][:1024].cpu()
+
+
+def _last_values(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[-1024:].cpu()
+
+
+def are_of_one_base(first: str, second: str) -> bool:
+    """Returns whether two fingerprints are of the same base.
+
+    Those in files written before 27 November 2026 have the first part only.
+    """
+    compared = min(len(first), len(second))
+    return first[:compared] == second[:compared]
+
+
+def differ_in_last_values(first: str, second: str) -> bool:
+    """Returns whether two fingerprints differ in their second part alone."""
+    return first[:_PART] == second[:_PART] and not are_of_one_base(first, second)
 
 
 def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:

@@ -89,7 +89,7 @@ def test_a_checkpoint_has_metadata(tiny, tmp_path):
         info = LoraMetadata.from_metadata(read_tensors(path)[1], path)
         assert (info.rank, info.alpha, info.targets) == (2, 8, ("c_attn",))
         assert info.base == str(tiny.base_with_lora)
-        assert len(info.base_fingerprint) == 16
+        assert len(info.base_fingerprint) == 32
     content = torch.load(tmp_path / "model.4.pt", weights_only=True)
     assert "model_state_dict" in content
 

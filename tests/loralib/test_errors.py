@@ -13,6 +13,7 @@ CASES = [
     errors.AlphaError("a file", found=8, given=16),
     errors.WrongBaseError("a file", "roberta-base", "feed", "beef"),
     errors.WrongBaseError("a file", None, "feed", "beef"),
+    errors.WrongBaseError("a file", None, "feed", "feel", at_the_end=True),
     errors.AdapterAsModelError("a file", "roberta-base"),
     errors.AdapterAsModelError("a file"),
     errors.ModelAsAdapterError("a file"),

@@ -2,17 +2,24 @@
 
 import re
 
+import pytest
 import torch
 from adapted_models import tied
 from tiny_adapters import Tiny
 
-from loralib.adapters.fingerprint import fingerprint, fingerprint_without, possible_fingerprints
+from loralib.adapters.fingerprint import (
+    are_of_one_base,
+    differ_in_last_values,
+    fingerprint,
+    fingerprint_without,
+    possible_fingerprints,
+)
 
 
 def test_a_fingerprint_depends_on_names_shapes_and_rounded_values_of_matrices():
     base = Tiny().state_dict()
     expected = fingerprint(base)
-    assert re.fullmatch("[0-9a-f]{16}", expected)
+    assert re.fullmatch("[0-9a-f]{32}", expected)
     backbone = {n: t for n, t in base.items() if n.startswith("roberta.")}
     for same in (
         dict(reversed(base.items())),
@@ -45,6 +52,31 @@ def test_a_fingerprint_samples_all_parts_of_a_large_matrix():
         changed = {"roberta.weight": base["roberta.weight"].clone()}
         changed["roberta.weight"][rows] += 1
         assert fingerprint(changed) != expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_shows_other_rows_at_the_end_of_a_vocabulary(rows, dtype):
+    words = torch.randn(50_257 + rows, 8, dtype=dtype)
+    base, again = {"up.weight": words[:64]}, {"up.weight": words[:64]}
+    base["words.weight"], again["words.weight"] = words, words.clone()
+    assert are_of_one_base(fingerprint(base), fingerprint(again))
+    again["words.weight"][-rows:] += 1
+    assert differ_in_last_values(fingerprint(base), fingerprint(again))
+    assert not are_of_one_base(fingerprint(base), fingerprint(again))
+    again["up.weight"] = words[64:128]
+    assert not differ_in_last_values(fingerprint(base), fingerprint(again))
+    assert not are_of_one_base(fingerprint(base), fingerprint(again))
+
+
+def test_a_file_with_only_the_first_part_of_a_fingerprint_is_compared_by_that():
+    base = {"words.weight": torch.randn(50_257, 8)}
+    other = {"words.weight": torch.randn(50_257, 8)}
+    first_part = fingerprint(base)[:16]
+    for both in (first_part, fingerprint(base)), (fingerprint(base), first_part):
+        assert are_of_one_base(*both)
+        assert not differ_in_last_values(*both)
+    assert not are_of_one_base(first_part, fingerprint(other))
 
 
 def test_position_ids_and_poolers_do_not_change_a_fingerprint():

@@ -163,6 +163,23 @@ def test_another_base_is_refused(saved):
     refused(model, saved(), "another base", kind=WrongBaseError)
 
 
+def test_words_that_were_added_to_the_base_anew_make_it_another_base(tmp_path):
+    def extended(seed):
+        model = nn.Sequential(nn.Embedding(3000, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
+        model[0].weight.data[-2:] = rows
+        return model
+
+    trained = extended(seed=0)
+    lora.add_lora(trained, [re.compile("1")], r=2)
+    lora.save_adapter(trained, tmp_path / "a.safetensors")
+    lora.load_adapter(extended(seed=0), tmp_path / "a.safetensors")
+    parts = "only last rows differ, as if words had been added", "as saved then"
+    refused(extended(seed=1), tmp_path / "a.safetensors", *parts, kind=WrongBaseError)
+
+
 def test_the_models_head_is_replaced_by_the_adapters(saved):
     """So it may differ from that of the base."""
     model, path = WORDS.build(), saved()
