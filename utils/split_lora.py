@@ -26,7 +26,7 @@ from torch import Tensor
 
 import conversion.gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
-from loralib.adapters.canonical import canonical_names, without_wrappers
+from loralib.adapters.canonical import canonical_names, names_without_wrappers
 from loralib.adapters.deltas import ranks_of
 from loralib.adapters.families import backbone_prefixes, family_of
 from loralib.adapters.fingerprint import fingerprint
@@ -86,7 +86,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _canonical(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    return canonical_names(without_wrappers(tensors, str(path)), str(path))
+    return canonical_names(names_without_wrappers(tensors, str(path)), str(path))
 
 
 def describe(

@@ -29,7 +29,7 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     return _without_tied(renamed(tensors, rename, source), source)
 
 
-def without_wrappers(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def names_without_wrappers(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Removes what DDP and `torch.compile` add to names: ``module.`` and ``_orig_mod.``.
 
     A model may have a module called ``module`` itself. The prefix is taken for DDP's only if all
@@ -50,7 +50,7 @@ def uncompiled(name: str) -> str:
 
 
 def has_ddp_prefix(names: Collection[str]) -> bool:
-    """Returns whether `without_wrappers` would take a ``module.`` prefix for a DDP wrapper's."""
+    """Returns whether `names_without_wrappers` would take a ``module.`` prefix for a DDP wrapper's."""
     wrapped = [name.removeprefix(_DDP_PREFIX) for name in names if name.startswith(_DDP_PREFIX)]
     is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
     return is_known or len(wrapped) == len(names) > 0

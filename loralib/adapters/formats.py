@@ -42,7 +42,7 @@ from ..io.tensors import (
 from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, in_words
-from .canonical import canonical_names, has_ddp_prefix, uncompiled, without_wrappers
+from .canonical import canonical_names, has_ddp_prefix, uncompiled, names_without_wrappers
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_in
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
@@ -247,7 +247,7 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     )
     # Our own safetensors have the model's own names already.
     if metadata is None or path.suffix != ".safetensors":
-        tensors = without_wrappers(tensors, str(path))
+        tensors = names_without_wrappers(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
         is_model_file = _MODEL_FILE.fullmatch(path.name) and path.with_name(_CONFIG).is_file()

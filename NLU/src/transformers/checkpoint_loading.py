@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loralib.adapters.adapter import LORA, Kind
-from loralib.adapters.canonical import without_wrappers
+from loralib.adapters.canonical import names_without_wrappers
 from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.names import more_layers
@@ -84,7 +84,7 @@ class CheckpointLoadingMixin:
         Raises:
             CheckpointError: as in `from_pretrained`.
         """
-        own, tensors = self.state_dict(), without_wrappers(tensors, source)
+        own, tensors = self.state_dict(), names_without_wrappers(tensors, source)
         matched = self._join_tied(self._match_names(tensors, own), source)
         missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
         self._check_missing(missing, source, {*brought})

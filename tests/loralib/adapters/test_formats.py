@@ -27,7 +27,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.canonical import without_wrappers
+from loralib.adapters.canonical import names_without_wrappers
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.formats import FORMATS, read_adapter, why_not_expressible, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -192,7 +192,9 @@ def test_files_may_hold_parameters(tmp_path, format):
 def test_two_tensors_with_one_canonical_name_are_refused(tmp_path):
     name = f"{MODULES['roberta'][0]}.lora_A"
     tensors = {**tensors_of("roberta"), f"module.{name}": drawn(2, 6)}
-    refused(lambda: without_wrappers(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
+    refused(
+        lambda: names_without_wrappers(tensors, "a.bin"), "a.bin", f"holds {name} under two names"
+    )
     refused_file(tmp_path, tensors, f"holds {name} under two names")
 
 
