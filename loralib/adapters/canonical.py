@@ -50,7 +50,7 @@ def uncompiled(name: str) -> str:
 
 
 def has_ddp_prefix(names: Collection[str]) -> bool:
-    """Returns whether `names_without_wrappers` would take a ``module.`` prefix for a DDP wrapper's."""
+    """Returns whether `names_without_wrappers` takes a ``module.`` prefix for a DDP wrapper's."""
     wrapped = [name.removeprefix(_DDP_PREFIX) for name in names if name.startswith(_DDP_PREFIX)]
     is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
     return is_known or len(wrapped) == len(names) > 0

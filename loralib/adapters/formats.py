@@ -42,7 +42,7 @@ from ..io.tensors import (
 from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, in_words
-from .canonical import canonical_names, has_ddp_prefix, uncompiled, names_without_wrappers
+from .canonical import canonical_names, has_ddp_prefix, names_without_wrappers, uncompiled
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_in
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone

@@ -293,7 +293,7 @@ def test_fingerprint_is_the_bases(tmp_path):
         return model_class.from_pretrained(folder, **settings).base_fingerprint
 
     expected = of(base, "base")
-    assert re.fullmatch("[0-9a-f]{16}", expected)
+    assert re.fullmatch("[0-9a-f]{32}", expected)
     assert of(base, "safe", "safetensors") == expected
     assert of(base, "lora", **LORA) == expected
     assert of({n: t.bfloat16() for n, t in base.items()}, "bf16") == expected
