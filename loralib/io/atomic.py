@@ -65,7 +65,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
             prefix=f".{target.name}{_HALF}", suffix=target.suffix, dir=target.parent
         )
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise _not_created(path, error) from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -235,6 +235,13 @@ def errors_of(path: Path, temporary: Path) -> Iterator[None]:
         raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
 
 
+def _not_created(path: Path, error: OSError) -> OSError:
+    """Returns the error of creating a temporary file or folder, as one of `path`."""
+    if error.errno in DISK_FULL:
+        return DiskFullError(path, None, error.errno == errno.EDQUOT)
+    return OSError(error.errno, error.strerror, str(path))
+
+
 def _remove_any(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -261,7 +268,7 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}{_HALF}", dir=path.parent))
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise _not_created(path, error) from error
     lock = _lock(temporary)
     try:
         with errors_of(path, temporary):
@@ -348,7 +355,10 @@ def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
         DiskFullError: the disk is full.
     """
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise _not_created(path, error) from error
     try:
         with errors_of(path, temporary):
             yield

@@ -586,6 +586,39 @@ def test_the_error_of_another_full_disk_is_not_changed(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("what", ["file", "folder", "replaced"])
+def test_a_disk_may_take_no_more_files(tmp_path, monkeypatch, what, code):
+    """As one whose inodes are used up: it has bytes free, and refuses to create a file."""
+    path = tmp_path / what
+    writers = {
+        "file": (lambda: atomic_write(path), tempfile, "mkstemp"),
+        "folder": (lambda: atomic_write_folder(path), tempfile, "mkdtemp"),
+        "replaced": (lambda: replacing_folder(path, tmp_path / ".unfinished"), Path, "mkdir"),
+    }
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code), "temporary")
+
+    writer, owner, creates = writers[what]
+    monkeypatch.setattr(owner, creates, refuse)
+    with pytest.raises(OSError, match=re.escape(str(path))) as caught, writer():
+        pass
+    assert "temporary" not in str(caught.value)
+    assert isinstance(caught.value, DiskFullError) is (code != errno.EROFS)
+    assert code == errno.EROFS or "no more files can be created, the disk has" in str(caught.value)
+
+
+def test_a_file_of_a_folder_may_not_be_created(tmp_path):
+    """The error names the folder that is to be, not the temporary one."""
+    path = tmp_path / "folder"
+    message = re.escape(f"{path}: the disk is full: no more files can be created")
+    with pytest.raises(DiskFullError, match=message):  # noqa: SIM117
+        with replacing_folder(path, tmp_path / ".unfinished"):
+            raise DiskFullError(tmp_path / ".unfinished" / "file", None)
+    assert names(tmp_path) == []
+
+
 def test_a_disk_can_be_full_before_anything_is_written(tmp_path):
     message = "the file takes an unknown number of bytes, the disk has "
     with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):
