@@ -414,6 +414,25 @@ def test_an_error_after_labels_of_another_kind_is_reported(tmp_path):
         read_table(str(path))
 
 
+@pytest.mark.parametrize("label", ["a", 0])
+@pytest.mark.parametrize("before", [0, 3, 20_000])
+def test_a_second_line_of_column_names_is_an_error(tmp_path, before, label):
+    """As in files that were joined: its label would be one more class."""
+    path = tmp_path / "rows.csv"
+    rows = f"7,yes it is,{label}\n"
+    path.write_text("id,text,label\n" + rows * before + "id,text,label\n" + rows * 3)
+    with pytest.raises(ValueError, match=rf"row {before + 1}: is the line of column names again"):
+        read_table(str(path))
+
+
+def test_a_row_may_have_the_names_of_some_columns(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\ntext,a\nno,label\n")
+    assert read_table(str(path))["text"][:] == ["text", "no"]
+    path.write_text("text\ntext\nno\n")  # may be a text
+    assert read_table(str(path))["text"][:] == ["text", "no"]
+
+
 def test_a_text_as_the_label_is_reported(caplog):
     texts = [f"a text {n}" for n in range(100)]
     with pytest.raises(

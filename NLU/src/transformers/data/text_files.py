@@ -76,7 +76,9 @@ def _read_csv(path: str, texts: Sequence[str], cache_dir: str | None) -> Dataset
         "converters": {name: str for name in texts if name in header} or None,
     }
     with _explained(path, partial(check_rows, path, header)):
-        return _load_csv(path, options)
+        rows = _load_csv(path, options)
+    _refuse_second_header(rows, path)
+    return rows
 
 
 def _load_csv(path: str, options: Mapping[str, Any]) -> Dataset:
@@ -97,6 +99,35 @@ def _load_csv(path: str, options: Mapping[str, Any]) -> Dataset:
         except ValueError:  # another fault, in a later row
             raise error from error.__cause__
     return load_rows("csv", path, **{**options, **types})
+
+
+def _refuse_second_header(rows: Dataset, path: str) -> None:
+    """Checks that no row of a CSV file is the line of column names, as after ``cat a.csv b.csv``.
+
+    Its label would be a class. With a single column, such a row may be a text.
+
+    Raises:
+        ValueError: there is such a row.
+    """
+    from pyarrow import compute, types
+
+    table = rows.data
+    if len(table.column_names) < 2:
+        return
+    repeats = None
+    for name in table.column_names:
+        column = table.column(name)
+        if not (types.is_string(column.type) or types.is_large_string(column.type)):
+            return
+        same = compute.equal(column, name)
+        repeats = same if repeats is None else compute.and_(repeats, same)
+        if not compute.any(repeats).as_py():
+            return
+    row = repeats.index(True).as_py() + 1
+    raise ValueError(
+        f"{path}: row {row}: is the line of column names again, as in files that were joined: "
+        "remove it"
+    )
 
 
 def _read_json(path: str, cache_dir: str | None) -> Dataset:
