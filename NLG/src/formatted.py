@@ -86,13 +86,15 @@ def read_json(path: str | os.PathLike) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, or nested too deep.
     """
     refuse_utf16_file(path)
     try:
         return json.loads(Path(path).read_text("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: is nested too deep") from error
 
 
 def convert(

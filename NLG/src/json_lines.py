@@ -30,6 +30,8 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
             raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}:{number}: is nested too deep") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number}: not a JSON object: {line[:60]}")
         yield row

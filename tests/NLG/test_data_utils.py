@@ -169,6 +169,7 @@ def test_rows_outside_the_dataset(write, index):
             "has token -9223372036854775809, outside",
         ),
         (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside the vocabulary"),
+        ('{"context": ' + "[" * 100_000, "is nested too deep"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):

@@ -129,6 +129,7 @@ def test_rows(name, tmp_path, mark):
         ("e2e", 'mr,ref\nname[A],"Two\nlines."\nname[A]," "\n', ":4: the completion is empty"),
         ("e2e", 'mr,ref\nname[A],"Good."x\n', ":2: not CSV"),
         ("webnlg", "{", ": not JSON"),
+        ("webnlg", "[" * 100_000, ": is nested too deep"),
         ("webnlg", "[]", ': not WebNLG\'s format, it has no list of "entries"'),
         ("webnlg", webnlg(), ": holds no texts"),
         (
