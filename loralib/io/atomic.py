@@ -90,9 +90,9 @@ def atomic_write_text(path: str | os.PathLike, text: str) -> None:
 def _take_place(temporary: Path, target: Path, path: Path) -> None:
     try:
         temporary.replace(target)
-    except PermissionError as error:
-        if os.name != "nt":
-            raise
+    except OSError as error:
+        if os.name != "nt" or not isinstance(error, PermissionError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         # Windows does not replace a file that is open or mapped. Tensors read from it map it.
         message = f"{path}: is in use, maybe by this process, which has read it; give another name"
         raise PermissionError(message) from error
@@ -281,9 +281,9 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         _set_mode(temporary, special | 0o777 & ~_umask())
         try:
             temporary.replace(path)
-        except OSError:
+        except OSError as error:
             _check_free(path)  # another process may have written it in the meantime
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -372,7 +372,12 @@ def _replace_folder(complete: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
         path.rename(replaced)
-    complete.rename(path)
+    try:
+        complete.rename(path)
+    except OSError as error:
+        if replaced.exists():
+            replaced.rename(path)  # the old folder stays
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync_folder(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

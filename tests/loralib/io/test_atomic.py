@@ -609,6 +609,39 @@ def test_a_disk_may_take_no_more_files(tmp_path, monkeypatch, what, code):
     assert code == errno.EROFS or "no more files can be created, the disk has" in str(caught.value)
 
 
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("what", ["file", "folder", "replaced"])
+def test_a_rename_that_fails_leaves_the_old_content(tmp_path, monkeypatch, what, there):
+    """As on network file systems; the error names the final file or folder."""
+    path, temporary = tmp_path / what, tmp_path / ".unfinished"
+    if there and what == "file":
+        path.write_text("old")
+    if there and what != "file":
+        path.mkdir()
+        if what == "replaced":
+            (path / "old").touch()
+    before = {file: file.is_dir() for file in tmp_path.rglob("*")}
+    writers = {
+        "file": lambda: atomic_write(path),
+        "folder": lambda: atomic_write_folder(path),
+        "replaced": lambda: replacing_folder(path, temporary),
+    }
+    name = "rename" if what == "replaced" else "replace"
+    plain = getattr(Path, name)
+
+    def refuse(file, target):
+        if target == path and file.suffix != ".replaced":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(file))
+        return plain(file, target)
+
+    monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EBUSY)) as caught, writers[what]():
+        pass
+    assert caught.value.filename == str(path)
+    assert {file: file.is_dir() for file in tmp_path.rglob("*")} == before
+    assert not (there and what == "file") or path.read_text() == "old"
+
+
 def test_a_file_of_a_folder_may_not_be_created(tmp_path):
     """The error names the folder that is to be, not the temporary one."""
     path = tmp_path / "folder"
