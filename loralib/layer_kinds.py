@@ -23,7 +23,7 @@ _PRODUCTS = {
 
 # _HARMLESS: what a subclass of a plain layer may define, although its LoRA layer will lack it.
 # _CALLED: the double-underscore methods that can change what a module computes.
-_HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
+_HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
 
 
@@ -92,8 +92,10 @@ def computes_like(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
 
 
 def added_attributes(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
-    """Returns the attributes and methods that a subclass of a plain layer adds to it."""
-    between = kind.__mro__[: kind.__mro__.index(plain)]
-    names = {name for each in between for name in vars(each)}
+    """Returns the attributes and methods that a subclass of a plain layer adds to it.
+
+    Those of a class that comes after the plain layer among the bases count as well.
+    """
+    names = {name for each in kind.__mro__ if each not in plain.__mro__ for name in vars(each)}
     own = {name for name in names if not name.startswith("__") or name in _CALLED}
     return own - _HARMLESS - vars(plain).keys()

@@ -3,6 +3,7 @@
 import abc
 import copy
 from functools import partial
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -14,12 +15,40 @@ import loralib as lora
 from loralib.adapters.saving import adapter_of
 from loralib.errors import UnsupportedLayerError
 
+T = TypeVar("T")
+
 
 class Scaled(nn.Linear):
     """A linear layer with a method that its model calls."""
 
     def scale_out(self, x):
         return 2 * x
+
+
+class Doubles:
+    """A class with a method that models call."""
+
+    def scale_out(self, x):
+        return 2 * x
+
+
+class Sampling(nn.Module):
+    """A module that looks some of its parameters up itself, as Pyro's do."""
+
+    def __getattr__(self, name):
+        return 2 * super().__getattr__(name)
+
+
+class WithMethod(nn.Linear, Doubles):
+    pass
+
+
+class WithLookup(nn.Linear, Sampling):
+    pass
+
+
+class Typed(nn.Linear, Generic[T]):
+    """A linear layer whose second base only serves a type checker."""
 
 
 class Built(nn.Linear):
@@ -103,6 +132,15 @@ def test_a_subclass_with_methods_of_its_own_is_refused():
     model = nn.ModuleDict({"a": Scaled(4, 4), "b": Built(4)})
     with pytest.raises(TypeError, match=r"a is a .*Scaled, which has no LoRA layer: leave"):
         lora.add_lora(model, "a", r=2)
+    assert lora.add_lora(model, "b", r=2) == ("b",)
+
+
+@pytest.mark.parametrize("kind", [WithMethod, WithLookup])
+def test_what_a_subclass_has_from_a_later_base_is_not_lost(kind):
+    model = nn.ModuleDict({"a": kind(4, 4), "b": Typed(4, 4)})
+    with pytest.raises(TypeError, match=rf"a is a .*{kind.__name__}, which has no LoRA layer: "):
+        lora.add_lora(model, "a", r=2)
+    assert type(model["a"]) is kind
     assert lora.add_lora(model, "b", r=2) == ("b",)
 
 
