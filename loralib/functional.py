@@ -400,7 +400,9 @@ class _LowRankLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())
         lora_input = dropped if ctx.has_dropped else x
-        if needs[5] and torch.is_grad_enabled():  # double backward: z has to depend on its inputs
+        is_z_fixed = not (needs[4] or needs[1 if ctx.has_dropped else 0])
+        # In a double backward, z has to depend on its inputs.
+        if needs[5] and torch.is_grad_enabled() and not is_z_fixed:
             if lora_input is None:
                 raise RuntimeError(
                     "second derivatives cannot be computed while lora_A is frozen: train it as well"

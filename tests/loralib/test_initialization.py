@@ -226,6 +226,18 @@ def test_with_A_frozen_second_derivatives_are_an_error():
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_with_A_frozen_B_alone_has_second_derivatives(dropout):
+    layer = lora.Linear(12, 3, r=2, freeze_A=True, lora_dropout=dropout).double()
+
+    def output(B):
+        torch.manual_seed(0)
+        return torch.func.functional_call(layer, {"lora_B": B}, torch.tanh(X.double())).tanh()
+
+    B = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(output, B)
+
+
 def test_with_A_and_B_frozen_the_input_has_second_derivatives():
     layer = lora.Linear(12, 8, r=2).double()
     nn.init.normal_(layer.lora_B)
