@@ -45,6 +45,9 @@ from .validation import check_finite
 
 logger = logging.getLogger(__name__)
 
+# PyTorch's name in a state dict for what a module's `get_extra_state` returns.
+_EXTRA_STATE = "_extra_state"
+
 
 def load_into(
     model: nn.Module,
@@ -451,6 +454,9 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
     untied = untied_by(model, adapter)
     for name, tensor in adapter.tensors.items():
         own, (owner, _, last) = state[name], name.rpartition(".")
+        if last == _EXTRA_STATE:  # the tensor in the state dict may be a copy
+            model.get_submodule(owner).set_extra_state(tensor.clone())
+            continue
         if name in untied:
             logger.warning(
                 "%s: %s no longer shares its weight with %s",

@@ -144,6 +144,7 @@ def _adapter_of(
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     saved = updates | besides
+    _check_tensors(model, {n: state[n] for n in state if n in saved})
     tensors = {n: t.detach() for n, t in state.items() if n in saved}
     _check_frozen(model, tensors)
     metadata = LoraMetadata(
@@ -227,6 +228,17 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
 def _second_names(model: nn.Module) -> set[str]:
     """Returns those names of modules that are not the module's first name in the model."""
     return {name for name, first in first_names(model).items() if name != first}
+
+
+def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Checks that a state holds only tensors. A module's `get_extra_state` may give anything."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{type(model).__name__}: {name} is not a tensor (its get_extra_state gives a "
+                f"{type(value).__name__}), and no adapter can hold it: if nothing has changed that "
+                f"module yet, freeze it, and save again; else {SAVED_WHOLE}"
+            )
 
 
 def _check_frozen(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -203,6 +203,45 @@ def test_buffers_of_a_trained_module_may_be_of_any_type(tmp_path):
         lora.load_adapter(loaded, tmp_path / "a.safetensors")
 
 
+class Scaled(nn.Linear):
+    """Its scale is in no parameter or buffer."""
+
+    def __init__(self, *sizes, as_tensor=True):
+        super().__init__(*sizes)
+        self.scale, self.as_tensor = 1.0, as_tensor
+
+    def get_extra_state(self):
+        return torch.tensor(self.scale) if self.as_tensor else {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = float(state)
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "peft"])
+def test_an_extra_state_that_is_a_tensor_is_saved_and_loaded(tmp_path, file):
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 3))
+    plain, x = copy.deepcopy(model), torch.rand(2, 8)
+    lora.add_lora(model, "0", r=2, modules_to_train="1")
+    model[1].scale = 3.0
+    lora.save_adapter(model, tmp_path / file)
+    lora.load_adapter(plain, tmp_path / file)
+    assert torch.equal(plain(x), model(x))
+
+
+def test_an_extra_state_that_is_not_a_tensor_is_refused_with_advice(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 3, as_tensor=False))
+    lora.add_lora(model, "0", r=2)
+    model[1].requires_grad_(True)
+    message = r": 1\._extra_state is not a tensor .* a dict\), .* freeze it, and save again"
+    with pytest.raises(CheckpointError, match=message):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+    model[1].requires_grad_(False)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_an_attentions_own_biases_are_trained_and_saved(tmp_path, bias):
     torch.manual_seed(0)
