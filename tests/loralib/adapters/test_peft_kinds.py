@@ -368,14 +368,15 @@ def test_the_base_weight_of_an_embedding_is_compared_with_the_model_s(tmp_path):
     """In the precision of either, as the base may be held in another one than in training."""
     model, config, tensors = saved(tmp_path, "embedding")
 
-    def load(name, weight):
+    def load(name, weight, dtype=torch.float32):
         named = {PREFIX + name: tensor for name, tensor in tensors.items()}
         named[f"{PREFIX}words.base_layer.weight"] = weight
         folder = peft_folder(tmp_path / name, named, **config)
-        return lora.load_adapter(CASES["embedding"].build(), folder)
+        return lora.load_adapter(CASES["embedding"].build().to(dtype), folder)
 
     weight = model.words.weight.detach()
-    assert "words" in load("same", weight.bfloat16())
+    assert "words" in load("narrow", weight.bfloat16())
+    assert "words" in load("wide", weight, torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"holds the words\.weight that it was trained with"):
         load("other", 2 * weight)
 

@@ -95,15 +95,50 @@ def umask() -> int:
 
 
 def test_a_folder_is_written_atomically(tmp_path):
-    with atomic_write_folder(tmp_path / "new" / "a") as folder:
-        assert not (tmp_path / "new" / "a").exists()
+    path = tmp_path / "new" / "er" / "a"
+    with atomic_write_folder(path) as folder:
+        assert not path.exists()
         (folder / "x").write_text("x")
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {
-        "new",
-        "new/a",
-        "new/a/x",
-    }
-    assert oct((tmp_path / "new" / "a").stat().st_mode & 0o777) == oct(0o777 & ~umask())
+    assert {*tmp_path.rglob("*")} == {path.parents[1], path.parent, path, path / "x"}
+    assert oct(path.stat().st_mode & 0o777) == oct(0o777 & ~umask())
+
+
+@posix
+@pytest.mark.parametrize("written", [atomic_write, atomic_write_folder])
+def test_the_processs_umask_is_followed_and_stays(tmp_path, written):
+    before = os.umask(0o027)
+    try:
+        with written(tmp_path / "a"):
+            pass
+        assert oct(umask()) == oct(0o027)
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) & 0o027 == 0
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_is_synced_with_its_files_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Otherwise it could be empty after a power cut."""
+    path, synced = tmp_path / "a", []
+    monkeypatch.setattr(atomic, "sync_file", lambda file: synced.append((file.name, path.exists())))
+    monkeypatch.setattr(
+        atomic, "sync_folder", lambda folder: synced.append((folder.name, path.exists()))
+    )
+    with atomic_write_folder(path) as folder:
+        (folder / "x").write_text("x")
+    assert synced == [("x", False), (folder.name, False), (tmp_path.name, True)]
+
+
+def test_a_folder_that_cannot_get_its_name_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def replace(temporary, path):
+        raise OSError(errno.EXDEV, "a link between two disks", str(path))
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with (
+        pytest.raises(OSError, match="two disks"),
+        atomic_write_folder(tmp_path / "a"),
+    ):
+        pass
+    assert names(tmp_path) == []
 
 
 @posix
@@ -405,6 +440,14 @@ def test_a_pipe_gets_the_content_once_it_is_complete(tmp_path):
     assert names(tmp_path) == ["pipe"]
 
 
+@pytest.mark.parametrize("name", ["1", "fd/1"])
+def test_a_file_whose_name_is_a_number_is_no_open_file(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    write(path)
+    assert path.read_text() == "new"
+
+
 @posix
 def test_devices_stay_devices(tmp_path):
     before = os.stat("/dev/null")
@@ -704,17 +747,20 @@ def test_on_a_mac_files_are_synced_to_the_disk(tmp_path, monkeypatch, code):
     assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
 
 
-def test_the_error_names_the_folder_that_cannot_be_made(tmp_path, monkeypatch):
-    """It does not name the temporary folder."""
+@pytest.mark.parametrize(
+    ("written", "make"), [(atomic_write, "mkstemp"), (atomic_write_folder, "mkdtemp")]
+)
+def test_the_error_names_what_cannot_be_made(tmp_path, monkeypatch, written, make):
+    """It does not name the temporary file or folder."""
 
     def refuse(**settings):
         code = errno.EROFS
-        raise OSError(code, os.strerror(code), str(tmp_path / ".folder.half-written-abcdefgh"))
+        raise OSError(code, os.strerror(code), str(tmp_path / ".a.half-written-abcdefgh"))
 
-    monkeypatch.setattr(atomic.tempfile, "mkdtemp", refuse)
-    with pytest.raises(OSError, match="folder") as caught, atomic_write_folder(tmp_path / "folder"):
+    monkeypatch.setattr(atomic.tempfile, make, refuse)
+    with pytest.raises(OSError, match="a") as caught, written(tmp_path / "a"):
         pass
-    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, str(tmp_path / "folder"))
+    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, str(tmp_path / "a"))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's list of open files")
