@@ -54,6 +54,15 @@ def test_variants_are_flags_in_the_config(tmp_path, variant, flags):
     assert read_adapter(tmp_path / "a").lora.variant == (None if variant == "lora" else variant)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_dropout_is_in_the_config_without_a_remark(tmp_path, dropout):
+    model = CASES["linear"].adapted(lora_dropout=dropout)
+    remarks = lora.save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["lora_dropout"] == dropout
+    assert not any("dropout" in remark for remark in remarks)
+
+
 @pytest.mark.parametrize("name", ["biases", "own biases"])
 def test_peft_versions_that_would_ignore_biases_refuse_the_folder(tmp_path, name):
     """These are versions before 0.7, which do not know DoRA's setting."""

@@ -1,14 +1,18 @@
 """Tests of reading and writing files of tensors."""
 
+import errno
+import io
 import math
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from loralib.errors import CheckpointError
-from loralib.io.tensors import first_not_finite, read_tensors, write_tensors
+from loralib.errors import CheckpointError, DiskFullError
+from loralib.io import tensors as io_tensors
+from loralib.io.tensors import first_not_finite, read_tensors, write_tensors, write_torch
 
 
 def archive(path: Path, legacy: bool = False) -> bytes:
@@ -22,6 +26,47 @@ def test_both_formats_of_torch_can_be_read(tmp_path, legacy, suffix):
     path = tmp_path / f"model{suffix}"
     archive(path, legacy)
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.pt", "a"])
+def test_safetensors_are_recognized_by_their_content(tmp_path, name):
+    write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(3)}, {"rank": "2"})
+    (tmp_path / "a.safetensors").rename(tmp_path / name)
+    tensors, metadata = read_tensors(tmp_path / name)
+    assert torch.equal(tensors["a"], torch.ones(3))
+    assert metadata["rank"] == "2"
+
+
+class SmallDisk(io.FileIO):
+    """A file that takes at most 100 bytes at a time, and `space` bytes in all."""
+
+    space = math.inf
+
+    def write(self, data):
+        if self.tell() >= self.space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(memoryview(data)[:100])
+
+
+def test_a_torch_file_may_be_written_piece_by_piece(tmp_path, monkeypatch):
+    """A system may write less than it is given."""
+    write_torch(tmp_path / "at_once.pt", {"a": torch.arange(1000)})
+    monkeypatch.setattr(io_tensors, "open", lambda path, *_, **__: SmallDisk(path, "w"), False)
+    write_torch(tmp_path / "in_pieces.pt", {"a": torch.arange(1000)})
+    files = [(tmp_path / name).read_bytes() for name in ("at_once.pt", "in_pieces.pt")]
+    assert files[0] == files[1]
+
+
+def test_a_torch_file_that_does_not_fit_is_an_error_that_says_its_size(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    write_torch(path, {"a": torch.arange(1000)})
+    before = path.read_bytes()
+    monkeypatch.setattr(SmallDisk, "space", 1000)
+    monkeypatch.setattr(io_tensors, "open", lambda path, *_, **__: SmallDisk(path, "w"), False)
+    with pytest.raises(DiskFullError, match=f"the disk is full: the file takes {len(before):,} b"):
+        write_torch(path, {"a": torch.zeros(1000, dtype=torch.int64)})
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
