@@ -69,25 +69,26 @@ def test_modules_to_train_cannot_contain_an_adapted_module_under_another_name():
 
 
 class Repeated(nn.Module):
-    """One block in three places, as in ALBERT."""
+    """One block in three places, as in ALBERT, and a layer after it."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh())] * 3)
+        self.last = nn.Linear(6, 6)
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return x
+        return self.last(x)
 
 
 @torch.no_grad()
 def test_an_update_that_a_file_has_under_several_names_is_added_once(tmp_path):
     base, x = Repeated().eval(), torch.randn(2, 6)
-    model = drawn(base, ["layers.*.0"])
+    model = drawn(base, ["layers.*.0", "last"])
     torch.save(lora.lora_state_dict(model), tmp_path / "a.bin")
     adapter = lora.read_adapter(tmp_path / "a.bin", lora_alpha=16)
-    assert len(adapter.tensors) == 6
+    assert len(adapter.tensors) == 8
     bank = lora.AdapterBank(base)
     bank.add("a", adapter)
     with bank.use("a"):

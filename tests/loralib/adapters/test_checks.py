@@ -65,6 +65,17 @@ def test_another_base_is_refused_if_both_fingerprints_are_known(theirs, ours, fi
         assert (caught.value.expected, caught.value.found) == (theirs, ours)
 
 
+@pytest.mark.parametrize(
+    ("initialization", "fits"), [("orthogonal", True), ("pissa", False), ("olora", False)]
+)
+def test_an_initialization_must_fit_if_the_update_is_relative_to_it(initialization, fits):
+    model, adapter = Tiny(), tiny_adapter(replace(INFO, initialization=initialization))
+    if fits:
+        assert load_into(model, adapter) == []
+    else:
+        refuses(model, adapter, f"initialization {initialization}, the model was built with None")
+
+
 def test_adapters_that_were_trained_together_must_be_given_together():
     with_biases = tiny_adapter(replace(INFO, trained_with=("apply_bitfit",)))
     biases = {"roberta.layer.0.query.bias": torch.ones(8)}

@@ -36,6 +36,12 @@ def test_each_field_of_metadata_is_json(tmp_path):
     }
 
 
+@pytest.mark.parametrize("columns", [("review",), ("premise", "claim")])
+def test_there_are_one_or_two_text_columns(tmp_path, columns):
+    write_adapter(tmp_path / "a.safetensors", tiny_adapter(replace(INFO, text_columns=columns)))
+    assert read_adapter(tmp_path / "a.safetensors").metadata.text_columns == columns
+
+
 def test_unknown_fields_are_not_written(tmp_path):
     info = LoraMetadata(rank=2, alpha=16, targets=("query", "value"))
     assert info.to_metadata().keys() == {"rank", "alpha", "targets", "bias"}

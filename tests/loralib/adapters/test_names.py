@@ -20,6 +20,8 @@ from loralib.errors import CheckpointError
         (["b.2.q"], ["a.0.q", "a.1.q"], None),  # another model
         (["a.2.q", "out"], ["a.0.q"], None),
         (["a.0.b.5.q"], ["a.0.b.0.q"], None),  # it is unknown which number is the layer's
+        (["a.2.b.5.q"], ["a.0.b.0.q"], None),  # so it may not only have more of them
+        (["a.0.q", "a.1.q"], ["a.0.q", "a.1.k"], None),  # as many layers, of other kinds
         (["q"], ["k"], None),
         ([], [], None),
     ],

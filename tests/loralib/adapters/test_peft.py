@@ -21,7 +21,7 @@ from compare import assert_same_bits
 from safetensors.torch import load_file
 
 from loralib.adapters import peft_writing
-from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.adapter import Adapter, lora_metadata, lora_modules
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 
@@ -162,10 +162,14 @@ def test_a_failed_write_of_pefts_settings_leaves_nothing_behind(tmp_path, monkey
         ({"transformer.wte.lora_A": drawn(2, 6), "transformer.wte.lora_B": drawn(6, 2)}, "embed"),
     ],
 )
-def test_modules_that_seem_to_be_embeddings_are_refused(tmp_path, tensors, message):
-    adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
+def test_modules_that_seem_to_be_embeddings_are_refused_unless_listed(tmp_path, tensors, message):
+    metadata = lora_metadata(tensors, rank=2, alpha=3)
+    adapter = Adapter(tensors, metadata, "this adapter")
     refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
     assert listing(tmp_path) == set()
+    listed = replace(metadata, embeddings=tuple(lora_modules(tensors)))
+    write_adapter(tmp_path / "a", replace(adapter, metadata=listed), "peft")
+    assert read_adapter(tmp_path / "a").lora.embeddings == listed.embeddings
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,14 @@ def test_a_folder_is_written_atomically(tmp_path):
 
 
 @posix
-@pytest.mark.parametrize("written", [atomic_write, atomic_write_folder])
-def test_the_processs_umask_is_followed_and_stays(tmp_path, written):
+@pytest.mark.parametrize(("written", "mode"), [(atomic_write, 0o640), (atomic_write_folder, 0o750)])
+def test_the_processs_umask_is_followed_and_stays(tmp_path, written, mode):
     before = os.umask(0o027)
     try:
         with written(tmp_path / "a"):
             pass
         assert oct(umask()) == oct(0o027)
-        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) & 0o027 == 0
+        assert oct((tmp_path / "a").stat().st_mode & 0o777) == oct(mode)
     finally:
         os.umask(before)
 
