@@ -106,11 +106,11 @@ def test_a_folder_is_written_atomically(tmp_path):
 @posix
 @pytest.mark.parametrize(("written", "mode"), [(atomic_write, 0o640), (atomic_write_folder, 0o750)])
 def test_the_processs_umask_is_followed_and_stays(tmp_path, written, mode):
-    before = os.umask(0o027)
+    before = os.umask(0o026)
     try:
         with written(tmp_path / "a"):
             pass
-        assert oct(umask()) == oct(0o027)
+        assert oct(umask()) == oct(0o026)
         assert oct((tmp_path / "a").stat().st_mode & 0o777) == oct(mode)
     finally:
         os.umask(before)
