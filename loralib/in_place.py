@@ -100,8 +100,7 @@ def _has_class_over(module: nn.Module) -> bool:
     A user's class can look alike: it may have a child called `parametrizations`, and properties.
     """
     theirs = vars(type(module)).get("__getstate__")  # a metaclass may change a class's __module__
-    is_theirs = getattr(theirs, "__module__", None) == parametrize.__name__
-    return is_theirs and parametrize.is_parametrized(module)
+    return getattr(theirs, "__module__", None) == parametrize.__name__
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

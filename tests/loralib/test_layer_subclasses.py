@@ -417,3 +417,19 @@ def test_the_error_for_a_layer_alone_suggests_a_model_if_that_helps(layer, targe
         lora.add_lora(layer, target, r=2)
     if is_supported:
         assert lora.add_lora(nn.Sequential(layer), "0", r=2) == ("0",)
+
+
+class LooksParametrized(nn.Linear):
+    """It has a child of the name that PyTorch's parametrizations have."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.parametrizations = nn.ModuleDict({"weight": nn.Identity()})
+
+
+def test_a_class_may_have_a_child_that_is_called_parametrizations():
+    model = nn.Sequential(LooksParametrized())
+    lora.add_lora(model, "0", r=2)
+    assert isinstance(model[0], lora.Linear)
+    lora.remove_lora(model)
+    assert type(model[0]) is LooksParametrized
