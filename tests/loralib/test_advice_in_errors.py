@@ -260,6 +260,12 @@ def test_a_number_as_a_target_is_warned_of_if_it_matches_more(caplog, targets, n
         assert message.endswith("here 1.0 as well: re.compile('0') means that one alone")
 
 
+def test_a_word_as_a_target_may_match_several_modules(caplog):
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "0": nn.ModuleDict({"up": nn.Linear(4, 4)})})
+    assert lora.add_lora(model, "up", r=2) == ("up", "0.up")
+    assert not caplog.records
+
+
 def test_a_number_that_is_excluded_or_alone_is_not_warned_of(caplog):
     lora.add_lora(nested(), "0", r=2, exclude="1.0")
     lora.add_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0", r=2)

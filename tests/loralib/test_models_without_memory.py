@@ -382,3 +382,11 @@ def test_loading_anything_but_dense_tensors_is_left_to_pytorch():
     model, state = adapted_on_meta(), drawn(Net(), ["a"]).state_dict()
     model.load_state_dict({**state, "a.lora_A": state["a.lora_A"].to_sparse()}, assign=True)
     assert model.a.lora_A.is_sparse
+
+
+def test_start_from_weights_leaves_a_model_without_memory_as_it_is():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8))
+    lora.add_lora(model, "0", r=2, variant="dora")
+    lora.start_from_weights(model)
+    assert all(parameter.is_meta for parameter in model.parameters())

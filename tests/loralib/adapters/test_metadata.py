@@ -162,6 +162,7 @@ def test_fields_with_default_values_are_the_same_as_none():
     ("field", "value"),
     [
         ("rank_pattern", {"query": 0}),
+        ("rank_pattern", {"query": 4, "value": 0}),
         ("rank_pattern", {"query": 2.5}),
         ("rank_pattern", {"query": True}),
         ("rank_pattern", {"query": None}),

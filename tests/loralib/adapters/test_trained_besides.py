@@ -318,6 +318,10 @@ def freeze_a_layer(model):
     model.mid.requires_grad_(False)
 
 
+def freeze_most_numbers(model):
+    model.words.requires_grad_(False)
+
+
 def mark_and_train_all(model):
     lora.mark_only_lora_as_trainable(model)
     model.requires_grad_(True)
@@ -355,6 +359,7 @@ def remove_lora_and_build_it_again(model):
         (lora.mark_only_lora_as_trainable, False),
         (freeze_a_bias, True),
         (freeze_a_layer, False),
+        (freeze_most_numbers, False),
         (train_only_head_and_lora, False),
         (mark_and_train_all, False),
         (mark_outside(nn.DataParallel), False),

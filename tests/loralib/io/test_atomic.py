@@ -104,7 +104,7 @@ def test_a_folder_is_written_atomically(tmp_path):
 
 
 @posix
-@pytest.mark.parametrize(("written", "mode"), [(atomic_write, 0o640), (atomic_write_folder, 0o750)])
+@pytest.mark.parametrize(("written", "mode"), [(atomic_write, 0o640), (atomic_write_folder, 0o751)])
 def test_the_processs_umask_is_followed_and_stays(tmp_path, written, mode):
     before = os.umask(0o026)
     try:
