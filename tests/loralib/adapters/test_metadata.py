@@ -162,7 +162,6 @@ def test_fields_with_default_values_are_the_same_as_none():
     ("field", "value"),
     [
         ("rank_pattern", {"query": 0}),
-        ("rank_pattern", {"query": 4, "value": 0}),
         ("rank_pattern", {"query": 2.5}),
         ("rank_pattern", {"query": True}),
         ("rank_pattern", {"query": None}),
@@ -173,6 +172,7 @@ def test_fields_with_default_values_are_the_same_as_none():
         ("alpha_pattern", {"query": float("nan")}),
         ("alpha_pattern", {"roberta.layer.0.query": "3"}),
         ("alpha_pattern", {"roberta.layer.0.query": 0}),
+        ("alpha_pattern", {"roberta.layer.0.query": 0, "roberta.layer.0.value": 3}),
         ("alpha_pattern", "query"),
         ("initialization", "svd"),
         ("initialization", ["pissa"]),
