@@ -224,6 +224,20 @@ def test_callbacks_can_be_added_and_removed(make, by_class):
     assert kinds(trainer) == []
 
 
+def test_a_callback_is_removed_by_the_name_of_its_base_class(make):
+    """Such as a printer of one's own in place of the default one."""
+
+    class Silent(PrinterCallback):
+        def on_log(self, *given, **more):
+            pass
+
+    trainer = make(callbacks=[Silent])
+    trainer.remove_callback(PrinterCallback)
+    assert kinds(trainer) == [DefaultFlowCallback, PrinterCallback]
+    assert trainer.pop_callback(TrainerCallback) is not None
+    assert kinds(trainer) == [PrinterCallback]
+
+
 def test_a_run_without_default_callbacks_still_runs(make):
     """Nothing requests a log or the end; the run ends with its data."""
     trainer = make()

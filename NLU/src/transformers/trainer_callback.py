@@ -199,9 +199,12 @@ class CallbackHandler(TrainerCallback):
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
-        """Removes and returns a callback, or the first one of a class; None if there is none."""
+        """Removes and returns a callback, or the first one of a class; None if there is none.
+
+        A subclass's objects are the class's, too.
+        """
         for there in self.callbacks:
-            if there is callback or type(there) is callback:
+            if there is callback or (isinstance(callback, type) and isinstance(there, callback)):
                 self.callbacks.remove(there)
                 return there
         return None
