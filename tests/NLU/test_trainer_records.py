@@ -1,6 +1,7 @@
 """What a run records, logs and draws, and where it reports."""
 
 import copy
+import functools
 import os
 import re
 import sys
@@ -273,6 +274,8 @@ def test_a_run_without_a_log_level_prints_only_records(make_trainer, caplog, cap
 
 LOGS = {"loss": 0.5, "eval_loss": 0.25, "eval_note": "no number", "epoch": 1}
 NAMED = {"train/loss": 0.5, "eval/loss": 0.25, "train/epoch": 1.0}
+# The trials of two runs, a search, and another run.
+SEARCH = (None, None, "run-0", "run-1", None)
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -297,14 +300,14 @@ def test_tensorboard_is_given_numbers_by_step(tmp_path, monkeypatch, main):
     args = TrainingArguments(str(tmp_path), logging_dir="logs")
     state = TrainerState(global_step=3, is_world_process_zero=main)
     callback = TensorBoardCallback()
-    for state.trial_name in (None, "run-1"):
+    for state.trial_name in SEARCH:
         state.is_hyper_param_search = state.trial_name is not None
         callback.on_train_begin(args, state, None)
         for _ in range(2):
             callback.on_log(args, state, None, logs=LOGS)
-    folders = [os.path.join("logs", name) for name in ("", "run-1")]
-    assert (opened, closed) == ((folders, folders[:1]) if main else ([], []))
-    assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (4 if main else 0)
+    folders = [os.path.join("logs", name) for name in ("", "run-0", "run-1", "")]
+    assert (opened, closed) == ((folders, folders[:-1]) if main else ([], []))
+    assert scalars == [(name, value, 3) for name, value in NAMED.items()] * (10 if main else 0)
     del callback
     assert {*closed} == ({*folders} if main else set())
 
@@ -325,6 +328,27 @@ def test_wandb_is_given_numbers_by_step(tmp_path, monkeypatch, main):
         callback.on_log(args, state, None, logs=logs)
     assert begun == ([("mine", 0.5)] if main else [])
     assert logged == ([(NAMED, 3), ({}, 3)] if main else [])
+
+
+def test_each_trial_of_a_search_is_a_run_in_wandb(tmp_path, monkeypatch):
+    """Within a run, wandb leaves out records of steps that are lower than the last one."""
+    begun, ended = [], []
+
+    def init(config, **names):
+        begun.append(names)
+        finish = functools.partial(ended.append, names)
+        return SimpleNamespace(log=lambda values, step: None, finish=finish)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    args = TrainingArguments(str(tmp_path), run_name="mine")
+    callback = WandbCallback()
+    for name in SEARCH:
+        state = TrainerState(is_hyper_param_search=name is not None, trial_name=name)
+        callback.on_train_begin(args, state, None)
+        callback.on_log(args, state, None, logs=LOGS)
+    trials = [{"name": name, "group": "mine"} for name in ("run-0", "run-1")]
+    assert begun == [{"name": "mine"}, *trials, {"name": "mine"}]
+    assert ended == begun[:-1]
 
 
 # ---- records ----

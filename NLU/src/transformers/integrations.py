@@ -58,10 +58,11 @@ class TensorBoardCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.writer = None
+        self._is_trial = False  # whether the open file is a trial's
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Closes the last trial's file, so that each trial of a search has its own folder."""
-        if state.is_hyper_param_search and self.writer is not None:
+        """Closes the file before and after a trial, so that each trial has its own folder."""
+        if self.writer is not None and (self._is_trial or state.is_hyper_param_search):
             self.writer.close()
             self.writer = None
 
@@ -81,7 +82,7 @@ class TensorBoardCallback(TrainerCallback):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = os.path.join(args.logging_dir, state.trial_name or "")
-        self.writer = SummaryWriter(log_dir=folder)
+        self.writer, self._is_trial = SummaryWriter(log_dir=folder), state.is_hyper_param_search
         # Ends the writer's thread once this object is gone. There may be logs until then.
         finalize(self, self.writer.close).atexit = False
         self.writer.add_text("args", args.to_json_string())
@@ -94,11 +95,21 @@ class WandbCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.run = None
+        self._is_trial = False  # whether the run is a trial's
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Ends the run before and after a trial: steps that begin again need a run of their own."""
+        if self.run is not None and (self._is_trial or state.is_hyper_param_search):
+            self.run.finish()
+            self.run = None
 
     def on_log(
         self, args, state, control, model=None, logs: dict[str, float] | None = None, **kwargs
     ) -> None:
-        """Sends a record. The first one starts a run named ``--run_name``."""
+        """Sends a record. The first one starts a run named ``--run_name``.
+
+        In a search, this is the name of a group of runs, which have the names of the trials.
+        """
         if not state.is_world_process_zero:
             return
         if self.run is None:
@@ -107,7 +118,11 @@ class WandbCallback(TrainerCallback):
             settings = args.to_dict()
             if isinstance(model, PreTrainedModel):
                 settings |= model.config.to_dict()
-            self.run = wandb.init(name=args.run_name, config=settings)
+            self._is_trial = state.is_hyper_param_search
+            names = {"name": args.run_name}
+            if self._is_trial:
+                names = {"name": state.trial_name, "group": args.run_name}
+            self.run = wandb.init(**names, config=settings)
         self.run.log(_named(logs or {}), step=state.global_step)
 
 
