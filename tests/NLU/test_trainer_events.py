@@ -118,8 +118,11 @@ def test_arguments_of_the_events(make):
     assert at_step["lr_scheduler"] is trainer.lr_scheduler
     assert len(at_step["train_dataloader"]) == 2
     assert at_step["eval_dataloader"] is None
-    assert len(recorded.given["on_prediction_step"]["eval_dataloader"]) == 3
-    assert "eval_loss" in recorded.given["on_evaluate"]["metrics"]
+    trainer.predict(trainer.eval_dataset)
+    for name in ("on_prediction_step", "on_evaluate", "on_predict"):
+        assert len(recorded.given[name]["eval_dataloader"]) == 3, name
+    for name in ("on_evaluate", "on_predict"):
+        assert "eval_loss" in recorded.given[name]["metrics"], name
     assert "train_loss" in recorded.given["on_log"]["logs"]
 
 

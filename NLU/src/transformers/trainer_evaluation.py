@@ -64,6 +64,7 @@ class TrainerEvaluation(TrainerLoaders):
         self.log(dict(metrics))
         metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_evaluate", metrics)
+        self.callback_handler.eval_dataloader = None
         return metrics
 
     def predict(
@@ -82,6 +83,7 @@ class TrainerEvaluation(TrainerLoaders):
         output = self.prediction_loop(loader, "predicting", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_predict", output.metrics)
+        self.callback_handler.eval_dataloader = None
         return output
 
     def prediction_loop(
@@ -123,7 +125,6 @@ class TrainerEvaluation(TrainerLoaders):
                 self.control = handler.on_prediction_step(
                     args, self.state, self.control, description=description
                 )
-        handler.eval_dataloader = None
         loss, predictions, labels, count = found.results()
         metrics = {} if loss is None else {f"{metric_key_prefix}_loss": loss}
         if self.compute_metrics and predictions is not None and labels is not None:
