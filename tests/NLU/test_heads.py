@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapted_encoders import CROSS, settings_of
+from compare import assert_same_bits
 from half_products import HalfProducts, choose_processor
 from head_cases import (
     INPUTS,
@@ -26,6 +27,7 @@ import transformers
 from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision
 from transformers.data.data_collator import PackedCollator
+from transformers.modeling_losses import classification_loss, mean_loss
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CASES = [(*pair, case) for pair in PAIRS for case in maker.cases(pair[1], INPUTS)]
@@ -56,6 +58,12 @@ def test_logits_are_upstreams(family, head, case):
 def test_losses_are_upstreams(family, head, case, training):
     model = build(family, head, **NO_DROPOUT).train(training)
     close(model(**given(head, case)).loss, upstream(family, head, case, "loss"))
+
+
+@pytest.mark.parametrize("loss", [classification_loss, mean_loss])
+def test_losses_of_logits_in_half_precision_are_computed_in_float32(loss):
+    logits, labels = torch.linspace(-1, 1, 12).view(4, 3).bfloat16(), torch.tensor([0, 1, 2, 0])
+    assert_same_bits({"loss": loss(logits, labels)}, {"loss": loss(logits.float(), labels)})
 
 
 @pytest.mark.parametrize("family", maker.FAMILIES)
@@ -308,6 +316,13 @@ def test_a_token_of_a_decoder_sees_none_after_it():
         close(logits[:, :2], others[:, :2])
         assert (logits[:, 2] - others[:, 2]).abs().max() > 0.1
         assert (logits[0, 6] - others[0, 6]).abs().max() > 1e-3
+
+
+def test_a_decoders_attentions_end_at_the_token_without_a_mask_too():
+    model, ids = build("roberta", "causal_lm"), INPUTS["ids"]
+    output = model(ids, output_attentions=True)
+    assert not any(probabilities.triu(1).any() for probabilities in output.attentions)
+    close(output.logits, model(ids).logits)
 
 
 def test_a_decoder_gives_the_same_logits_in_training_and_evaluation():

@@ -35,7 +35,7 @@ def test_every_format_is_read(tmp_path, format, model_class):
     loaded = model_class.from_pretrained(folder)
     same(loaded, model.state_dict())
     assert not loaded.training
-    assert loaded.config.name_or_path == str(folder)
+    assert loaded.config.name_or_path == loaded.name_or_path == str(folder)
     same(model_class.from_pretrained(str(folder)), model.state_dict())
     assert read_weights(folder).keys() == model.state_dict().keys()
 
@@ -152,6 +152,16 @@ def test_new_heads_follow_the_seed(tmp_path):
         assert torch.equal(states[0][name], states[1][name])
         assert not torch.equal(states[0][name], states[2][name])
     assert not states[0][f"{QUERY}.lora_B"].any()
+
+
+def test_new_parts_are_initialized_in_the_order_of_their_names(monkeypatch):
+    """Otherwise, a seed would give each process other weights: hashes order a set of names."""
+    model, initialized = make(RobertaForSequenceClassification, **LORA), []
+    monkeypatch.setattr(model, "_init_weights", initialized.append)
+    missing = model.load_checkpoint(make(RobertaModel).state_dict(), "m")["missing_keys"]
+    names = sorted({name.rpartition(".")[0] for name in missing})
+    assert len(names) == 6
+    assert initialized == [model.get_submodule(name) for name in names]
 
 
 # ---- tied weights ----
