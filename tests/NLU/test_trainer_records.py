@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import os
 import re
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_runs import make_data, without_runtimes
+from trainer_runs import make_data, sequence, without_runtimes
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
@@ -221,6 +222,30 @@ def test_tables_of_a_run_s_settings_and_results_are_logged(
     again.log_end()
     (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
     assert rows_of(after)["trained"].endswith("; 15 steps, all before this start")
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "best"),
+    [
+        ((1, 5, 3), {}, "step 10, epoch 2: score 5 (by score); the model is from step 15"),
+        ((1, 5, 3), {"load_best_model_at_end": True}, "step 10, epoch 2: score 5 (by score)"),
+        ((1, 3, 5), {}, "step 15, epoch 3: score 5 (by score)"),
+        ((5, 4, 3), {"greater_is_better": False}, "step 15, epoch 3: score 3 (by score)"),
+        ((math.nan, 1, 5), {}, "step 15, epoch 3: score 5 (by score)"),
+    ],
+)
+def test_the_best_evaluation_is_in_the_last_table(make_trainer, caplog, scores, settings, best):
+    """With the metrics that are numbers."""
+    values = sequence(*scores)
+    trainer = make_trainer(
+        compute_metrics=lambda predictions: {**values(predictions), "report": "no number"},
+        **{"metric_for_best_model": "score", "log_level": "info", "num_train_epochs": 3},
+        **{"evaluation_strategy": "epoch", "save_strategy": "epoch", **settings},
+    )
+    trainer.train()
+    trainer.log_end()
+    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
+    assert rows_of(after)["best"] == best
 
 
 def rows_of(text: str) -> dict[str, str]:

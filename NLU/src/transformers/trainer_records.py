@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,16 @@ class TrainerRecords:
         steps = training_in_words(self.state.global_step, self._resumed_from, seconds)
         rows = [("trained", f"{trained_in_words(self.model)}; {steps}")]
         metric = self.args.eval_metric_name or "eval_loss"
-        during = [r for r in history[: history.index(runs[-1])] if metric in r]
+        before_end = history[: history.index(runs[-1])]
+        during = [r for r in before_end if not math.isnan(r.get(metric, math.nan))]
         if during:
             choose = max if self.args.greater_is_better else min
             best = choose(during, key=lambda record: record[metric])
             scores = {name.removeprefix("eval_"): v for name, v in best.items() if is_score(name)}
             own = metric.removeprefix("eval_")
             figures = {own: best[metric], **scores}
-            listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
+            shown = {n: v for n, v in figures.items() if n != "step" and isinstance(v, Real)}
+            listed = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
             last, is_kept = self.state.global_step, self.args.load_best_model_at_end
             kept = "" if is_kept or best["step"] == last else f"; the model is from step {last:,}"
             when = f"step {best['step']:,}, epoch {best['epoch']:g}"
