@@ -158,7 +158,7 @@ def test_other_processes_draw_nothing(make_trainer, tmp_path, drawn):
 
 
 @pytest.mark.parametrize(
-    ("asked", "levels"), [(["plot"], ["WARNING"]), (["all"], ["INFO"]), (["none"], [])]
+    ("asked", "levels"), [(["plot"], ["WARNING"]), (["all"], ["INFO"]), (["none"], []), ([], [])]
 )
 def test_without_matplotlib_a_run_reports_it_once(
     make_trainer, monkeypatch, tmp_path, caplog, asked, levels
@@ -287,6 +287,16 @@ def test_only_the_main_process_logs_the_tables(make_trainer, caplog, monkeypatch
     trainer.log_end()
     tables = [text.partition("\n")[0] for text in caplog.messages if "\n" in text]
     assert tables == ["training", "finished"] * main
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_only_the_main_process_writes_results(make_trainer, tmp_path, monkeypatch, main):
+    monkeypatch.setattr(TrainingArguments, "is_main_process", main)
+    trainer = make_trainer(output_dir=str(tmp_path))
+    trainer.save_state()
+    trainer.save_metrics("eval", {"eval_loss": 0.5})
+    names = {"trainer_state.json", "eval_results.json", "all_results.json"}
+    assert {path.name for path in tmp_path.glob("*.json")} == (names if main else set())
 
 
 def test_a_run_without_a_log_level_prints_only_records(make_trainer, caplog, capsys):
