@@ -67,6 +67,21 @@ def test_weights_that_will_be_frozen_are_not_copied(make_base, adapted):
     assert {p.dtype for p in copied.parameters()} == {torch.float32}
 
 
+def test_a_head_in_the_file_is_copied_as_it_will_be_trained(tiny_base, tmp_path):
+    base = RobertaForSequenceClassification.from_pretrained(tiny_base)
+    base.bfloat16().save_pretrained(tmp_path)
+    model = RobertaForSequenceClassification.from_pretrained(
+        tmp_path, held_in=torch.bfloat16, **LORA
+    )
+    in_float32 = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    model.train_only(("lora",))
+    assert in_float32 == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert_same_bits(
+        {name: tensor.bfloat16() for name, tensor in model.classifier.state_dict().items()},
+        base.classifier.state_dict(),
+    )
+
+
 def test_weights_in_their_final_dtype_are_not_compared_with_the_file(make_base, monkeypatch):
     path, compared = make_base("model.safetensors", torch.bfloat16), []
     model = RobertaForSequenceClassification.from_pretrained(

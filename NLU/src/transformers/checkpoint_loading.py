@@ -175,7 +175,7 @@ class CheckpointLoadingMixin:
         groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
         groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
         for what, names in groups.items():
-            if not names or not names <= missing:
+            if not names <= missing:
                 continue
             missing = missing - names
             if not names <= brought:
