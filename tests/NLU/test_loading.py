@@ -16,6 +16,7 @@ from transformers import (
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
     RobertaModel,
+    modeling_utils,
 )
 from transformers.weight_files import read_weights
 
@@ -269,12 +270,14 @@ def test_base_keeps_its_bits_through_half_precision(tmp_path, format, file_dtype
             assert torch.equal(tensor, expected)
 
 
-def test_a_frozen_weight_that_was_changed_is_saved_as_it_is(tmp_path):
+@pytest.mark.parametrize("at_once", [1, 2**24])
+def test_a_frozen_weight_that_was_changed_is_saved_as_it_is(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(modeling_utils, "_AT_ONCE", at_once)
     folder = write(tmp_path / "base", make(RobertaModel).state_dict())
     model = AutoModelForSequenceClassification.from_pretrained(folder, **LORA)
     model.train_only(("lora",))
     cast_frozen(model, torch.bfloat16)
-    model.get_parameter(f"{QUERY}.weight").data += 1
+    model.get_parameter(f"{QUERY}.weight").data[0, 0] += 1
     saved = model.full_state_dict()[f"{QUERY}.weight"]
     assert saved.dtype == torch.bfloat16
     assert torch.equal(saved, model.get_parameter(f"{QUERY}.weight"))

@@ -322,6 +322,14 @@ def test_wrong_arguments_are_refused(family, changed, error, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_shape_than_the_batch_s_is_refused(family, name):
+    model, given = model_and_batch(family, type_vocab_size=2, position_biased_input=True)
+    with pytest.raises(ValueError, match=r"batch is \(3, 7\), but a tensor is for \(3, 6\)"):
+        model(**{**given, name: torch.ones(3, 6, dtype=torch.long)}, output_attentions=True)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -71,6 +71,15 @@ def test_pruning_again_counts_heads_of_the_whole_layer():
     close(model(**GIVEN).logits, expected)
 
 
+def test_pruning_forgets_the_fingerprint_of_the_base(tmp_path):
+    """An adapter that is trained on the pruned model does not fit the full base."""
+    maker.build("roberta", "classifier").save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, **LORA)
+    assert model.adapter().metadata.base_fingerprint
+    model.prune_heads(PRUNED)
+    assert model.adapter().metadata.base_fingerprint is None
+
+
 def test_a_model_can_be_built_pruned():
     whole = maker.build("roberta", "classifier")
     settings = {"pruned_heads": {"0": [0, 2], -1: [1]}}

@@ -159,6 +159,8 @@ def test_bars_of_a_run_and_its_evaluations(bars, arguments):
     assert not run.disable
     progress.on_prediction_step(args, state, None, eval_dataloader=range(4))
     assert (len(bars), bars[2].n, bars[2].total) == (3, 1, 4)
+    progress.on_prediction_step(args, state, None, eval_dataloader=range(3), description="other")
+    assert [bar.disable for bar in bars] == [False, True, True, False]
     progress.on_predict(args, state, None)
     progress.on_train_end(args, state, None)
     assert all(bar.disable for bar in bars)
@@ -216,6 +218,15 @@ def test_printer_prints_records_of_training_alone(arguments, capsys):
         printer.on_train_end(args, state, None)
         printer.on_log(args, state, None, logs={"eval_loss": 0.5})
         assert capsys.readouterr().out == ("{'loss': 0.25}\n" if main else "")
+
+
+@pytest.mark.parametrize("kind", [callbacks.ProgressCallback, callbacks.PrinterCallback])
+def test_a_log_level_above_info_hides_records(bars, arguments, capsys, kind):
+    args, state, callback = arguments(log_level="warning"), TrainerState(max_steps=8), kind()
+    callback.on_train_begin(args, state, None)
+    callback.on_log(args, state, None, logs={"loss": 0.25})
+    callback.on_train_end(args, state, None)
+    assert "loss" not in "".join([capsys.readouterr().out, *(bar.text for bar in bars)])
 
 
 # ---- records, speed and strategies ----

@@ -183,6 +183,16 @@ def test_prediction_loop_leaves_out_the_last_batch_with_drop_last(make):
     assert output.metrics["eval_loss"] == pytest.approx(float(errors.mean()), rel=1e-6)
 
 
+def test_a_model_without_outputs_is_measured_by_its_loss_alone(make):
+    class Silent(Line):
+        def forward(self, x, labels):
+            return super().forward(x, labels)[:1]
+
+    metrics = make(model=Silent(), compute_metrics=lambda p: {"rows": len(p[0])}).evaluate()
+    assert "eval_loss" in metrics
+    assert "eval_rows" not in metrics
+
+
 # ---- several outputs of different widths ----
 
 
