@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_folders import LORA, QUERY, SHAPE, fails, is_one_line, make, same, write
 
+import loralib as lora
 from loralib.adapters.fingerprint import fingerprint
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
@@ -210,6 +211,16 @@ def test_save_and_load(tmp_path, safe, model_class, settings):
     assert loaded.config.apply_lora == bool(settings)
 
 
+def test_a_merged_model_is_saved_as_a_plain_one(tmp_path):
+    model = make(RobertaForSequenceClassification, **LORA)
+    model.get_parameter(f"{QUERY}.lora_B").data += 1
+    config = model.config  # may be another model's as well
+    lora.merge(model).save_pretrained(tmp_path)
+    again = RobertaForSequenceClassification.from_pretrained(tmp_path)
+    same(again, model.state_dict())
+    assert (config.apply_lora, again.config.apply_lora) == (True, False)
+
+
 def test_saving_replaces_the_weights_of_another_format(tmp_path):
     old, new = make(RobertaModel), make(RobertaModel)
     new.pooler.dense.bias.data += 1
@@ -347,6 +358,13 @@ def test_a_models_adapter_has_its_tensors_and_metadata(tmp_path):
     }
     with pytest.raises(ValueError, match="no LoRA layers"):
         make(RobertaModel).adapter()
+
+
+def test_an_adapter_names_the_base_s_revision_and_leaves_out_tied_weights():
+    adapter = make(RobertaForMaskedLM, **LORA, base_revision="v2").adapter()
+    assert adapter.metadata.base_revision == "v2"
+    assert "lm_head.dense.weight" in adapter.tensors
+    assert not TIED.keys() & adapter.tensors.keys()
 
 
 def test_an_adapted_checkpoint_remembers_its_base(tmp_path):

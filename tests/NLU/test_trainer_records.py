@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_trainers import make_line_trainer
 from trainer_runs import make_data, sequence, without_runtimes
 
 from loralib.training import curves
@@ -285,8 +286,16 @@ def test_only_the_main_process_logs_the_tables(make_trainer, caplog, monkeypatch
     caplog.set_level("INFO")
     trainer.train()
     trainer.log_end()
+    trainer.log_metrics("eval", {"eval_loss": 0.25})
     tables = [text.partition("\n")[0] for text in caplog.messages if "\n" in text]
-    assert tables == ["training", "finished"] * main
+    assert tables == ["training", "finished", "***** eval metrics *****"] * main
+
+
+def test_any_module_is_named_by_its_class(tmp_path, caplog):
+    make_line_trainer(tmp_path, log_level="info").train()
+    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
+    rows = rows_of(before)
+    assert (rows["model"], rows["adapted by"]) == ("Line", "nothing")
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -443,7 +452,7 @@ def test_operations_are_counted_for_the_current_model(make_trainer):
     model = trainer.model
     for weights in (5, 7):
         other = copy.copy(model)
-        other.num_parameters = lambda exclude_embeddings, weights=weights: weights
+        other.num_parameters = lambda exclude_embeddings, w=weights: w * exclude_embeddings
         trainer.model = other
         assert [trainer.floating_point_ops(inputs) for _ in range(2)] == [6 * 6 * weights] * 2
 

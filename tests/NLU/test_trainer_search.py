@@ -189,11 +189,14 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
     trainer = make(
         model_init=start, evaluation_strategy="epoch", save_strategy="epoch", report_to=[]
     )
-    names = []
+    names, evaluated = [], []
 
     class Names(type(trainer.callback_handler.callbacks[0])):
         def on_train_begin(self, args, state, control, **kwargs):
             names.append((state.is_hyper_param_search, state.trial_name, state.trial_params))
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            evaluated.append(state.trial_name)
 
     trainer.add_callback(Names)
     best = trainer.hyperparameter_search(hp_space=rates, n_trials=4, timeout=100)
@@ -205,6 +208,7 @@ def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
         assert [step for step, _ in trial.reports] == [1, 2]
         assert trial.value == trial.reports[-1][1]
         assert (True, f"run-{trial.number}", trial.params) in names
+        assert evaluated.count(f"run-{trial.number}") == 2
         folder = tmp_path / "out" / f"run-{trial.number}"
         assert {path.name for path in folder.iterdir()} == {"checkpoint-5", "checkpoint-10"}
     assert trainer.args.output_dir == str(tmp_path / "out")
