@@ -208,7 +208,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             text_columns=self._text_columns(),
             trained_with=tuple(o.switch for o in self.adapted_by if o != kind) or None,
         )
-        state = {name: t for name, t in self.state_dict().items() if name not in self.tied}
+        state = self.state_dict()
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
         return Adapter(tensors, metadata, kind=kind)
 
