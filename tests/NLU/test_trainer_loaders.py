@@ -431,3 +431,5 @@ def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
     rows[1] = {**rows[1], "labels": 0.25}
     with pytest.raises(CheckpointError, match="on other data with the same number of examples"):
         make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)
+    # With --max_steps, another number of rows is only a warning.
+    make(train_dataset=Dataset.from_list(rows[:2000]), **settings).train(checkpoint)
