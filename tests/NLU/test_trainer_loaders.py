@@ -433,3 +433,12 @@ def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
         make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)
     # With --max_steps, another number of rows is only a warning.
     make(train_dataset=Dataset.from_list(rows[:2000]), **settings).train(checkpoint)
+
+
+@pytest.mark.parametrize("kinds", [(list, Dataset.from_list), (Dataset.from_list, list)])
+def test_a_run_is_resumed_if_its_rows_cannot_be_compared(make, tmp_path, kinds):
+    """They are compared only if both runs are on tables."""
+    before, now = (kind(make_points(20)) for kind in kinds)
+    make(train_dataset=before, save_steps=3, save_strategy="steps").train()
+    resumed = make(train_dataset=now)
+    assert resumed.train(str(tmp_path / "out" / "checkpoint-3")).global_step == 10
