@@ -117,6 +117,28 @@ def test_evaluations_without_an_improvement_are_counted(arguments, greater, valu
     assert control.should_training_stop == (2 in counts)
 
 
+@pytest.mark.parametrize(
+    ("patience", "values", "stops"),
+    [
+        (0, [], False),
+        (0, [1], True),
+        (2, [2, 1], False),
+        (2, [2, 1, 0], True),
+        (2, [math.nan, math.nan], True),
+    ],
+)
+def test_a_resumed_run_ends_if_it_had_stopped_early(arguments, patience, values, stops):
+    args = arguments(
+        **{"load_best_model_at_end": True, "evaluation_strategy": "steps", "eval_steps": 1},
+        **{"metric_for_best_model": "score"},
+    )
+    state, control = TrainerState(), TrainerControl()
+    for step, value in enumerate(values, 1):
+        state.log_history += [{"loss": 0.5, "step": step}, {"eval_score": value, "step": step}]
+    callbacks.EarlyStoppingCallback(patience).on_train_begin(args, state, control)
+    assert control.should_training_stop is stops
+
+
 # ---- bars ----
 
 

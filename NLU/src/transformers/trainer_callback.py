@@ -468,9 +468,10 @@ class EarlyStoppingCallback(TrainerCallback):
         if not args.load_best_model_at_end:
             raise ValueError("EarlyStoppingCallback needs --load_best_model_at_end")
         self.best, self.early_stopping_patience_counter = None, 0
-        for record in state.log_history:
+        evaluations = [r for r in state.log_history if args.eval_metric_name in r]
+        for record in evaluations:
             self._count(args, record)
-        if self.best is not None:
+        if evaluations:
             self._stop(control)
 
     def on_evaluate(
