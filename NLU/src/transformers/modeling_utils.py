@@ -271,8 +271,8 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
     def _describe_head(self, adapter: Adapter) -> None:
         """Sets the settings' labels and text columns to those of the head an adapter brings."""
         prefix = self._prefix(self.state_dict())
-        if not prefix or all(name.startswith(prefix) for name in adapter.tensors):
-            return
+        if all(name.startswith(prefix) for name in adapter.tensors):
+            return  # no head's tensors; also if the model is a backbone alone, as prefix is "" then
         labels = adapter.metadata.labels if adapter.metadata else None
         if labels and labels != default_labels(len(labels)):
             self.config.id2label = dict(enumerate(labels))
