@@ -137,7 +137,10 @@ def check_module(model: nn.Module, name: str, settings: LayerSettings) -> None:
     _check_no_own_forward(name, module)
     weights = _weights(module)
     if not weights or not module._parameters.keys() >= {*weight_names(module)}:
-        raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
+        raise UnsupportedLayerError(
+            f"{what} has no weight that is a plain parameter: undo weight norm or pruning "
+            f"first (parametrize.remove_parametrizations, prune.remove), or {_LEAVE_OUT}"
+        )
     for weight in weights.values():
         if is_quantized_linear(module):
             _check_quantized(what, module, settings)
