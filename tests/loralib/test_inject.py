@@ -522,7 +522,7 @@ WRONG = {
     "weight norm": (
         lambda: with_query(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},
-        r"has no weight that is a plain parameter: undo weight norm or pruning first .*, or leave it",
+        r"has no weight that is a plain parameter: undo weight norm or pruning first .*, or le",
     ),
     "no direction": (
         with_a_zero_row,
