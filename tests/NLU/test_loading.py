@@ -51,6 +51,15 @@ def test_other_precisions_are_read_into_float32(tmp_path, format, dtype):
     same(RobertaForMaskedLM.from_pretrained(folder), expected)
 
 
+@pytest.mark.parametrize("format", ["bin", "safetensors"])
+def test_a_model_is_loaded_on_the_cpu_whatever_the_default_device_is(tmp_path, format):
+    tensors = make(RobertaModel).state_dict()
+    folder = write(tmp_path / "m", tensors, format)
+    with torch.device("meta"):
+        loaded = RobertaModel.from_pretrained(folder)
+    same(loaded, tensors)
+
+
 def test_safetensors_come_first(tmp_path):
     tensors = make(RobertaModel).state_dict()
     folder = write(tmp_path / "m", {name: t + 1 for name, t in tensors.items()}, "bin")
