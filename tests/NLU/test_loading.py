@@ -60,6 +60,19 @@ def test_a_model_is_loaded_on_the_cpu_whatever_the_default_device_is(tmp_path, f
     same(loaded, tensors)
 
 
+def test_settings_are_read_from_the_revision_of_the_weights(tmp_path, monkeypatch):
+    folder = write(tmp_path / "m", make(RobertaModel).state_dict())
+    read, asked = RobertaConfig.read_values, []
+
+    def recorded(name, **where):
+        asked.append(where["revision"])
+        return read(name, **where)
+
+    monkeypatch.setattr(RobertaConfig, "read_values", recorded)
+    RobertaModel.from_pretrained(folder, revision="v2")
+    assert {*asked} == {"v2"}
+
+
 def test_safetensors_come_first(tmp_path):
     tensors = make(RobertaModel).state_dict()
     folder = write(tmp_path / "m", {name: t + 1 for name, t in tensors.items()}, "bin")
