@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from checkpoints import check_finite
 from gpu import DistEnv
+from loralib.adapters.fingerprint import are_of_one_base
 from loralib.errors import CheckpointError
 from loralib.io.digests import lines_digest
 from loralib.io.structure import check_structure
@@ -270,7 +271,10 @@ def restore_run(
     new_run = f"begin a new run in {_ANOTHER_FOLDER}"
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
-    check_same_run(work_dir, state["run"], fixed, f"give the same to resume it, or {new_run}")
+    before, base = state["run"], identity["base"]
+    if base and before.get("base") and are_of_one_base(before["base"], base):
+        before = {**before, "base": base}  # an older version wrote a shorter fingerprint
+    check_same_run(work_dir, before, fixed, f"give the same to resume it, or {new_run}")
     if state["finished"]:
         check_same_run(work_dir, state["run"], lengths, _IS_FINISHED)
         return Progress(state["step"])

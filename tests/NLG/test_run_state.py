@@ -87,6 +87,15 @@ def test_a_run_does_not_resume_with_another_determinism(tmp_path, was_on, is_on)
         restore_run(*now)
 
 
+def test_a_run_may_have_the_shorter_fingerprint_that_older_versions_wrote(tmp_path):
+    write_run(tmp_path, ALONE, {**IDENTITY, "base": 16 * "0"}, PROGRESS, *make(1))
+    state = read_run(tmp_path)
+    same, other = ({**IDENTITY, "base": 16 * first + 16 * "2"} for first in "01")
+    assert restore_run(tmp_path, ALONE, same, state, *make(2)) == PROGRESS
+    with pytest.raises(CheckpointError, match="belongs to a run with base 0"):
+        restore_run(tmp_path, ALONE, other, state, *make(2))
+
+
 def test_the_state_of_a_finished_run_is_only_a_mark(tmp_path):
     model, parts = make(1)
     write(tmp_path, model, parts)
