@@ -73,8 +73,8 @@ def are_of_one_base(first: str, second: str) -> bool:
 
     Those in files written before 27 November 2026 have the first part only.
     """
-    compared = min(len(first), len(second))
-    return first[:compared] == second[:compared]
+    has_first_part_only = _PART in (len(first), len(second))
+    return first[:_PART] == second[:_PART] and (has_first_part_only or first == second)
 
 
 def differ_in_last_values(first: str, second: str) -> bool:

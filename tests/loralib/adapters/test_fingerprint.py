@@ -79,6 +79,12 @@ def test_a_file_with_only_the_first_part_of_a_fingerprint_is_compared_by_that():
     assert not are_of_one_base(first_part, fingerprint(other))
 
 
+def test_a_fingerprint_that_is_cut_off_elsewhere_is_of_no_base():
+    whole = fingerprint({"words.weight": torch.randn(50_257, 8)})
+    for length in (0, 1, 15, 17, 31):
+        assert not are_of_one_base(whole[:length], whole)
+
+
 def test_position_ids_and_poolers_do_not_change_a_fingerprint():
     """Some files of a base have them and others do not."""
     base = {
